@@ -1,0 +1,277 @@
+"""Configuration of a model: frozen dataclasses, strict reading and the presets.
+
+A configuration is data: it is written as `config.json` beside the weights and read back by `from_dict`, which refuses keys
+it does not know (naming the closest) and values of the wrong type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar, Union
+
+from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
+from omni.errors import UserError
+from omni.layout import Layout
+
+T = TypeVar("T")
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of the rotary frequencies (`rope_type: llama3` in transformers, `modeling_rope_utils.py`)."""
+
+    factor: float = 32.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of the decoder. Qwen2/2.5/3, Llama 3, Mistral and mini-omni are settings of this one class.
+
+    Attributes:
+        width: size D of the residual stream.
+        heads, kv_heads: query heads and key/value heads (grouped-query attention).
+        head_dim: size of a head; 0 means width / heads.
+        mlp_width: inner size of SwiGLU.
+        window: sliding attention window in positions (a position sees itself and window - 1 before it), None for all.
+        context: positions the model is meant for.
+        tie_text: the text head is the text embedding.
+        combine: how the embeddings of the streams become one: `mean` (mini-omni) or `sum`.
+        post_layers: blocks after the text head's branch, before the audio heads (mini-omni's TTS adapter).
+    """
+
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 0
+    mlp_width: int = 1024
+    context: int = 2048
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    norm_eps: float = 1e-6
+    tie_text: bool = False
+    combine: Literal["mean", "sum"] = "mean"
+    post_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads", "mlp_width", "context"):
+            if getattr(self, name) < 1:
+                raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise UserError(f"decoder.heads {self.heads} is not a multiple of decoder.kv_heads {self.kv_heads}")
+        if not self.head_dim and self.width % self.heads:
+            raise UserError(f"decoder.width {self.width} is not a multiple of decoder.heads {self.heads}; set head_dim")
+        if self.head_size % 2:
+            raise UserError(f"decoder: head size {self.head_size} is odd; rotary positions need an even one")
+        if self.window is not None and self.window < 1:
+            raise UserError(f"decoder.window is {self.window}; it must be at least 1, or null for full attention")
+        if self.combine not in ("mean", "sum"):
+            raise UserError(f"decoder.combine {self.combine!r} is unknown; use 'mean' or 'sum'")
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.width // self.heads
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What turns encoder frames into decoder positions.
+
+    Attributes:
+        kind: `linear`, `mlp` (two layers, GELU) or `gated` (mini-omni's gated MLP).
+        hidden: inner size of `mlp` and `gated`.
+        stack: frames joined into one position; a clip's last, unfinished group is filled with zeros.
+        bias: the linear layers have a bias.
+    """
+
+    kind: Literal["linear", "mlp", "gated"] = "linear"
+    hidden: int = 1024
+    stack: int = 1
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "mlp", "gated"):
+            raise UserError(f"adapter.kind {self.kind!r} is unknown; use 'linear', 'mlp' or 'gated'")
+        if self.stack < 1:
+            raise UserError(f"adapter.stack is {self.stack}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A whole speech language model.
+
+    Attributes:
+        codec: name of the audio codec (`codec2`, `snac`), which the layout's audio streams must fit.
+        ctc: ids of an alignment head on the encoder (blank first), 0 for none; used in training only.
+    """
+
+    layout: Layout = field(default_factory=lambda: Layout.preset("codec2"))
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    codec: str = "codec2"
+    ctc: int = 0
+
+    def features(self, samples: int) -> int:
+        """Decoder positions that a clip of `samples` at 16 kHz takes."""
+        return -(-self.encoder.frames(samples) // self.adapter.stack)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as plain data."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
+    """Read plain data strictly into the dataclass `kind`.
+
+    Raises:
+        UserError: an unknown key (the closest known one is named), a missing one, or a value of another type.
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where} is {data!r}; it must be a mapping of the fields of {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            close = get_close_matches(str(key), fields, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(fields)}"
+            raise UserError(f"{where}: unknown key {key!r}; {hint}")
+    for name, f in fields.items():
+        missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if missing and name not in data:
+            raise UserError(f"{where}: key {name!r} is missing")
+    return kind(**{key: _value(hints[key], value, f"{where}.{key}") for key, value in data.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        inner = [a for a in args if a is not type(None)]
+        return _value(inner[0], value, where)
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise UserError(f"{where} is {value!r}; it must be a list")
+        hints = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+        if len(hints) != len(value):
+            raise UserError(f"{where} has {len(value)} entries; it must have {len(hints)}")
+        return tuple(_value(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
+    if dataclasses.is_dataclass(hint):
+        return from_dict(hint, value, where)  # type: ignore[arg-type]
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
+        raise UserError(f"{where} is {value!r}; it must be of type {hint.__name__}")
+    return value
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+QWEN2_TEXT = 151936
+"""Text ids below mini-omni's own special ones: Qwen2's table, which is itself padded."""
+
+
+def _mini_omni() -> ModelConfig:
+    """gpt-omni/mini-omni @ 26c31d5, `litgpt/config.py` and the released `model_config.yaml`."""
+    return ModelConfig(
+        layout=Layout.preset("mini-omni"),
+        encoder=ENCODER_PRESETS["small"],
+        adapter=AdapterConfig("gated", hidden=4864, stack=1),
+        decoder=DecoderConfig(
+            width=896, layers=24, heads=14, kv_heads=2, mlp_width=4864, context=2048, rope_base=1e6, qkv_bias=True
+        ),
+        codec="snac",
+    )
+
+
+def _nano() -> ModelConfig:
+    return ModelConfig(
+        layout=Layout.preset("codec2"),
+        encoder=ENCODER_PRESETS["nano"],
+        adapter=AdapterConfig("linear", stack=2),
+        decoder=DecoderConfig(width=256, layers=4, heads=4, kv_heads=2, mlp_width=768, context=1024),
+        codec="codec2",
+    )
+
+
+def _snac_layout(text_size: int) -> Layout:
+    return Layout.build([4096] * 7, text_size)
+
+
+def _qwen3() -> ModelConfig:
+    """Qwen/Qwen3-0.6B `config.json`."""
+    return ModelConfig(
+        layout=_snac_layout(151936),
+        encoder=ENCODER_PRESETS["small"],
+        adapter=AdapterConfig("gated", hidden=4096),
+        decoder=DecoderConfig(
+            width=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, context=40960,
+            rope_base=1e6, qk_norm=True, tie_text=True,
+        ),
+        codec="snac",
+    )  # fmt: skip
+
+
+def _llama32() -> ModelConfig:
+    """meta-llama/Llama-3.2-1B `config.json`."""
+    return ModelConfig(
+        layout=_snac_layout(128256),
+        encoder=ENCODER_PRESETS["small"],
+        adapter=AdapterConfig("gated", hidden=8192),
+        decoder=DecoderConfig(
+            width=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp_width=8192, context=131072,
+            rope_base=5e5, rope_scaling=RopeScaling(), norm_eps=1e-5, tie_text=True,
+        ),
+        codec="snac",
+    )  # fmt: skip
+
+
+def _mistral() -> ModelConfig:
+    """mistralai/Mistral-7B-v0.1 `config.json`."""
+    return ModelConfig(
+        layout=_snac_layout(32000),
+        encoder=ENCODER_PRESETS["small"],
+        adapter=AdapterConfig("gated", hidden=14336),
+        decoder=DecoderConfig(
+            width=4096, layers=32, heads=32, kv_heads=8, mlp_width=14336, context=32768, window=4096, norm_eps=1e-5
+        ),
+        codec="snac",
+    )
+
+
+_PRESETS = {
+    "nano": _nano,
+    "qwen2-0.5b-omni": _mini_omni,
+    "qwen3-0.6b": _qwen3,
+    "llama-3.2-1b": _llama32,
+    "mistral-7b": _mistral,
+}
+PRESETS = tuple(_PRESETS)
+
+
+def preset(name: str) -> ModelConfig:
+    """A named configuration; UserError with the closest name where there is none."""
+    if name not in _PRESETS:
+        close = get_close_matches(str(name), PRESETS, n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UserError(f"preset {name!r} is unknown; {hint}known: {', '.join(PRESETS)}")
+    return _PRESETS[name]()

@@ -1,0 +1,448 @@
+"""The layout: parallel streams, their ids and delays. The only file that knows an id or a delay.
+
+A speech language model reads and writes *columns*: one id per stream and time step. The audio streams come first, the
+text stream last. Every stream has its own vocabulary, and all ids are local to it:
+
+    [0, size)                    ordinary ids (codes of a codebook, or tokens of the tokenizer)
+    size + 0 ... size + 4        end, pad, input, answer, asr (on text) or split (on audio)
+    ... size + specials          reserved
+
+The answer of the preset `codec2` (4 audio streams with delays 1..4, text "no" and two frames of sound, `fill: pad`):
+
+    column    0    1    2    3    4    5    6
+    audio0    .   a0   a1  end    .    .    .
+    audio1    .    .   b0   b1  end    .    .         .   pad: forced, not part of the loss
+    audio2    .    .    .   c0   c1  end    .         end supervised once per stream
+    audio3    .    .    .    .   d0   d1  end         frame t is finished at column t + 4
+    text      n    o  end    .    .    .    .
+
+`delayed`, `undelayed` and the returned `valid` mask serve training; `Cursor` builds the same columns one at a time while the
+model is sampled. mini-omni's order and ids: gpt-omni/mini-omni @ 26c31d5, `inference.py` and `utils/snac_utils.py`.
+
+Dimensions: B batch, K streams, A audio streams (K - 1), C columns, F frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+
+IGNORE = -100
+"""Target of a position that is left out of the loss (the default of `torch.nn.functional.cross_entropy`)."""
+
+SPECIALS = {"end": 0, "pad": 1, "input": 2, "answer": 3, "asr": 4, "split": 4}
+"""Offset of each special id from the stream's size; `asr` belongs to text, `split` to audio."""
+
+_NEVER = 1 << 40
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One parallel stream.
+
+    Attributes:
+        kind: what its ids are.
+        size: number of ordinary ids.
+        specials: number of ids kept after them (at least 5); the table has `size + specials` rows, or `rows`.
+        delay: columns between the start of an answer and the stream's first real token.
+        role: `predicted` by the model, or `given` from outside (a user's stream in a duplex model).
+        rows: rows of the embedding table, where a checkpoint pads it; 0 means `size + specials`.
+    """
+
+    kind: Literal["audio", "text"]
+    size: int
+    specials: int = 64
+    delay: int = 0
+    role: Literal["predicted", "given"] = "predicted"
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError(f"layout: a {self.kind} stream has size {self.size}; it needs at least one id")
+        if self.specials < 5:
+            raise UserError(f"layout: a {self.kind} stream keeps {self.specials} special ids; it needs at least 5")
+        if self.delay < 0:
+            raise UserError(f"layout: delay {self.delay} of a {self.kind} stream is negative; delays count from 0")
+        if self.kind not in ("audio", "text"):
+            raise UserError(f"layout: stream kind {self.kind!r} is unknown; use 'audio' or 'text'")
+        if self.role not in ("predicted", "given"):
+            raise UserError(f"layout: stream role {self.role!r} is unknown; use 'predicted' or 'given'")
+        if self.rows and self.rows < self.size + self.specials:
+            raise UserError(
+                f"layout: {self.rows} table rows cannot hold {self.size} ids and {self.specials} special ids"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the stream's embedding table and head."""
+        return self.rows or self.size + self.specials
+
+    def special(self, name: str) -> int:
+        """Id of a special token: `end`, `pad`, `input`, `answer`, `asr` (text), `split` (audio)."""
+        if name not in SPECIALS or (name == "asr" and self.kind == "audio") or (name == "split" and self.kind == "text"):
+            raise UserError(f"layout: a {self.kind} stream has no special id {name!r}; known: {', '.join(SPECIALS)}")
+        return self.size + SPECIALS[name]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All streams of a model and what fills them. See the drawing at the top of this module.
+
+    Attributes:
+        streams: the audio streams, then the text stream.
+        features: encoder features `replace` the audio streams' embeddings where they stand, or `add` to all.
+        fill: what stands on a predicted stream before its delay and after its end. `pad`: forced when serving and left out
+            of the loss. `sampled`: whatever the model says is fed back (mini-omni's weights); the loss then asks for pad. Text
+            after its end is pad in both.
+    """
+
+    streams: tuple[Stream, ...]
+    features: Literal["replace", "add"] = "replace"
+    fill: Literal["pad", "sampled"] = "pad"
+
+    def __post_init__(self) -> None:
+        kinds = [s.kind for s in self.streams]
+        if kinds.count("text") != 1 or kinds[-1] != "text":
+            raise UserError(f"layout: streams are {kinds}; there must be one text stream, and it comes last")
+        if len(kinds) < 2:
+            raise UserError("layout: there is no audio stream; a speech model needs at least one")
+        if self.streams[-1].role != "predicted":
+            raise UserError("layout: the text stream cannot be 'given'; only audio streams can")
+        if self.features not in ("replace", "add"):
+            raise UserError(f"layout: features {self.features!r} is unknown; use 'replace' or 'add'")
+        if self.fill not in ("pad", "sampled"):
+            raise UserError(f"layout: fill {self.fill!r} is unknown; use 'pad' or 'sampled'")
+
+    @classmethod
+    def build(
+        cls,
+        codebook_sizes: Sequence[int],
+        text_size: int,
+        *,
+        delays: Sequence[int] | None = None,
+        specials: int = 64,
+        text_rows: int = 0,
+        features: Literal["replace", "add"] = "replace",
+        fill: Literal["pad", "sampled"] = "pad",
+    ) -> Layout:
+        """A layout of one audio stream per codebook and a text stream without delay; audio stream i is delayed by i + 1."""
+        delays = tuple(delays) if delays is not None else tuple(range(1, len(codebook_sizes) + 1))
+        if len(delays) != len(codebook_sizes):
+            raise UserError(f"layout: {len(delays)} delays for {len(codebook_sizes)} codebooks; give one each")
+        audio = [Stream("audio", n, specials, d) for n, d in zip(codebook_sizes, delays, strict=True)]
+        return cls((*audio, Stream("text", text_size, specials, rows=text_rows)), features, fill)
+
+    @classmethod
+    def preset(cls, name: str, text_size: int | None = None) -> Layout:
+        """`mini-omni` (7 SNAC streams, delays 1..7, sampled fill), `snac` (the same, padded fill) or `codec2` (4 streams)."""
+        if name in ("mini-omni", "snac"):
+            fill: Literal["pad", "sampled"] = "sampled" if name == "mini-omni" else "pad"
+            return cls.build([4096] * 7, text_size or 151936, text_rows=0 if text_size else 152000, fill=fill)
+        if name == "codec2":
+            return cls.build([512, 512, 16, 64], text_size or 256, specials=8)
+        raise UserError(f"layout preset {name!r} is unknown; known: mini-omni, snac, codec2")
+
+    # --- what the streams are -------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    @property
+    def n_audio(self) -> int:
+        return len(self.streams) - 1
+
+    @property
+    def audio(self) -> tuple[Stream, ...]:
+        return self.streams[:-1]
+
+    @property
+    def text(self) -> Stream:
+        return self.streams[-1]
+
+    @cached_property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        return tuple(s.size for s in self.audio)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return (*(f"audio{i}" for i in range(self.n_audio)), "text")
+
+    @cached_property
+    def delays(self) -> tuple[int, ...]:
+        return tuple(s.delay for s in self.streams)
+
+    @cached_property
+    def max_delay(self) -> int:
+        """Largest delay of an audio stream: frame t is finished at column `t + max_delay`."""
+        return max(s.delay for s in self.audio)
+
+    def ids(self, name: str) -> Tensor:
+        """One special id per stream, [K]. `asr` and `split` stand for `answer` and `pad` on the streams without them."""
+        out = []
+        for s in self.streams:
+            if name == "asr" and s.kind == "audio":
+                out.append(s.special("answer"))
+            elif name == "split" and s.kind == "text":
+                out.append(s.special("pad"))
+            else:
+                out.append(s.special(name))
+        return torch.tensor(out)
+
+    def allowed(self) -> Tensor:
+        """Ids that may be sampled under `fill: pad`, [K, largest vocabulary] bool: the ordinary ones and `end`."""
+        out = torch.zeros(len(self), max(s.vocabulary for s in self.streams), dtype=torch.bool)
+        for k, s in enumerate(self.streams):
+            out[k, : s.size + 1] = True
+            if self.fill == "sampled":
+                out[k, : s.vocabulary] = True
+        return out
+
+    # --- offline: a whole answer -----------------------------------------------------------------------------------
+
+    def delayed(self, text: Tensor | None, codes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Lay out a whole answer.
+
+        Args:
+            text: token ids [T], or None where the text stream is silent.
+            codes: frames [A, F], or None where the audio streams are silent.
+
+        Returns:
+            tokens [K, C] and valid [K, C] bool, true where a token is to be learnt.
+        """
+        lengths: list[int | None] = [None if codes is None else codes.shape[1]] * self.n_audio
+        lengths.append(None if text is None else len(text))
+        if codes is not None:
+            self.check_codes(codes)
+        columns = max([s.delay + n + 1 for s, n in zip(self.streams, lengths, strict=True) if n is not None], default=0)
+        tokens = self.ids("pad")[:, None].repeat(1, columns)
+        valid = torch.zeros(len(self), columns, dtype=torch.bool)
+        for k, (s, n) in enumerate(zip(self.streams, lengths, strict=True)):
+            if n is None:
+                continue
+            real = text if k == self.n_audio else codes[k] if codes is not None else None
+            if real is None:
+                continue
+            tokens[k, s.delay : s.delay + n] = real
+            tokens[k, s.delay + n] = s.special("end")
+            if s.role == "given":
+                continue
+            if self.fill == "sampled" and s.kind == "audio":
+                valid[k] = True
+            else:
+                valid[k, s.delay : s.delay + n + 1] = True
+        return tokens, valid
+
+    def undelayed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of `delayed`: tokens [K, C] to text [T] and codes [A, F] of the frames that are whole."""
+        row = tokens[-1, self.text.delay :]
+        ends = (row >= self.text.size).nonzero()
+        text = row[: int(ends[0])] if len(ends) else row
+        streams = []
+        for k, s in enumerate(self.audio):
+            row = tokens[k, s.delay :]
+            ends = (row >= s.size).nonzero()
+            streams.append(row[: int(ends[0])] if len(ends) else row)
+        frames = min(len(row) for row in streams)
+        return text, torch.stack([row[:frames] for row in streams])
+
+    def check_codes(self, codes: Tensor) -> None:
+        """Refuse codes of another shape or out of range (UserError)."""
+        if codes.ndim != 2 or codes.shape[0] != self.n_audio:
+            raise UserError(f"codes of shape {tuple(codes.shape)} do not fit a layout of {self.n_audio} audio streams")
+        if codes.numel() == 0:
+            return
+        sizes = torch.tensor(self.codebook_sizes, device=codes.device)[:, None]
+        bad = ((codes < 0) | (codes >= sizes)).nonzero()
+        if len(bad):
+            k, f = bad[0].tolist()
+            raise UserError(
+                f"code {int(codes[k, f])} of audio stream {k}, frame {f}, is outside [0, {self.codebook_sizes[k]}); "
+                "were the codes made with another codec, or stored in another order?"
+            )
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    def draw(
+        self, tokens: Tensor, valid: Tensor | None = None, decode: Callable[[int], str] | None = None, width: int = 6
+    ) -> str:
+        """Draw columns [K, C] as text, one line a stream. `decode` turns a text id into its string.
+
+        A star marks a cell that is learnt (`valid`); `.` is pad, `~` stands where encoder features do.
+        """
+        short = {0: "end", 1: ".", 2: "input", 3: "answer", 4: "asr"}
+        lines = ["column".ljust(8) + "".join(str(c).rjust(width + 1) for c in range(tokens.shape[1]))]
+        for k, s in enumerate(self.streams):
+            cells = []
+            for c, token in enumerate(tokens[k].tolist()):
+                if token == IGNORE:
+                    cell = ""
+                elif token >= s.size:
+                    cell = short.get(token - s.size, f"s{token - s.size}")
+                    cell = "split" if (cell, s.kind) == ("asr", "audio") else cell
+                elif s.kind == "text" and decode is not None:
+                    cell = repr(decode(token))[1:-1] or str(token)
+                else:
+                    cell = str(token)
+                mark = "*" if valid is not None and bool(valid[k, c]) else " "
+                cells.append(cell[:width].rjust(width) + mark)
+            lines.append(self.names[k].ljust(8) + "".join(cells))
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclass(frozen=True)
+class Push:
+    """What one step of the cursor gives, all tensors over the rows.
+
+    Attributes:
+        column: what is fed next, [B, K].
+        frame: the codes of the finished frame, [B, A]; meaningful where `has_frame`.
+        has_frame: [B] bool.
+        text: the text token written in this column, [B]; meaningful where `has_text`.
+        has_text: [B] bool.
+        done: the answer is complete with this column, [B] bool.
+    """
+
+    column: Tensor
+    frame: Tensor
+    has_frame: Tensor
+    text: Tensor
+    has_text: Tensor
+    done: Tensor
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where each row stands in its answer. Immutable: `push` returns the next cursor; nothing here waits for the device.
+
+    Attributes:
+        step: columns pushed so far, [B].
+        text_active, audio_active: streams the row's task answers on, [B] bool.
+        text_ended: [B] bool.
+        audio_end: index of the frame at which the audio ended (a huge number before), [B].
+        history: the last columns of the audio streams, [B, A, max_delay - min_delay + 1], newest last.
+        done: [B] bool.
+    """
+
+    layout: Layout
+    step: Tensor
+    text_active: Tensor
+    audio_active: Tensor
+    text_ended: Tensor
+    audio_end: Tensor
+    history: Tensor
+    done: Tensor
+
+    TENSORS = ("step", "text_active", "audio_active", "text_ended", "audio_end", "history", "done")
+
+    @classmethod
+    def start(
+        cls,
+        layout: Layout,
+        text_active: Sequence[bool],
+        audio_active: Sequence[bool],
+        device: torch.device | str | None = None,
+    ) -> Cursor:
+        """A cursor before the first column, one row per entry."""
+        rows = len(text_active)
+        depth = layout.max_delay - min(s.delay for s in layout.audio) + 1
+        false = torch.zeros(rows, dtype=torch.bool, device=device)
+        return cls(
+            layout=layout,
+            step=torch.zeros(rows, dtype=torch.long, device=device),
+            text_active=torch.tensor(list(text_active), dtype=torch.bool, device=device),
+            audio_active=torch.tensor(list(audio_active), dtype=torch.bool, device=device),
+            text_ended=false,
+            audio_end=torch.full((rows,), _NEVER, dtype=torch.long, device=device),
+            history=torch.zeros(rows, layout.n_audio, depth, dtype=torch.long, device=device),
+            done=false.clone(),
+        )
+
+    @cached_property
+    def _constants(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """end [K], pad [K], delays [K] and sizes [K] on the cursor's device (made once, handed on by `push`)."""
+        device = self.step.device
+        lay = self.layout
+        return (
+            lay.ids("end").to(device),
+            lay.ids("pad").to(device),
+            torch.tensor(lay.delays, device=device),
+            torch.tensor([s.size for s in lay.streams], device=device),
+        )
+
+    def select(self, rows: Sequence[int] | slice) -> Cursor:
+        """The cursor of some of the rows."""
+        index = rows if isinstance(rows, slice) else torch.tensor(list(rows), device=self.step.device)
+        cursor = replace(self, **{name: getattr(self, name)[index] for name in self.TENSORS})
+        cursor.__dict__["_constants"] = self._constants
+        return cursor
+
+    @property
+    def needs_text(self) -> Tensor:
+        """Rows whose next column takes a sampled text token, [B] bool."""
+        return self.text_active & ~self.text_ended & ~self.done
+
+    @property
+    def needs_audio(self) -> Tensor:
+        """Rows whose next column takes sampled audio, [B] bool."""
+        return self.audio_active & ~self.done & (self.step - self.layout.max_delay <= self.audio_end)
+
+    def push(self, sampled: Tensor) -> tuple[Cursor, Push]:
+        """Take what was sampled, [B, K] ids of each stream, and say what is fed next and which frame is finished."""
+        lay, a = self.layout, self.layout.n_audio
+        end, pad, delays, sizes = self._constants
+        live = ~self.done
+
+        frame_index = self.step[:, None] - delays[:a]  # [B, A]: which frame each stream is at
+        audio = sampled[:, :a]
+        audio_end = self.audio_end
+        if lay.fill == "pad":
+            ended = (audio == end[:a]) & (frame_index >= 0) & (self.audio_active & live)[:, None]
+            here = torch.where(ended, frame_index, _NEVER).amin(1)
+            audio_end = torch.minimum(audio_end, here)
+            audio = torch.where(frame_index == audio_end[:, None], end[:a], audio)
+            audio = torch.where((frame_index < 0) | (frame_index > audio_end[:, None]), pad[:a], audio)
+        else:
+            last = int(max(range(a), key=lambda k: lay.delays[k]))
+            ended = (audio[:, last] == end[last]) & (self.step > 0) & self.audio_active & live
+            audio_end = torch.where(ended, torch.minimum(audio_end, frame_index[:, last]), audio_end)
+        audio = torch.where((self.audio_active & live)[:, None], audio, pad[:a])
+
+        history = torch.cat([self.history[:, :, 1:], audio[:, :, None]], dim=2)
+        depth = history.shape[2]
+        back = (delays[:a] - lay.max_delay + depth - 1).expand(len(history), a)
+        frame = history.gather(2, back[:, :, None]).squeeze(2)  # token of frame `step - max_delay` on every stream
+        newest = self.step - lay.max_delay
+        has_frame = (newest >= 0) & (newest < audio_end) & self.audio_active & live
+        has_frame = has_frame & (frame < sizes[:a]).all(1)
+
+        text_on = self.text_active & live & ~self.text_ended & (self.step >= delays[a])
+        text = torch.where(text_on, sampled[:, a], pad[a])
+        text_ends = text_on & (text == end[a])
+        text_ended = self.text_ended | text_ends
+
+        audio_done = ~self.audio_active | (newest >= audio_end)
+        text_done = ~self.text_active | text_ended
+        if lay.fill == "sampled":  # mini-omni stops with the last audio stream, whatever the text does
+            text_done = text_done | self.audio_active
+        done = self.done | (audio_done & text_done)
+
+        push = Push(
+            column=torch.cat([audio, text[:, None]], dim=1),
+            frame=frame,
+            has_frame=has_frame,
+            text=text,
+            has_text=text_on & ~text_ends & (text < sizes[a]),
+            done=done,
+        )
+        cursor = replace(
+            self, step=self.step + 1, text_ended=text_ended, audio_end=audio_end, history=history, done=done
+        )
+        cursor.__dict__["_constants"] = self._constants
+        return cursor, push

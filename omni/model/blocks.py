@@ -1,0 +1,120 @@
+"""Transformer blocks of the decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Weights are laid out as transformers' Llama, Qwen and Mistral have them (q, k and v apart, rotary halves side by side), so that
+a foreign checkpoint is renamed, never reshuffled.
+
+Dimensions: B batch, T time, S keys, W width, H heads, G key/value heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.config import DecoderConfig
+from omni.model.kv_cache import Cache
+
+
+def rope_frequencies(config: DecoderConfig) -> Tensor:
+    """Rotary frequencies [D / 2] in radians per position (Su et al. 2021), with Llama 3's scaling where configured."""
+    half = torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size
+    freq = config.rope_base**-half
+    scaling = config.rope_scaling
+    if scaling is not None:
+        wavelength = 2 * math.pi / freq
+        low = scaling.original_context / scaling.low_freq_factor
+        high = scaling.original_context / scaling.high_freq_factor
+        blend = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        mixed = (1 - blend) * freq / scaling.factor + blend * freq
+        freq = torch.where(wavelength > low, freq / scaling.factor, torch.where(wavelength < high, freq, mixed))
+    return freq.float()
+
+
+def rope_table(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, 1, T, D] in fp32 for positions [B, T]."""
+    angle = positions[:, None, :, None].float() * frequencies
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [B, H, T, D] by its positions; halves of the head are the two coordinates."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, functional or over a cache that is passed in."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        w, d = config.width, config.head_size
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, d
+        self.q = nn.Linear(w, config.heads * d, bias=config.qkv_bias)
+        self.k = nn.Linear(w, config.kv_heads * d, bias=config.qkv_bias)
+        self.v = nn.Linear(w, config.kv_heads * d, bias=config.qkv_bias)
+        self.out = nn.Linear(config.heads * d, w, bias=False)
+        self.q_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int
+    ) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, self.heads, self.head_dim)
+        k = self.k(x).view(b, t, self.kv_heads, self.head_dim)
+        v = self.v(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope)
+        if cache is not None:
+            k, v = cache.update(layer, k, v)
+        if q.dtype != v.dtype:
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        group = self.heads // self.kv_heads
+        if t == 1 and group > 1 and mask is not None:
+            # One query per head: the heads of a group stand in the time dimension, so keys are read once and never copied.
+            q = q.view(b, self.kv_heads, group, self.head_dim)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            y = y.reshape(b, self.heads, 1, self.head_dim)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1
+            )  # fmt: skip
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, width: int, hidden: int, out: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, out or width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.width, config.mlp_width)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, mask, cache, layer)
+        return x + self.mlp(self.mlp_norm(x))

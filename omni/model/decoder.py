@@ -1,0 +1,193 @@
+"""The decoder: columns of parallel streams in, hidden states (and, on request, logits per stream) out.
+
+Dimensions: B batch, K streams, A audio streams, T time, W width, V vocabulary, N features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from omni.config import DecoderConfig
+from omni.layout import Layout
+from omni.model.blocks import Block, rope_frequencies, rope_table
+from omni.model.kv_cache import Cache, KVCache
+
+
+class Hidden(NamedTuple):
+    """Hidden states [B, T, W] for the text head and for the audio heads (the same tensor without a post-adapter)."""
+
+    text: Tensor
+    audio: Tensor
+
+
+class Decoder(nn.Module):
+    """Embeddings of the streams, transformer blocks, and one head for text and one for all audio streams.
+
+    Audio streams share one table and one head whose rows are the streams' vocabularies one after another; the shift from a
+    stream's own id happens here and nowhere else.
+    """
+
+    def __init__(self, config: DecoderConfig, layout: Layout) -> None:
+        super().__init__()
+        self.config, self.layout = config, layout
+        self.checkpointing = False
+        sizes = [s.vocabulary for s in layout.audio]
+        self.audio_offsets = (0, *accumulate(sizes))
+        self.text_embedding = nn.Embedding(layout.text.vocabulary, config.width)
+        self.audio_embedding = nn.Embedding(self.audio_offsets[-1], config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.post_blocks = nn.ModuleList(Block(config) for _ in range(config.post_layers))
+        self.post_norm = nn.RMSNorm(config.width, eps=config.norm_eps) if config.post_layers else None
+        self.text_head = None if config.tie_text else nn.Linear(config.width, layout.text.vocabulary, bias=False)
+        self.audio_head = nn.Linear(config.width, self.audio_offsets[-1], bias=False)
+        self.register_buffer("rope", torch.empty(config.head_size // 2), persistent=False)
+        self.register_buffer("offsets", torch.empty(layout.n_audio, 1, dtype=torch.long), persistent=False)
+        self.reset_buffers()
+        self.reset_parameters()
+
+    def reset_buffers(self) -> None:
+        """Fill what follows from the configuration and is not stored (needed after building on the meta device)."""
+        self.rope = rope_frequencies(self.config).to(self.rope.device if not self.rope.is_meta else "cpu")
+        self.offsets = torch.tensor(self.audio_offsets[:-1], device=self.rope.device)[:, None]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation 0.02; what writes to the residual stream is scaled by 1 / sqrt(2 layers) (GPT-2)."""
+        layers = len(self.blocks) + len(self.post_blocks)
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                continue
+            residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            p.normal_(std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+
+    def embed(self, tokens: Tensor, features: Tensor | None = None, feature_index: Tensor | None = None) -> Tensor:
+        """tokens [B, K, T] (ids local to each stream) to [B, T, W]; features [N, W] stand where feature_index [B, T] >= 0."""
+        a = self.layout.n_audio
+        audio = self.audio_embedding(tokens[:, :a] + self.offsets).sum(1)
+        text = self.text_embedding(tokens[:, a])
+        if features is not None and feature_index is not None:
+            here = (feature_index >= 0)[..., None]
+            given = features[feature_index.clamp_min(0)].to(audio.dtype)
+            if self.layout.features == "replace":
+                x = self._combine(torch.where(here, a * given, audio) + text)
+            else:
+                x = self._combine(audio + text) + torch.where(here, given, 0)
+            return x
+        return self._combine(audio + text)
+
+    def _combine(self, x: Tensor) -> Tensor:
+        return x / len(self.layout) if self.config.combine == "mean" else x
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor | None = None,
+        feature_index: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        input_pos: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Hidden:
+        """Hidden states of columns; see `SpeechModel.forward`."""
+        if (input_pos is None) != (cache is None):
+            given, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
+            raise ValueError(
+                f"{given} was given without {absent}: give both to generate over a cache, or neither to train"
+            )
+        x = self.embed(tokens, features, feature_index)
+        if input_pos is not None and cache is not None:
+            mask: Tensor | None = cache.attend_to(input_pos)
+            if positions is None:
+                positions = input_pos.clamp_min(0)
+        else:
+            mask = causal_mask(tokens.shape[2], segments, self.config.window, tokens.device)
+            if positions is None:
+                positions = default_positions(tokens.shape[0], tokens.shape[2], segments, tokens.device)
+        rope = rope_table(self.rope, positions)
+        in_place = isinstance(cache, KVCache)
+        for layer, block in enumerate(self.blocks):
+            x = self._run(block, x, rope, mask, cache, layer, in_place)
+        text = audio = self.norm(x)
+        if self.post_norm is not None:
+            for layer, block in enumerate(self.post_blocks, len(self.blocks)):
+                x = self._run(block, x, rope, mask, cache, layer, in_place)
+            audio = self.post_norm(x)
+        return Hidden(text, audio)
+
+    def _run(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Cache | None,
+        layer: int,
+        in_place: bool,
+    ) -> Tensor:
+        if self.checkpointing and torch.is_grad_enabled() and cache is None:
+            return checkpoint(block, x, rope, mask, None, layer, use_reentrant=False)
+        return block(x, rope, mask, cache, layer)
+
+    # --- heads -----------------------------------------------------------------------------------------------------
+
+    @property
+    def text_weight(self) -> Tensor:
+        """Weight of the text head, [V, W]."""
+        return self.text_embedding.weight if self.text_head is None else self.text_head.weight
+
+    def head_weight(self, stream: int) -> Tensor:
+        """The rows [V, W] of the head that belong to one stream (a view)."""
+        if stream == self.layout.n_audio:
+            return self.text_weight
+        return self.audio_head.weight[self.audio_offsets[stream] : self.audio_offsets[stream + 1]]
+
+    def text_logits(self, hidden: Hidden) -> Tensor:
+        """[..., V of text]."""
+        return F.linear(hidden.text, self.text_weight)
+
+    def audio_logits(self, hidden: Hidden) -> Tensor:
+        """[..., sum of the audio vocabularies]; `split_audio` cuts it by stream."""
+        return self.audio_head(hidden.audio)
+
+    def split_audio(self, logits: Tensor) -> Iterator[Tensor]:
+        for low, high in pairwise(self.audio_offsets):
+            yield logits[..., low:high]
+
+    def logits(self, hidden: Hidden) -> list[Tensor]:
+        """Logits of every stream, [..., V of the stream] each, in the layout's order."""
+        return [*self.split_audio(self.audio_logits(hidden)), self.text_logits(hidden)]
+
+
+def default_positions(batch: int, time: int, segments: Tensor | None, device: torch.device) -> Tensor:
+    """Positions [B, T] counted from 0, anew in each segment."""
+    index = torch.arange(time, device=device).expand(batch, time)
+    if segments is None:
+        return index
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def causal_mask(time: int, segments: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
+    """What each position sees in functional attention, [B or 1, 1, T, T] bool; None where plain causal attention does."""
+    if segments is None and (window is None or window >= time):
+        return None
+    index = torch.arange(time, device=device)
+    distance = index[:, None] - index[None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    mask = mask[None, None]
+    if segments is not None:
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+    return mask

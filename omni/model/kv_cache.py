@@ -1,0 +1,186 @@
+"""The key/value cache: passed into the model, never held by it.
+
+Two classes share one small interface, `attend_to(input_pos)` once per forward and `update(layer, k, v)` in every layer:
+
+- `KVCache` is preallocated and written in place; it refuses to be written while autograd records.
+- `FunctionalKVCache` concatenates; gradients flow through it.
+
+Both are plain classes: Fabric moves and casts tensors it finds in a forward's arguments, which would lose writes; a plain
+object passes untouched, and `state_dict` never sees it.
+
+Dimensions: B batch, T time of this call, S slots of a row, H key/value heads, D size of a head, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+
+
+class Cache(Protocol):
+    """What the decoder needs of a cache."""
+
+    def attend_to(self, input_pos: Tensor) -> Tensor:
+        """Start a forward at `input_pos` [B, T]; the mask [B, 1, T, S] of what each position may see."""
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k and v [B, H, T, D] of one layer; all keys and values [B, H, S, D] that the mask speaks of."""
+
+
+class KVCache:
+    """Keys and values of every layer at fixed addresses, one row per sequence.
+
+    A position of -1 in `input_pos` marks padding or an inactive row: it is written to a spare slot that no mask shows.
+    With a sliding window the slots form a ring of `window + chunk - 1`, where `chunk` is the longest piece fed at once.
+
+    Args:
+        layers, rows, heads, head_dim: shape of the cache (`heads` are key/value heads).
+        length: positions a row can hold; with a window the positions are unbounded.
+        window: sliding window of the attention, None for all.
+        chunk: longest piece that is fed at once (matters with a window only).
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        length: int,
+        heads: int,
+        head_dim: int,
+        *,
+        window: int | None = None,
+        chunk: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.window = window
+        self.chunk = chunk
+        self.ring = window is not None and window + chunk - 1 < length
+        self.slots = window + chunk - 1 if self.ring and window is not None else length
+        self.length = length
+        self.keys = torch.zeros(layers, rows, self.slots + 1, heads, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.positions = torch.full((rows, self.slots + 1), -1, dtype=torch.long, device=device)
+        self._visible = self.slots
+        self._rows: Tensor | None = None
+        self._writes: tuple[Tensor | slice, Tensor] | None = None
+        self._single = False
+
+    @property
+    def rows(self) -> int:
+        return self.keys.shape[1] if self._rows is None else len(self._rows)
+
+    def select(self, rows: Sequence[int]) -> KVCache:
+        """A view of some rows that shares this cache's memory: row i of a batch is row `rows[i]` of the cache.
+
+        Rows that stand side by side are read where they are; others are gathered in every layer.
+        """
+        view = object.__new__(KVCache)
+        view.__dict__.update(self.__dict__)
+        first, count = rows[0], len(rows)
+        if self._rows is None and list(rows) == list(range(first, first + count)):
+            view.keys = self.keys[:, first : first + count]
+            view.values = self.values[:, first : first + count]
+            view.positions = self.positions[first : first + count]
+        else:
+            index = torch.tensor(list(rows), device=self.keys.device)
+            view._rows = index if self._rows is None else self._rows[index]
+        return view
+
+    def limit(self, positions: int | None) -> KVCache:
+        """Look at the first `positions` slots only: the caller knows that nothing is kept beyond (saves work; no ring)."""
+        self._visible = self.slots if positions is None or self.ring else min(positions, self.slots)
+        return self
+
+    def reset(self, rows: Sequence[int] | None = None) -> None:
+        """Forget what the rows (all by default) hold."""
+        index = slice(None) if rows is None else torch.tensor(list(rows), device=self.keys.device)
+        self.positions[index] = -1
+
+    def rewind(self, row: int, length: int) -> None:
+        """Keep positions below `length` of one row and forget the rest."""
+        held = self.positions[row]
+        held[held >= length] = -1
+
+    def copy_row(self, source: int, target: int, length: int | None = None) -> None:
+        """Make row `target` equal to row `source`, or to its first `length` positions where no more is held (saves work)."""
+        used = slice(None) if length is None or self.ring else slice(0, length)
+        self.keys[:, target, used] = self.keys[:, source, used]
+        self.values[:, target, used] = self.values[:, source, used]
+        self.positions[target] = self.positions[source]
+
+    def attend_to(self, input_pos: Tensor) -> Tensor:
+        if input_pos.ndim != 2 or input_pos.shape[0] != self.rows:
+            raise UserError(
+                f"input_pos has shape {tuple(input_pos.shape)}; a cache of {self.rows} rows needs [{self.rows}, T]"
+            )
+        width = input_pos.shape[1]
+        if self.ring and width > self.chunk:
+            raise UserError(f"a piece of {width} positions was fed to a sliding cache made for {self.chunk}; raise chunk")
+        if input_pos.device.type == "cpu" and not self.ring and int(input_pos.max()) >= self.slots:
+            raise UserError(f"position {int(input_pos.max())} does not fit a cache of length {self.slots}; make it longer")
+        slot = input_pos % self.slots if self.ring else input_pos
+        slot = torch.where(input_pos >= 0, slot, self.slots)
+        rows = torch.arange(self.rows, device=input_pos.device) if self._rows is None else self._rows
+        self._writes = (rows[:, None], slot)
+        self.positions[rows[:, None], slot] = input_pos
+        self.positions[rows, self.slots] = -1  # the spare slot never shows
+        held = self.positions if self._rows is None else self.positions[self._rows]
+        held = held[:, None, None, : self._visible]
+        now = input_pos[:, None, :, None]
+        mask = (held >= 0) & (held <= now)
+        if self.window is not None:
+            mask = mask & (held > now - self.window)
+        return mask | (now < 0)  # padding sees everything: its result is not used, but it must not become nan
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RuntimeError(
+                "KVCache would be written in place while autograd records: to generate, run under torch.no_grad(); to "
+                "train, leave input_pos and cache None, or pass a FunctionalKVCache to train through a cache"
+            )
+        if self._writes is None:
+            raise RuntimeError("KVCache.update needs attend_to(input_pos) first, once per forward")
+        rows, slot = self._writes
+        keys, values = self.keys[layer], self.values[layer]
+        keys[rows, slot] = k.transpose(1, 2).to(keys.dtype)
+        values[rows, slot] = v.transpose(1, 2).to(values.dtype)
+        if self._rows is not None:
+            keys, values = keys[self._rows], values[self._rows]
+        return (
+            keys[:, : self._visible].transpose(1, 2).to(k.dtype),
+            values[:, : self._visible].transpose(1, 2).to(v.dtype),
+        )
+
+
+class FunctionalKVCache:
+    """A cache that is never changed in place: each forward returns longer tensors, and gradients flow through them."""
+
+    def __init__(self, layers: int, *, window: int | None = None) -> None:
+        self.window = window
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+        self.positions: Tensor | None = None
+
+    def attend_to(self, input_pos: Tensor) -> Tensor:
+        old = self.positions
+        held = input_pos if old is None else torch.cat([old, input_pos], dim=1)
+        self.positions = held
+        now = input_pos[:, None, :, None]
+        seen = held[:, None, None, :]
+        mask = (seen >= 0) & (seen <= now)
+        if self.window is not None:
+            mask = mask & (seen > now - self.window)
+        return mask
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer], self.values[layer]
+        if keys is not None and values is not None:
+            k, v = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
+        self.keys[layer], self.values[layer] = k, v
+        return k, v

@@ -1,0 +1,148 @@
+"""The whole model: speech encoder, adapter and decoder in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from omni.audio.encoder import SpeechEncoder
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.layout import Layout
+from omni.model.adapter import Adapter
+from omni.model.decoder import Decoder, Hidden
+from omni.model.kv_cache import Cache, KVCache
+
+
+class SpeechModel(nn.Module):
+    """Hears through `encode`, thinks and speaks through `forward`.
+
+    Dimensions: B batch, K streams, T time, N features, W width of the decoder.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = SpeechEncoder(config.encoder)
+        self.adapter = Adapter(config.adapter, config.encoder.width, config.decoder.width)
+        self.decoder = Decoder(config.decoder, config.layout)
+        self.alignment_head = nn.Linear(config.encoder.width, config.ctc) if config.ctc else None
+
+    @classmethod
+    def from_state(cls, config: ModelConfig, state: Mapping[str, Tensor], where: str = "weights") -> SpeechModel:
+        """A model made of given tensors (not copied), without drawing random ones first.
+
+        Raises:
+            UserError: a tensor is missing, of another shape, or not part of the configuration.
+        """
+        with torch.device("meta"):
+            model = cls(config)
+        check_state(state, model.state_dict(), where)
+        model.load_state_dict(state, assign=True)
+        for module in model.modules():
+            if hasattr(module, "reset_buffers"):
+                module.reset_buffers()
+        return model
+
+    @property
+    def layout(self) -> Layout:
+        return self.config.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.norm.weight.device
+
+    def set_checkpointing(self, on: bool) -> None:
+        """Recompute the blocks of encoder and decoder in the backward pass (non-reentrant activation checkpointing)."""
+        self.encoder.checkpointing = on
+        self.decoder.checkpointing = on
+
+    def hear(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+        """Encoder frames [sum(frames), C] of clips: log-mels [N, n_mels, t] with their true lengths; see `SpeechEncoder`."""
+        return self.encoder(mels, mel_lengths, frames)
+
+    def encode(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+        """Features [N, W] of clips one after another, as `forward` takes them."""
+        return self.adapter(self.hear(mels, mel_lengths, frames), frames)
+
+    @torch.no_grad()
+    def encode_clips(self, clips: Sequence[Tensor]) -> list[Tensor]:
+        """Features [n, W] of each 16 kHz clip [S], for serving (long audio as the encoder's configuration says)."""
+        out = []
+        for clip in clips:
+            pieces = self.encoder.split(clip)
+            mels = [self.encoder.features(piece).to(self.device) for piece in pieces]
+            frames = [self.encoder.frames(piece.shape[-1]) for piece in pieces]
+            heard = torch.cat([self.encoder(m[None], [m.shape[1]], [n]) for m, n in zip(mels, frames, strict=True)])
+            out.append(self.adapter(heard, [sum(frames)]))
+        return out
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor | None = None,
+        feature_index: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        input_pos: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Hidden:
+        """Hidden states of columns of tokens.
+
+        With `input_pos` and `cache` None this is plain functional training: causal attention, block-diagonal where `segments`
+        says so, and nothing is written. With both, keys and values go into the cache at `input_pos`.
+
+        Args:
+            tokens: [B, K, T] ids, local to each stream.
+            features: [N, W] encoder features of all clips of the batch, from `encode`.
+            feature_index: [B, T] which feature stands in a column, -1 for none.
+            positions: [B, T] rotary positions; by default counted from 0 (anew in each segment), or `input_pos`.
+            segments: [B, T] number of the example a packed column belongs to.
+            input_pos: [B, T] where the columns stand in each row of the cache; -1 writes nothing.
+            cache: a `KVCache` (in place, no gradients) or `FunctionalKVCache`.
+
+        Raises:
+            ValueError: one of `input_pos` and `cache` without the other.
+        """
+        return self.decoder(
+            tokens,
+            features,
+            feature_index,
+            positions=positions,
+            segments=segments,
+            input_pos=input_pos,
+            cache=cache,
+        )
+
+    def make_cache(self, rows: int, length: int, *, chunk: int = 1, dtype: torch.dtype | None = None) -> KVCache:
+        """A cache for `rows` sequences of up to `length` positions; `chunk` is the longest prefill piece under a window."""
+        c = self.config.decoder
+        return KVCache(
+            c.layers + c.post_layers,
+            rows,
+            length,
+            c.kv_heads,
+            c.head_size,
+            window=c.window,
+            chunk=chunk,
+            dtype=dtype or self.decoder.norm.weight.dtype,
+            device=self.device,
+        )
+
+
+def check_state(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights that do not fit: UserError naming the first tensor that is missing, of another shape, or extra."""
+    for name, tensor in wanted.items():
+        if name not in state:
+            raise UserError(f"{where}: tensor {name} is missing; the weights belong to another configuration")
+        if state[name].shape != tensor.shape:
+            raise UserError(
+                f"{where}: tensor {name} has shape {list(state[name].shape)}, the configuration asks for "
+                f"{list(tensor.shape)}; the weights belong to another configuration"
+            )
+    for name in state:
+        if name not in wanted:
+            raise UserError(f"{where}: tensor {name} is not part of this configuration; the weights belong to another one")

@@ -1,0 +1,191 @@
+"""Tasks as rows of a table: what is asked, what is answered, what is learnt.
+
+A task lays out a prompt and says which streams answer it; training and serving build their columns here, so that a training
+example's prompt is the serving prompt, bit for bit (`example() = prompt() + answer`). The prompts are mini-omni's
+(gpt-omni/mini-omni @ 26c31d5, `inference.py`):
+
+    speech in   input | T x pad, where the T encoder features stand | end | answer      on every stream
+    text in     input | the question's tokens                       | end | answer      on text; pad, ..., answer on audio
+
+The text stream's marker is `asr` where the question is to be transcribed; a stream that does not answer has pad in the last
+column, where the others have their marker.
+
+| task | question | answer        | learnt: text | learnt: audio | what it is                       |
+|------|----------|---------------|--------------|---------------|----------------------------------|
+| A1T1 | speech   | text (`asr`)  | yes          | -             | transcription                    |
+| A1T2 | speech   | text          | yes          | -             | written answer to speech         |
+| A1A2 | speech   | text + speech | yes          | yes           | spoken answer to speech          |
+| T1A1 | text     | speech        | -            | yes           | reading aloud                    |
+| T1A2 | text     | text + speech | yes          | yes           | spoken answer to text            |
+| T1T2 | text     | text          | yes          | -             | written answer to text           |
+
+Dimensions: K streams, C columns, N features of a clip after the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+from omni.layout import IGNORE, Layout
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of the table.
+
+    Attributes:
+        question: `audio` or `text`.
+        text, audio: the answer is written, is spoken (and the streams are learnt).
+        marker: the text stream's last prompt id, where text answers.
+    """
+
+    name: str
+    question: Literal["audio", "text"]
+    text: bool
+    audio: bool
+    marker: Literal["answer", "asr"] = "answer"
+
+    def learnt(self, layout: Layout) -> tuple[bool, ...]:
+        """Which streams are supervised, in the layout's order."""
+        return (*(self.audio and s.role == "predicted" for s in layout.audio), self.text)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("A1T1", "audio", text=True, audio=False, marker="asr"),
+        Task("A1T2", "audio", text=True, audio=False),
+        Task("A1A2", "audio", text=True, audio=True),
+        Task("T1A1", "text", text=False, audio=True),
+        Task("T1A2", "text", text=True, audio=True),
+        Task("T1T2", "text", text=True, audio=False),
+    )
+}
+
+
+def find_task(name: str | Task) -> Task:
+    """The task of that name; UserError with the closest names where there is none."""
+    if isinstance(name, Task):
+        return name
+    if name not in TASKS:
+        close = get_close_matches(str(name).upper(), TASKS, n=2, cutoff=0.3)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise UserError(f"task {name!r} is unknown; {hint}known: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A piece of a sequence.
+
+    Attributes:
+        tokens: [K, C] ids local to each stream.
+        targets: [K, C]; `targets[:, c]` is to be predicted from column c, `IGNORE` where nothing is learnt.
+        feature_index: [C]; which encoder feature stands in the column, counted over all clips of the piece, -1 for none.
+        features: number of features of each clip, in order.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    feature_index: Tensor
+    features: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question and its answer, as ids.
+
+    Attributes:
+        task: the task or its name.
+        features: number of encoder features of the spoken question (speech in).
+        question: token ids of the written question (text in).
+        text: token ids of the answer, without an end.
+        codes: frames of the answer, [A, F].
+    """
+
+    task: Task | str
+    features: int = 0
+    question: Sequence[int] = ()
+    text: Sequence[int] | None = None
+    codes: Tensor | None = None
+
+
+def prompt(layout: Layout, turn: Turn) -> Columns:
+    """The question's columns, up to and with the column from which the answer's first is predicted."""
+    task = find_task(turn.task)
+    k, a = len(layout), layout.n_audio
+    pad, end, start = layout.ids("pad"), layout.ids("end"), layout.ids("input")
+    answer = layout.ids(task.marker)
+    if task.question == "audio":
+        if turn.features < 1:
+            raise UserError(f"task {task.name} asks by speech, but the question has {turn.features} encoder features")
+        body = pad[:, None].expand(k, turn.features)
+        index = torch.arange(turn.features)
+    else:
+        if len(turn.question) == 0:
+            raise UserError(f"task {task.name} asks in writing, but the question's text is empty")
+        body = pad[:, None].repeat(1, len(turn.question))
+        body[a] = torch.as_tensor(turn.question, dtype=torch.long)
+        index = torch.full((len(turn.question),), -1)
+        start, end = start.clone(), end.clone()
+        start[:a] = pad[:a]
+        end[:a] = pad[:a]
+    active = torch.tensor([task.audio] * a + [task.text])
+    last = torch.where(active, answer, pad)
+    tokens = torch.cat([start[:, None], body, end[:, None], last[:, None]], dim=1)
+    none = torch.full((1,), -1)
+    return Columns(
+        tokens=tokens,
+        targets=torch.full_like(tokens, IGNORE),
+        feature_index=torch.cat([none, index, none, none]),
+        features=(turn.features,) if task.question == "audio" else (),
+    )
+
+
+def answer(layout: Layout, turn: Turn) -> Columns:
+    """The answer's columns; `targets` here are the columns' own tokens where learnt (see `join` for the shift)."""
+    task = find_task(turn.task)
+    if task.text and turn.text is None:
+        raise UserError(f"task {task.name} answers in writing, but the row has no answer text")
+    if task.audio and turn.codes is None:
+        raise UserError(f"task {task.name} answers in speech, but the row has no answer codes")
+    text = torch.as_tensor(turn.text, dtype=torch.long) if task.text else None
+    tokens, valid = layout.delayed(text, turn.codes if task.audio else None)
+    return Columns(
+        tokens=tokens,
+        targets=torch.where(valid, tokens, IGNORE),
+        feature_index=torch.full((tokens.shape[1],), -1),
+    )
+
+
+def join(pieces: Sequence[Columns]) -> Columns:
+    """One piece after another: indices of features count on. Targets stay with their columns."""
+    offset, index = 0, []
+    for piece in pieces:
+        index.append(torch.where(piece.feature_index >= 0, piece.feature_index + offset, -1))
+        offset += sum(piece.features)
+    return Columns(
+        tokens=torch.cat([p.tokens for p in pieces], dim=1),
+        targets=torch.cat([p.targets for p in pieces], dim=1),
+        feature_index=torch.cat(index),
+        features=tuple(n for p in pieces for n in p.features),
+    )
+
+
+def example(layout: Layout, turns: Sequence[Turn]) -> Columns:
+    """A training example of one or more turns: prompts and answers joined, each column's target the next column's token."""
+    pieces = [piece for turn in turns for piece in (prompt(layout, turn), answer(layout, turn))]
+    whole = join(pieces)
+    targets = torch.full_like(whole.targets, IGNORE)
+    targets[:, :-1] = whole.targets[:, 1:]
+    return Columns(whole.tokens, targets, whole.feature_index, whole.features)

@@ -1,0 +1,53 @@
+"""Text to ids and back, through the `tokenizers` library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from omni.errors import UserError
+
+
+class Tokenizer:
+    """A tokenizer in the `tokenizer.json` format of Hugging Face; ids are the text stream's ordinary ids.
+
+    No special token is added to a text: where an answer ends and a question begins is the layout's business.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self.inner = inner
+
+    @classmethod
+    def bytes(cls) -> Tokenizer:
+        """One id per byte of UTF-8 (256 ids): the nano model's tokenizer, which knows every text."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        inner = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+        return cls(inner)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Read a `tokenizer.json`; UserError where it is missing or not one."""
+        if not Path(path).is_file():
+            raise UserError(f"tokenizer {path} does not exist; a model folder holds a tokenizer.json")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
+            raise UserError(f"tokenizer {path} cannot be read ({error}); it must be a Hugging Face tokenizer.json") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        self.inner.save(str(path))
+
+    def __len__(self) -> int:
+        return self.inner.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.inner.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(list(ids), skip_special_tokens=False)

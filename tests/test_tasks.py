@@ -1,0 +1,93 @@
+"""Law 3: a training example's prompt equals the serving prompt, for every task."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omni.errors import UserError
+from omni.layout import IGNORE, Layout
+from omni.tasks import TASKS, Turn, answer, example, find_task, prompt
+
+LAYOUTS = ["codec2", "mini-omni"]
+
+
+def make_turn(layout: Layout, task: str, seed: int = 0) -> Turn:
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.stack([torch.randint(s.size, (3,), generator=g) for s in layout.audio])
+    return Turn(task, features=4, question=[5, 6, 7], text=[8, 9], codes=codes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("task", TASKS)
+def test_example_is_prompt_then_answer(layout, task):
+    layout = Layout.preset(layout)
+    turn = make_turn(layout, task)
+    asked, said, whole = prompt(layout, turn), answer(layout, turn), example(layout, [turn])
+    n = len(asked)
+    assert torch.equal(whole.tokens[:, :n], asked.tokens)
+    assert torch.equal(whole.tokens[:, n:], said.tokens)
+    assert torch.equal(whole.feature_index[:n], asked.feature_index)
+    assert whole.features == asked.features
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("first", TASKS)
+def test_conversation_prompt_is_history_then_prompt(layout, first):
+    """What a session holds before the second answer is what training puts before it."""
+    layout = Layout.preset(layout)
+    one, two = make_turn(layout, first), make_turn(layout, "A1A2", seed=1)
+    whole = example(layout, [one, two])
+    history = torch.cat([prompt(layout, one).tokens, answer(layout, one).tokens, prompt(layout, two).tokens], dim=1)
+    assert torch.equal(whole.tokens[:, : history.shape[1]], history)
+    speech = sum(t.question == "audio" for t in (TASKS[first], TASKS["A1A2"]))
+    assert whole.features == (4,) * speech
+    assert whole.feature_index[whole.feature_index >= 0].tolist() == list(range(4 * speech))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("task", TASKS)
+def test_targets_are_the_next_column_and_only_on_learnt_streams(layout, task):
+    layout = Layout.preset(layout)
+    turn = make_turn(layout, task)
+    whole, n = example(layout, [turn]), len(prompt(layout, turn))
+    has = whole.targets != IGNORE
+    assert torch.equal(whole.targets[:, :-1][has[:, :-1]], whole.tokens[:, 1:][has[:, :-1]])
+    assert not has[:, : n - 1].any()  # nothing of the question is learnt
+    assert tuple(has.any(1).tolist()) == TASKS[task].learnt(layout)
+    if TASKS[task].text:
+        assert whole.targets[-1][has[-1]].tolist() == [8, 9, layout.text.special("end")]
+
+
+def test_mini_omni_prompts_column_by_column():
+    """The prompts of facts.md, written out by hand."""
+    layout = Layout.preset("mini-omni")
+    turn = Turn("A1A2", features=2)
+    audio, text = prompt(layout, turn).tokens[0].tolist(), prompt(layout, turn).tokens[7].tolist()
+    assert audio == [4098, 4097, 4097, 4096, 4099]
+    assert text == [151938, 151937, 151937, 151936, 151939]
+    asr = prompt(layout, Turn("A1T1", features=2)).tokens
+    assert asr[7].tolist() == [151938, 151937, 151937, 151936, 151940]
+    assert asr[0].tolist() == [4098, 4097, 4097, 4096, 4097]  # text-only answer: pad in the last column
+    written = prompt(layout, Turn("T1A2", question=[1, 2])).tokens
+    assert written[7].tolist() == [151938, 1, 2, 151936, 151939]
+    assert written[3].tolist() == [4097, 4097, 4097, 4097, 4099]
+
+
+@pytest.mark.parametrize(
+    "turn, says",
+    [
+        (Turn("A1T3", features=1), "A1T3.*did you mean"),
+        (Turn("A1A2", features=0, text=[1], codes=torch.zeros(4, 1, dtype=torch.long)), "0 encoder features"),
+        (Turn("T1T2", question=[], text=[1]), "text is empty"),
+        (Turn("T1T2", question=[1]), "no answer text"),
+        (Turn("T1A2", question=[1], text=[1]), "no answer codes"),
+    ],
+)
+def test_bad_turns_are_refused_with_a_reason(turn, says):
+    with pytest.raises(UserError, match=says):
+        example(Layout.preset("codec2"), [turn])
+
+
+def test_find_task_takes_a_task_too():
+    assert find_task(TASKS["A1A2"]) is TASKS["A1A2"]
