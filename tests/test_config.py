@@ -65,7 +65,7 @@ def test_reading_is_strict(data, says):
 
 def test_an_unknown_preset_names_the_closest():
     with pytest.raises(UserError, match="did you mean 'qwen2-0.5b-omni'"):
-        preset("qwen2-0.5b")
+        preset("qwen2-0.5b-omi")
 
 
 def test_optional_and_nested_values_are_read():

@@ -49,15 +49,14 @@ class Decoder(nn.Module):
         self.post_norm = nn.RMSNorm(config.width, eps=config.norm_eps) if config.post_layers else None
         self.text_head = None if config.tie_text else nn.Linear(config.width, layout.text.vocabulary, bias=False)
         self.audio_head = nn.Linear(config.width, self.audio_offsets[-1], bias=False)
-        self.register_buffer("rope", torch.empty(config.head_size // 2), persistent=False)
-        self.register_buffer("offsets", torch.empty(layout.n_audio, 1, dtype=torch.long), persistent=False)
-        self.reset_buffers()
+        self.register_buffer("rope", rope_frequencies(config), persistent=False)
+        self.register_buffer("offsets", torch.tensor(self.audio_offsets[:-1])[:, None], persistent=False)
         self.reset_parameters()
 
     def reset_buffers(self) -> None:
         """Fill what follows from the configuration and is not stored (needed after building on the meta device)."""
-        self.rope = rope_frequencies(self.config).to(self.rope.device if not self.rope.is_meta else "cpu")
-        self.offsets = torch.tensor(self.audio_offsets[:-1], device=self.rope.device)[:, None]
+        self.rope = rope_frequencies(self.config)
+        self.offsets = torch.tensor(self.audio_offsets[:-1])[:, None]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

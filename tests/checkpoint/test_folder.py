@@ -1,0 +1,196 @@
+"""Model folders: what is written comes back, and what is broken is refused before anything runs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+
+import pytest
+import torch
+
+from omni.audio.encoder_config import EncoderConfig
+from omni.checkpoint import folder as module
+from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS, load_folder, read_config, save_folder
+from omni.config import DecoderConfig, ModelConfig
+from omni.errors import UserError
+from omni.layout import Layout
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+
+CONFIGS = {
+    "codec2": ModelConfig(
+        Layout.preset("codec2"),
+        EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+        decoder=DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48),
+    ),
+    "mini-omni": ModelConfig(
+        Layout.preset("mini-omni", text_size=256),
+        EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+        decoder=DecoderConfig(width=32, layers=1, heads=4, kv_heads=4, mlp_width=48, tie_text=True, post_layers=1),
+        codec="snac",
+    ),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def saved(request, tmp_path):
+    torch.manual_seed(0)
+    model = SpeechModel(CONFIGS[request.param])
+    place = tmp_path / "model"
+    save_folder(place, model.config, model.state_dict(), Tokenizer.bytes(), extra={"step": 7})
+    return model, place
+
+
+def test_what_is_written_comes_back(saved):
+    model, place = saved
+    loaded = load_folder(place)
+    assert loaded.config == model.config
+    assert loaded.model.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], tensor), name
+    for name, tensor in model.named_buffers():  # those that are not stored too
+        assert torch.equal(loaded.model.get_buffer(name), tensor), name
+    tokens = torch.stack([torch.randint(s.size, (1, 6)) for s in model.layout.streams], dim=1)
+    assert torch.equal(loaded.model(tokens).audio, model(tokens).audio)
+    assert loaded.tokenizer.encode("six") == Tokenizer.bytes().encode("six")
+    assert json.loads((place / CONFIG).read_text())["extra"] == {"step": 7}
+    assert sorted(p.name for p in place.parent.iterdir()) == ["model"]  # nothing was left beside it
+
+
+def test_a_second_save_replaces_the_first(saved):
+    model, place = saved
+    with torch.no_grad():
+        model.decoder.norm.weight.fill_(3.0)
+    save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
+    assert load_folder(place).model.decoder.norm.weight[0] == 3.0
+    assert sorted(p.name for p in place.parent.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, TOKENIZER])
+def test_a_truncated_file_is_refused(saved, file):
+    _, place = saved
+    data = (place / file).read_bytes()
+    (place / file).write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=f"{file} is truncated: {len(data) // 2} bytes of {len(data)}"):
+        load_folder(place)
+
+
+def test_an_altered_file_is_refused(saved):
+    _, place = saved
+    data = bytearray((place / WEIGHTS).read_bytes())
+    data[-5] ^= 1
+    (place / WEIGHTS).write_bytes(data)
+    with pytest.raises(UserError, match="does not match its checksum"):
+        load_folder(place)
+
+
+def test_a_missing_file_is_refused(saved):
+    _, place = saved
+    (place / TOKENIZER).unlink()
+    with pytest.raises(UserError, match="tokenizer.json is missing"):
+        load_folder(place)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("the pickle was run",))
+
+
+def forge(place, data: bytes) -> None:
+    """Put other weights into a folder, with a size and checksum that fit."""
+    (place / WEIGHTS).write_bytes(data)
+    config = json.loads((place / CONFIG).read_text())
+    config["files"][WEIGHTS] = {"bytes": len(data), "crc32": module._crc32(place / WEIGHTS)}
+    (place / CONFIG).write_text(json.dumps(config))
+
+
+def test_a_pickle_is_refused_and_never_run(saved, tmp_path):
+    _, place = saved
+    for data in (pickle.dumps(Bomb(), protocol=2), torch_zip(tmp_path)):
+        forge(place, data)
+        with pytest.raises(UserError, match="is a pickle, which could run code"):
+            load_folder(place)
+    forge(place, b"no weights at all, just words, and some more of them")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_folder(place)
+
+
+def torch_zip(tmp_path) -> bytes:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "old.pt")
+    return (tmp_path / "old.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda s: s.pop("decoder.norm.weight"), "tensor decoder.norm.weight is missing"),
+        (lambda s: s.update({"decoder.norm.weight": torch.ones(5)}), r"decoder.norm.weight has shape \[5\].* asks for \[32\]"),
+        (lambda s: s.update({"stranger": torch.ones(1)}), "tensor stranger is not part"),
+    ],
+)
+def test_weights_of_another_shape_or_layout_are_refused(saved, change, says):
+    model, place = saved
+    state = dict(model.state_dict())
+    change(state)
+    save_folder(place, model.config, state, Tokenizer.bytes())
+    with pytest.raises(UserError, match=says):
+        load_folder(place)
+
+
+def edit(place, change) -> None:
+    config = json.loads((place / CONFIG).read_text())
+    change(config)
+    (place / CONFIG).write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda c: c.update(format=99), "format 99 is unknown"),
+        (lambda c: c.pop("model"), "is unknown; this version reads"),
+        (lambda c: c["model"]["decoder"].update(widht=4), "unknown key 'widht'; did you mean 'width'"),
+        (lambda c: c["model"]["decoder"].update(width=64), "has shape"),
+    ],
+)
+def test_a_bad_configuration_is_refused(saved, change, says):
+    _, place = saved
+    edit(place, change)
+    with pytest.raises(UserError, match=says):
+        load_folder(place)
+
+
+def test_other_places_are_refused(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_folder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no config.json"):
+        read_config(tmp_path)
+    (tmp_path / CONFIG).write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_config(tmp_path)
+
+
+def test_a_full_disk_leaves_the_old_folder_and_nothing_else(saved, monkeypatch):
+    model, place = saved
+    before = {p.name: p.read_bytes() for p in place.iterdir()}
+
+    def full(tensors, file):
+        file.write_bytes(b"some of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(UserError, match="free some space"):
+        save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == before
+    assert sorted(p.name for p in place.parent.iterdir()) == ["model"]
+
+
+def test_a_tokenizer_that_does_not_fit_the_layout_is_refused(tmp_path):
+    config = ModelConfig(
+        Layout.build([8], 100, specials=5),
+        EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+        decoder=DecoderConfig(width=32, layers=1, heads=4, kv_heads=4, mlp_width=48),
+    )
+    save_folder(tmp_path / "m", config, SpeechModel(config).state_dict(), Tokenizer.bytes())
+    with pytest.raises(UserError, match="256 ids.*only 100"):
+        load_folder(tmp_path / "m")

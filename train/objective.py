@@ -1,0 +1,253 @@
+"""The objective: model and losses in one module, which is what Fabric wraps; its only entry is `forward`.
+
+Next-token cross-entropy on every supervised stream (mini-omni's issues #61, #101, #117, #122), computed only where a target
+stands and in chunks, so that full logits never exist; optionally a CTC loss (Graves et al. 2006) on the encoder. Only sums
+and counts leave the module: the launcher divides once by the counts of the whole step, over all processes.
+
+Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary, N positions with a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.layout import IGNORE
+from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS
+
+if TYPE_CHECKING:
+    from train.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Attributes:
+    stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
+    ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
+    chunk: largest number of logits held at once.
+    """
+
+    stream_weights: tuple[float, ...] | None = None
+    ctc_weight: float = 0.0
+    chunk: int = 1 << 25
+
+
+class Losses(NamedTuple):
+    """What leaves the objective.
+
+    Attributes:
+        total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the alignment loss.
+        sums, counts: summed loss and number of targets by task and stream, [tasks, K], without graph.
+        ctc_sum, ctc_count: summed alignment loss and number of its target ids, without graph.
+    """
+
+    total: Tensor
+    sums: Tensor
+    counts: Tensor
+    ctc_sum: Tensor
+    ctc_count: Tensor
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Scaled sum over streams of cross-entropy(hidden @ weight.T, target), without ever holding all logits.
+
+    The gradient is formed chunk by chunk while the logits are at hand (the loss is a sum, so it is known up to the factor that
+    `backward` brings): logits are computed once, as in the plain loss. The price: one backward a forward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        text: Tensor,
+        audio: Tensor,
+        text_weight: Tensor,
+        audio_weight: Tensor,
+        offsets: Sequence[int],
+        index: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: Tensor,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        """text, audio [R * T, W]; index, targets: [N] per stream; scale [K]. Returns the scaled sum and the losses of all
+        targets, streams one after another, [sum of N] (without graph)."""
+        kind = text.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else text.dtype
+        last = len(index) - 1
+        needs = ctx.needs_input_grad
+        same = audio is text  # without a post-adapter both heads read the same states
+        d_text = torch.zeros_like(text) if needs[0] else None
+        d_audio = (d_text if same and needs[0] else torch.zeros_like(audio)) if needs[1] else None
+        d_text_weight = torch.zeros_like(text_weight) if needs[2] else None
+        d_audio_weight = torch.zeros_like(audio_weight) if needs[3] else None
+        losses: list[Tensor] = []
+        total = torch.zeros((), device=text.device, dtype=torch.float32)
+        with torch.autocast(kind, enabled=False):
+            for k, (where, target) in enumerate(zip(index, targets, strict=True)):
+                hidden, d_hidden = (text, d_text) if k == last else (audio, d_audio)
+                rows = slice(None) if k == last else slice(offsets[k], offsets[k + 1])
+                weight = (text_weight if k == last else audio_weight)[rows].to(dtype)
+                full = d_text_weight if k == last else d_audio_weight
+                d_weight = None if full is None else full[rows]
+                step = max(1, chunk // weight.shape[0])
+                for low in range(0, len(where), step):
+                    at, goal = where[low : low + step], target[low : low + step, None]
+                    h = hidden[at].to(dtype)
+                    logits = (h @ weight.T).float()
+                    logits -= logits.amax(1, keepdim=True)
+                    right = logits.gather(1, goal)
+                    norm = logits.exp_().sum(1, keepdim=True)
+                    loss = (norm.log() - right).squeeze(1)
+                    losses.append(loss)
+                    total += loss.sum() * scale[k]
+                    if d_hidden is None and d_weight is None:
+                        continue
+                    d_logits = logits.mul_(scale[k] / norm)
+                    d_logits.scatter_add_(1, goal, -scale[k].expand_as(goal).to(d_logits.dtype))
+                    d_logits = d_logits.to(dtype)
+                    if d_hidden is not None:
+                        d_hidden.index_add_(0, at, (d_logits @ weight).to(d_hidden.dtype))
+                    if d_weight is not None:
+                        if d_weight.dtype == dtype:
+                            d_weight.addmm_(d_logits.T, h)
+                        else:
+                            d_weight.add_(d_logits.T @ h)
+                    del d_logits, logits
+        ctx.same = same
+        ctx.gradients = [d_text, None if same else d_audio, d_text_weight, d_audio_weight]
+        each = torch.cat(losses) if losses else total.new_zeros(0)
+        ctx.mark_non_differentiable(each)
+        return total, each
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "LinearCrossEntropy was asked for a second backward through one forward: its gradients are handed on, not "
+                "kept; run the objective's forward again"
+            )
+        gradients = [None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.gradients]
+        ctx.gradients = None
+        return (*gradients, None, None, None, None, None)
+
+
+def supervised(targets: Tensor) -> list[Tensor]:
+    """Flat positions [N] in [R * T] that have a target, for each stream of targets [R, K, T]."""
+    return [(targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(targets.shape[1])]
+
+
+def targets(batch: Batch) -> Tensor:
+    """How many targets each stream of a batch has, and how many ids its alignment loss, [K + 1] float (on the CPU)."""
+    counts = (batch.targets != IGNORE).sum((0, 2)).float().cpu()
+    aligned = float(sum(len(ids) for ids in batch.transcripts))
+    return torch.cat([counts, torch.tensor([aligned])])
+
+
+class Objective(nn.Module):
+    """Model and losses. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap nothing else)."""
+
+    def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config or ObjectiveConfig()
+        streams = len(model.layout)
+        weights = self.config.stream_weights or (1.0,) * streams
+        if len(weights) != streams:
+            raise UserError(
+                f"objective.stream_weights has {len(weights)} entries; the layout has {streams} streams "
+                f"({', '.join(model.layout.names)})"
+            )
+        if self.config.ctc_weight > 0 and model.alignment_head is None:
+            raise UserError(f"objective.ctc_weight is {self.config.ctc_weight}, but model.ctc is 0; set it to the ids' number")
+        self.register_buffer("stream_weights", torch.tensor(weights), persistent=False)
+
+    def forward(self, batch: Batch, denominators: Tensor) -> Losses:
+        """Losses of a packed batch.
+
+        Args:
+            batch: see `train.data.batch.Batch`.
+            denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
+        """
+        model, decoder = self.model, self.model.decoder
+        features, ctc_sum = self._hear(batch)
+        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
+        flat_text = hidden.text.flatten(0, 1)
+        flat_audio = flat_text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
+        index = [i.to(flat_text.device, non_blocking=True) for i in getattr(batch, "supervised", supervised(batch.targets))]
+        goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
+        scale = self.stream_weights / denominators[:-1].clamp_min(1).to(self.stream_weights)
+        total, each = LinearCrossEntropy.apply(
+            flat_text,
+            flat_audio,
+            decoder.text_weight,
+            decoder.audio_head.weight,
+            decoder.audio_offsets,
+            index,
+            goals,
+            scale,
+            self.config.chunk,
+        )
+        if ctc_sum is not None:
+            weight = self.config.ctc_weight
+            total = total + weight * ctc_sum / denominators[-1].clamp_min(1).to(ctc_sum)
+        sums, counts = self._by_task(batch, index, each)
+        return Losses(
+            total,
+            sums,
+            counts,
+            each.new_zeros(()) if ctc_sum is None else ctc_sum.detach(),
+            torch.tensor(float(sum(map(len, batch.transcripts))), device=each.device),
+        )
+
+    def _hear(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Features of the batch's clips, and the summed alignment loss.
+
+        A batch without clips still runs the encoder on one silent frame, at no effect: every process then takes part in the
+        same collectives, and every parameter in the backward pass.
+        """
+        model = self.model
+        mels, lengths, frames = batch.mels, batch.mel_lengths, batch.frames
+        empty = len(frames) == 0
+        if empty:
+            silent = model.config.encoder
+            mels = torch.zeros(1, silent.n_mels, 2, device=batch.tokens.device)
+            lengths, frames = [2], [1]
+            if silent.mode == "padded":
+                mels = torch.zeros(1, silent.n_mels, round(silent.window_seconds * 100), device=batch.tokens.device)
+                lengths = [mels.shape[2]]
+        heard = model.hear(mels, lengths, frames)
+        features = model.adapter(heard, frames)
+        if empty:
+            features, heard = features * 0, heard * 0
+        if model.alignment_head is None:
+            return features, None
+        logits = model.alignment_head(heard).float()
+        if empty or not any(batch.transcripts):
+            return features, logits.sum() * 0
+        padded = nn.utils.rnn.pad_sequence(logits.log_softmax(-1).split(list(frames)))
+        ids = torch.tensor([i for ids in batch.transcripts for i in ids], device=logits.device)
+        ctc = F.ctc_loss(
+            padded,
+            ids,
+            torch.tensor(list(frames)),
+            torch.tensor([len(ids) for ids in batch.transcripts]),
+            reduction="sum",
+            zero_infinity=True,
+        )
+        return features, ctc
+
+    def _by_task(self, batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[Tensor, Tensor]:
+        streams = len(index)
+        sums = each.new_zeros(len(TASKS) * streams)
+        counts = each.new_zeros(len(TASKS) * streams)
+        task = batch.task.reshape(-1)
+        cell = torch.cat([task[at] * streams + k for k, at in enumerate(index)])
+        sums.index_add_(0, cell, each.detach())
+        counts.index_add_(0, cell, torch.ones_like(each))
+        return sums.view(-1, streams), counts.view(-1, streams)
