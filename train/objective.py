@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.layout import IGNORE
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 
@@ -28,15 +27,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Attributes:
-    stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
-    ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
-    chunk: largest number of logits held at once.
+    """What is learnt, and how much each part counts.
+
+    Attributes:
+        stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
+        ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
+        ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
+        align_first: share of the budget in which only the encoder learns, by the alignment loss alone: listening takes
+            longest, and it is cheapest while nothing else runs.
+        chunk: largest number of logits held at once.
     """
 
     stream_weights: tuple[float, ...] | None = None
     ctc_weight: float = 0.0
+    ctc_final: float | None = None
+    align_first: float = 0.0
     chunk: int = 1 << 25
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.align_first < 1:
+            raise UserError(f"objective.align_first is {self.align_first}; it is a share of the budget, from 0 to below 1")
+        if self.ctc_weight < 0 or (self.ctc_final or 0) < 0:
+            raise UserError(f"objective.ctc_weight {self.ctc_weight} and ctc_final {self.ctc_final} must not be negative")
+        if self.align_first > 0 and self.ctc_weight == 0:
+            raise UserError("objective.align_first learns by the alignment loss alone, but objective.ctc_weight is 0")
+        if self.chunk < 1:
+            raise UserError(f"objective.chunk is {self.chunk}; it must be at least 1")
 
 
 class Losses(NamedTuple):
@@ -137,16 +153,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def supervised(targets: Tensor) -> list[Tensor]:
-    """Flat positions [N] in [R * T] that have a target, for each stream of targets [R, K, T]."""
-    return [(targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(targets.shape[1])]
-
-
 def targets(batch: Batch) -> Tensor:
     """How many targets each stream of a batch has, and how many ids its alignment loss, [K + 1] float (on the CPU)."""
-    counts = (batch.targets != IGNORE).sum((0, 2)).float().cpu()
-    aligned = float(sum(len(ids) for ids in batch.transcripts))
-    return torch.cat([counts, torch.tensor([aligned])])
+    aligned = sum(len(ids) for ids in batch.transcripts)
+    return torch.tensor([float(len(at)) for at in batch.supervised] + [float(aligned)])
 
 
 class Objective(nn.Module):
@@ -167,46 +177,55 @@ class Objective(nn.Module):
             raise UserError(f"objective.ctc_weight is {self.config.ctc_weight}, but model.ctc is 0; set it to the ids' number")
         self.register_buffer("stream_weights", torch.tensor(weights), persistent=False)
 
-    def forward(self, batch: Batch, denominators: Tensor) -> Losses:
+    def idle(self, progress: float) -> list[nn.Parameter]:
+        """Parameters that do not learn at this point of the budget: an optimizer is to leave them as they are."""
+        if progress >= self.config.align_first:
+            return []
+        return [*self.model.decoder.parameters(), *self.model.adapter.parameters()]
+
+    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0) -> Losses:
         """Losses of a packed batch.
 
         Args:
             batch: see `train.data.batch.Batch`.
             denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
+            progress: share of the budget that is used, which the schedule of the alignment loss follows.
         """
         model, decoder = self.model, self.model.decoder
-        features, ctc_sum = self._hear(batch)
+        features, ctc = self._hear(batch)
+        weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
+        aligned = torch.tensor(float(sum(map(len, batch.transcripts))), device=ctc.device)
+        if progress < self.config.align_first:
+            # All parameters take part, at no effect, so that every process has the same backward pass.
+            asleep = sum(p.flatten()[:1].float().sum() for p in self.idle(progress) if p.requires_grad)
+            none = ctc.new_zeros(len(TASKS), len(model.layout))
+            return Losses(weighted + 0 * (features.sum() + asleep), none, none, ctc.detach(), aligned)
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
-        flat_text = hidden.text.flatten(0, 1)
-        flat_audio = flat_text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
-        index = [i.to(flat_text.device, non_blocking=True) for i in getattr(batch, "supervised", supervised(batch.targets))]
+        text = hidden.text.flatten(0, 1)
+        audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
+        index = [at.to(text.device, non_blocking=True) for at in batch.supervised]
         goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
-        scale = self.stream_weights / denominators[:-1].clamp_min(1).to(self.stream_weights)
         total, each = LinearCrossEntropy.apply(
-            flat_text,
-            flat_audio,
+            text,
+            audio,
             decoder.text_weight,
             decoder.audio_head.weight,
             decoder.audio_offsets,
             index,
             goals,
-            scale,
+            self.stream_weights / denominators[:-1].clamp_min(1).to(self.stream_weights),
             self.config.chunk,
         )
-        if ctc_sum is not None:
-            weight = self.config.ctc_weight
-            total = total + weight * ctc_sum / denominators[-1].clamp_min(1).to(ctc_sum)
         sums, counts = self._by_task(batch, index, each)
-        return Losses(
-            total,
-            sums,
-            counts,
-            each.new_zeros(()) if ctc_sum is None else ctc_sum.detach(),
-            torch.tensor(float(sum(map(len, batch.transcripts))), device=each.device),
-        )
+        return Losses(total + weighted, sums, counts, ctc.detach(), aligned)
 
-    def _hear(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Features of the batch's clips, and the summed alignment loss.
+    def _ctc_weight(self, progress: float) -> float:
+        first = self.config.ctc_weight
+        last = first if self.config.ctc_final is None else self.config.ctc_final
+        return first + (last - first) * min(max(progress, 0.0), 1.0)
+
+    def _hear(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Features of the batch's clips, and the summed alignment loss (0 without an alignment head).
 
         A batch without clips still runs the encoder on one silent frame, at no effect: every process then takes part in the
         same collectives, and every parameter in the backward pass.
@@ -226,7 +245,7 @@ class Objective(nn.Module):
         if empty:
             features, heard = features * 0, heard * 0
         if model.alignment_head is None:
-            return features, None
+            return features, heard.new_zeros(())
         logits = model.alignment_head(heard).float()
         if empty or not any(batch.transcripts):
             return features, logits.sum() * 0

@@ -15,7 +15,7 @@ from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
-from train.objective import LinearCrossEntropy, Objective, ObjectiveConfig, supervised, targets
+from train.objective import LinearCrossEntropy, Objective, ObjectiveConfig, targets
 
 MODELS = {
     "codec2": ModelConfig(
@@ -89,6 +89,7 @@ def pack(model: SpeechModel, rows: list[list], width: int):
     return SimpleNamespace(
         tokens=tokens, targets=goals, feature_index=index, segments=segments, task=task, mels=padded,
         mel_lengths=[m.shape[1] for m in mels], frames=frames, transcripts=transcripts,
+        supervised=[(goals[:, s].reshape(-1) != IGNORE).nonzero().squeeze(1) for s in range(k)],
     )  # fmt: skip
 
 
@@ -245,15 +246,30 @@ def test_bf16_autocast_stays_close(model):
     assert abs(float(rough.detach() - exact)) < 0.05 * float(exact)
 
 
-def test_supervised_positions():
-    goals = torch.full((2, 2, 3), IGNORE)
-    goals[0, 1, 2] = goals[1, 1, 0] = 7
-    assert [i.tolist() for i in supervised(goals)] == [[], [2, 3]]
+def test_alignment_goes_first_and_leaves_the_rest_alone():
+    torch.manual_seed(0)
+    model = SpeechModel(MODELS["codec2"])
+    objective = Objective(model, ObjectiveConfig(ctc_weight=1.0, ctc_final=0.2, align_first=0.25))
+    batch = pack(model, [make_examples(model, ["A1T1", "A1A2"])], 64)
+    first = objective(batch, targets(batch), 0.0)
+    first.total.backward()
+    torch.testing.assert_close(first.total, first.ctc_sum / first.ctc_count)
+    assert model.encoder.whisper.conv1.weight.grad.abs().sum() > 0
+    idle = objective.idle(0.0)
+    assert {id(p) for p in idle} == {id(p) for p in [*model.decoder.parameters(), *model.adapter.parameters()]}
+    assert all(p.grad is not None and not p.grad.any() for p in idle)
+    assert objective.idle(0.25) == []
+    middle, plain = objective(batch, targets(batch), 0.5), Objective(model)(batch, targets(batch))
+    torch.testing.assert_close(middle.total, plain.total + 0.6 * middle.ctc_sum / middle.ctc_count)
 
 
 def test_bad_weights_are_refused(model):
     with pytest.raises(UserError, match="stream_weights has 2 entries"):
         Objective(model, ObjectiveConfig((1.0, 2.0)))
+    with pytest.raises(UserError, match="align_first is 1.5"):
+        ObjectiveConfig(align_first=1.5)
+    with pytest.raises(UserError, match="ctc_weight is 0"):
+        ObjectiveConfig(align_first=0.1)
     if not model.config.ctc:
         with pytest.raises(UserError, match="model.ctc is 0"):
             Objective(model, ObjectiveConfig(ctc_weight=1.0))
