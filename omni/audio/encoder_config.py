@@ -1,0 +1,139 @@
+"""What a speech encoder is, and how many frames a sound becomes: prompts are laid out without running a model.
+
+S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel bands, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.mel import HOP, WINDOW, MelFloor, mel_frames
+from omni.errors import UserError
+
+EncoderMode = Literal["padded", "variable"]
+LongAudio = Literal["refuse", "split"]
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Shape of a Whisper encoder and how sound is put before it; training and serving of a model share it.
+
+    mode: "variable" runs on the sound that is there; "padded" runs on the whole window, silence included,
+    and keeps the frames of the sound, as checkpoints trained with Whisper's padding expect (mini-omni).
+    long_audio: what happens to sound beyond the window: "refuse" it, or "split" it into consecutive windows
+    whose frames are joined. Never cut. hop: samples between feature frames; a released Whisper needs 160 (50
+    encoder frames a second), a model trained from nothing may take 320 and half the work.
+    UserError: a value that no encoder can have.
+    """
+
+    n_mels: int = 80
+    width: int = 384
+    heads: int = 6
+    layers: int = 4
+    window_seconds: float = 30.0
+    mode: EncoderMode = "variable"
+    mel_floor: MelFloor = "clip"
+    long_audio: LongAudio = "refuse"
+    hop: int = HOP
+
+    def __post_init__(self) -> None:
+        if self.n_mels not in (80, 128):
+            raise UserError(f"encoder.n_mels={self.n_mels}: Whisper's filter banks have 80 or 128 bands")
+        if self.heads < 1 or self.layers < 1:
+            raise UserError(f"encoder.heads={self.heads}, encoder.layers={self.layers}: both start at 1")
+        if self.width < 4 or self.width % 2 or self.width % self.heads:
+            raise UserError(
+                f"encoder.width={self.width}: it must be even, at least 4 and divisible by heads={self.heads}"
+            )
+        if not 1 <= self.hop <= WINDOW or SAMPLE_RATE % (2 * self.hop):
+            raise UserError(
+                f"encoder.hop={self.hop}: it must divide {SAMPLE_RATE // 2} and be at most {WINDOW}, as 160 and 320"
+            )
+        if self.mode == "padded" and self.hop != HOP:
+            raise UserError(f"encoder.hop={self.hop}: mode=padded is for released checkpoints, their hop is {HOP}")
+        positions = self.window_seconds * self.frames_per_second
+        if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
+            frame = 1 / self.frames_per_second
+            raise UserError(f"encoder.window_seconds={self.window_seconds}: give a multiple of {frame:g} s above 0")
+        for key, allowed in _CHOICES.items():
+            value = getattr(self, key)
+            if value not in allowed:
+                guess = get_close_matches(str(value), allowed, n=1)
+                hint = f": did you mean {guess[0]!r}?" if guess else f": choose one of {', '.join(allowed)}"
+                raise UserError(f"encoder.{key}={value!r} is unknown{hint}")
+
+    @property
+    def frames_per_second(self) -> int:
+        """Encoder frames per second: two feature frames each (50 at Whisper's hop)."""
+        return SAMPLE_RATE // (2 * self.hop)
+
+    @property
+    def positions(self) -> int:
+        """Encoder frames of a full window, Whisper's `n_audio_ctx` (1500 for 30 s)."""
+        return round(self.window_seconds * self.frames_per_second)
+
+    @property
+    def max_samples(self) -> int:
+        """Samples of a full window."""
+        return self.positions * 2 * self.hop
+
+    def clips(self, samples: int) -> list[int]:
+        """Lengths in samples of the windows a sound of `samples` is run in: several where it is split.
+
+        UserError: no samples, or longer than the window where long_audio is "refuse".
+        """
+        if samples < 1:
+            raise UserError("the sound holds no samples: give at least one")
+        if samples <= self.max_samples:
+            return [samples]
+        if self.long_audio == "refuse":
+            raise UserError(
+                f"the sound lasts {samples / SAMPLE_RATE:.1f} s and the encoder hears {self.window_seconds:g} s "
+                "at once: cut it, or set encoder.long_audio=split (consecutive windows, their frames joined)"
+            )
+        whole, rest = divmod(samples, self.max_samples)
+        return [self.max_samples] * whole + [rest] * (rest > 0)
+
+    def mel_frames(self, samples: int) -> int:
+        """Feature frames of one clip of that many samples (the whole window's when padded)."""
+        return mel_frames(self.max_samples if self.mode == "padded" else samples, self.hop)
+
+    def frames(self, samples: int) -> int:
+        """Encoder frames T of a sound of `samples` 16 kHz samples, summed over its clips.
+
+        variable: half the feature frames, rounded up. padded: int(milliseconds / 20) + 1, at most the
+        window's (the rule of gpt-omni/mini-omni, `inference.py`, `load_audio`, in its own floating-point
+        steps: integers differ at nine lengths). Errors: those of `clips`.
+        """
+        return sum(self._clip_frames(clip) for clip in self.clips(samples))
+
+    def _clip_frames(self, samples: int) -> int:
+        if self.mode == "variable":
+            return (mel_frames(samples, self.hop) + 1) // 2
+        milliseconds = samples / SAMPLE_RATE * 1000
+        return min(int(milliseconds / 20) + 1, self.positions)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("padded", "variable"),
+    "mel_floor": ("clip", "fixed"),
+    "long_audio": ("refuse", "split"),
+}
+
+# Published sizes: the `ModelDimensions` stored in OpenAI's checkpoints, also tabled in "Robust Speech
+# Recognition via Large-Scale Weak Supervision" (Radford et al. 2022, table 1). The turbo model keeps
+# large-v3's encoder.
+ENCODER_PRESETS: dict[str, EncoderConfig] = {
+    "nano": EncoderConfig(width=192, heads=3, layers=3, hop=320),
+    "tiny": EncoderConfig(width=384, heads=6, layers=4),
+    "base": EncoderConfig(width=512, heads=8, layers=6),
+    "small": EncoderConfig(width=768, heads=12, layers=12),
+    "medium": EncoderConfig(width=1024, heads=16, layers=24),
+    "large": EncoderConfig(width=1280, heads=20, layers=32),
+    "large-v3": EncoderConfig(n_mels=128, width=1280, heads=20, layers=32),
+    "large-v3-turbo": EncoderConfig(n_mels=128, width=1280, heads=20, layers=32),
+}
+"""Sizes by name, all `variable` with Whisper's floor; `dataclasses.replace` changes the rest."""

@@ -1,0 +1,133 @@
+"""Where each frame lies while clips of different lengths run through the encoder without padding.
+
+Every linear layer works on rows, one per frame that exists. Only two things look sideways: the
+convolutions, for which the clips lie one behind the other with silence between them, and attention, for
+which clips of similar length are set beside one another:
+
+    clips     a a a a a   b b b                  5 and 3 feature frames
+    slots     a a a a a . b b b .                even length, at least one empty frame behind each clip
+    frames    A A A B B                          what the second convolution (stride 2) leaves, gaps dropped
+    attention one group per length, or padded groups with a key mask where launches cost more than arithmetic
+
+Built on the host from lengths alone; nothing here waits for a device.
+
+N clips, F feature frames, T encoder frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EQUAL_LENGTHS = 1.0
+"""Group ratio on a CPU: only clips of one length share a call, so attention does no padded work either.
+Measured at 64 clips of 0.6 to 3 s, width 128, one core, forward and backward of one attention: 45 ms
+against 72 ms for one padded, masked call (width 256: 71 ms against 128 ms)."""
+
+FEW_LAUNCHES = 2.0
+"""Group ratio on an accelerator: clips up to twice as long as the shortest share a masked call, so that
+seven calls serve every mixture of 0.3 s and 30 s."""
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Neighbouring clips that attend in one call (each to itself only)."""
+
+    rows: int
+    """Frames of the group."""
+    clips: int
+    longest: int
+    """Frames of its longest clip: the group is `[clips, longest]` when set side by side."""
+    place: Tensor | None
+    """`[rows]`: where each frame goes in `clips * longest`. None: all clips are equally long, nothing
+    moves."""
+    mask: Tensor | None
+    """`[clips, 1, 1, longest]` bool: keys that exist. None: all do."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Index tensors of one batch, on the encoder's device. Inside, clips are ordered from short to long."""
+
+    source: Tensor
+    """`[slots]`: row of the flattened features `[N * F max]` under each slot; gaps point at row 0 and are
+    silenced by `live`."""
+    live: Tensor
+    """`[slots, 1]`: 1 where a clip lies, 0 in the gaps."""
+    kept: Tensor
+    """`[sum T]`: outputs of the second convolution that belong to a clip."""
+    positions: Tensor
+    """`[sum T]`: place of each frame in its clip."""
+    groups: list[AttentionGroup]
+    output: Tensor
+    """`[sum frames]`: the frames asked for, clips in the caller's order."""
+
+
+@torch.compiler.disable  # host arithmetic on lengths that differ in every batch
+def pack(
+    mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, ratio: float, device: torch.device
+) -> Packing:
+    """Plan a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out `mel_stride`
+    frames apart.
+
+    frames: how many encoder frames of each clip to return, at most ceil(F / 2). ratio: see `AttentionGroup`
+    and the two constants above."""
+    order = sorted(range(len(mel_lengths)), key=lambda clip: mel_lengths[clip])
+    lengths = torch.tensor([mel_lengths[clip] for clip in order], dtype=torch.long)
+    slots = (lengths // 2 + 1) * 2
+    tokens = (lengths + 1) // 2
+    begins = slots.cumsum(0) - slots
+    within = _ragged_arange(slots)
+    live = within < lengths.repeat_interleave(slots)
+    source = torch.tensor(order, dtype=torch.long).repeat_interleave(slots) * mel_stride + within
+    positions = _ragged_arange(tokens)
+
+    first = torch.zeros(len(order), dtype=torch.long)  # the first row of each of the caller's clips
+    first[order] = tokens.cumsum(0) - tokens
+    wanted = torch.tensor(list(frames), dtype=torch.long)
+    plan = Packing(
+        source=_to(source * live, device),
+        live=_to(live[:, None].float(), device),
+        kept=_to((begins // 2).repeat_interleave(tokens) + positions, device),
+        positions=_to(positions, device),
+        groups=_groups(tokens.tolist(), ratio, device),
+        output=_to(first.repeat_interleave(wanted) + _ragged_arange(wanted), device),
+    )
+    return plan
+
+
+def _groups(tokens: list[int], ratio: float, device: torch.device) -> list[AttentionGroup]:
+    """Cut ascending lengths into runs whose longest is at most `ratio` times their shortest."""
+    groups = []
+    start = 0
+    while start < len(tokens):
+        end = start
+        while end < len(tokens) and tokens[end] <= tokens[start] * ratio:
+            end += 1
+        clips, longest = end - start, tokens[end - 1]
+        place = mask = None
+        if tokens[start] < longest:
+            lengths = torch.tensor(tokens[start:end], dtype=torch.long)
+            place = _to(
+                (torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device
+            )
+            mask = _to((torch.arange(longest) < lengths[:, None])[:, None, None, :], device)
+        groups.append(AttentionGroup(sum(tokens[start:end]), clips, longest, place, mask))
+        start = end
+    return groups
+
+
+def _ragged_arange(lengths: Tensor) -> Tensor:
+    """`[sum lengths]`: 0, 1, … up to each length in turn."""
+    begins = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - begins.repeat_interleave(lengths)
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host; from pinned memory, so that a CUDA device is not waited for."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,73 @@
+"""Log-mel features as Whisper's encoder expects them: 100 frames a second of 16 kHz sound.
+
+Formula: short-time Fourier transform (Hann window of 400 samples every 160, the sound mirrored at both
+edges), power, Whisper's own mel filters, log10, a floor, then (x + 4) / 4:
+`whisper.audio.log_mel_spectrogram` of the `openai-whisper` package.
+
+S samples, M mel bands, F feature frames.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from whisper.audio import mel_filters
+
+from omni.errors import UserError
+
+WINDOW = 400
+"""Samples under one frame (25 ms)."""
+HOP = 160
+"""Samples between frames (10 ms)."""
+MIN_SAMPLES = WINDOW // 2 + 1
+"""Shortest sound whose edges can be mirrored; shorter ones, and those under one hop, are followed by silence."""
+
+FIXED_FLOOR = -7.0
+"""Floor, in log10 of power, of `floor="fixed"`: 8 below the loudest band of ordinary recorded speech (about
++1), where `floor="clip"` would put it, and 2 above the rounding noise of 16-bit samples (about -9.5)."""
+
+MelFloor = Literal["clip", "fixed"]
+
+
+def mel_frames(samples: int, hop: int = HOP) -> int:
+    """Number of frames F that `log_mel` makes of that many samples: S // hop, and at least one."""
+    return max(samples // hop, 1)
+
+
+def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int = HOP) -> Tensor:
+    """Features `[..., M, F]` float32 of 16 kHz sound `[..., S]`, F = `mel_frames(S, hop)`.
+
+    floor: "clip" bounds the features at 8 below the clip's loudest band, as Whisper does (for a batch: each
+    clip's own, so that company changes nothing): the features of a beginning then depend on the end.
+    "fixed" bounds them at `FIXED_FLOOR`: the features of a beginning are final as soon as the sound under
+    their window is there (all frames but the last).
+    n_mels: 80 or 128, the banks that Whisper ships. hop: samples between frames, 160 for Whisper.
+    UserError: no samples, or a value that is none of these.
+    """
+    if audio.shape[-1] == 0:
+        raise UserError("no samples to make features of: give at least one")
+    if n_mels not in (80, 128):
+        raise UserError(f"n_mels={n_mels}: Whisper's filter banks have 80 or 128 bands")
+    if floor not in ("clip", "fixed"):
+        raise UserError(f"mel floor {floor!r} is unknown: clip or fixed")
+    audio = audio.float()
+    shortest = max(MIN_SAMPLES, hop)
+    if audio.shape[-1] < shortest:
+        audio = torch.nn.functional.pad(audio, (0, shortest - audio.shape[-1]))
+    # Mixed precision must not reach the filters: bf16 keeps 3 digits of a power that spans 10 decades.
+    with torch.autocast(audio.device.type, enabled=False):
+        window = _hann(audio.device)
+        spectrum = torch.stft(audio, WINDOW, hop, window=window, pad_mode="reflect", return_complex=True)
+        power = spectrum[..., : mel_frames(audio.shape[-1], hop)].abs() ** 2  # Whisper drops the frame at the end
+        log = (mel_filters(audio.device, n_mels) @ power).clamp(min=1e-10).log10()
+    if floor == "fixed":
+        return (log.clamp(min=FIXED_FLOOR) + 4.0) / 4.0
+    return (torch.maximum(log, log.amax(dim=(-2, -1), keepdim=True) - 8.0) + 4.0) / 4.0
+
+
+@lru_cache(maxsize=8)
+def _hann(device: torch.device) -> Tensor:
+    return torch.hann_window(WINDOW, device=device)

@@ -1,0 +1,181 @@
+"""Sound out: 16-bit PCM bytes, and WAV files that appear under their name only when they are complete.
+
+A file is written beside its place (`.NAME.part-…`) and renamed when it is closed, so a reader never sees
+half of one. Format: RIFF WAVE, a `fmt ` and a `data` chunk, little-endian (Microsoft and IBM, Multimedia
+Programming Interface 1.0, 1991); float32 adds the `fact` chunk that the format asks of everything that is
+not PCM.
+
+S samples.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+
+Encoding = Literal["pcm16", "float32"]
+
+_UNKNOWN = (
+    0xFFFFFFFF  # the size that stands in the header until the writer closes: players then read to the end
+)
+_LIMIT = 0xFFFFFF00  # bytes of data that a RIFF header can count
+
+
+def pcm16(audio: Tensor) -> bytes:
+    """Raw 16-bit little-endian PCM of `[S]` floats in [-1, 1]; louder is clipped, full scale is 32768.
+
+    Reading divides by 32768, so what was read as 16 bits is written back bit for bit.
+    UserError: NaN, infinity, or more than one dimension.
+    """
+    levels = _samples(audio).mul(32768.0).round().clamp(-32768, 32767)
+    return levels.to(torch.int16).numpy().astype("<i2").tobytes()
+
+
+def write_wav(
+    path: str | os.PathLike[str], audio: Tensor, sample_rate: int, *, encoding: Encoding = "pcm16"
+) -> Path:
+    """Write mono `[S]` as a WAV file and return its path. Errors: those of `WavWriter`."""
+    with WavWriter(path, sample_rate, encoding=encoding) as writer:
+        writer.append(audio)
+    return writer.path
+
+
+class WavWriter:
+    """A mono WAV file that grows chunk by chunk.
+
+        with WavWriter("answer.wav", 24000) as writer:
+            for chunk in stream:
+                writer.append(chunk)
+
+    The file has its name after `close()` (the end of the block); an exception inside the block, or
+    `abort()`, leaves nothing. UserError: a place that cannot be written (no such folder, a folder or device
+    of that name, no rights), no space left, NaN or infinity in the sound, more than a WAV file can count (4
+    GiB)."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], sample_rate: int, *, encoding: Encoding = "pcm16"
+    ) -> None:
+        if not 1 <= sample_rate < 1 << 30:
+            raise UserError(f"{os.fspath(path)!r}: {sample_rate} Hz is not a sample rate")
+        if encoding not in ("pcm16", "float32"):
+            raise UserError(f"{os.fspath(path)!r}: unknown encoding {encoding!r}: pcm16 or float32")
+        self.path = Path(path)
+        self.sample_rate = sample_rate
+        self.samples = 0
+        self._encoding = encoding
+        self._bytes = 0
+        # A link keeps pointing at its file. A device must not be replaced by a file of its name.
+        self._place = Path(os.path.realpath(self.path))
+        if self._place.exists() and not self._place.is_file():
+            raise UserError(
+                f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file"
+            )
+        self._part = self._place.with_name(f".{self._place.name}.part-{os.getpid()}-{id(self):x}")
+        self._file: BinaryIO | None = None
+        try:
+            self._file = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
+        except OSError as error:
+            raise self._refused(error) from error
+        self._write(_header(_UNKNOWN, 0, sample_rate, encoding))
+
+    @property
+    def seconds(self) -> float:
+        """Length written so far."""
+        return self.samples / self.sample_rate
+
+    def append(self, audio: Tensor) -> None:
+        """Add `[S]` floats in [-1, 1] (any S, zero included)."""
+        if self._file is None:
+            raise ValueError(f"{str(self.path)!r} is closed: append before close()")
+        data = pcm16(audio) if self._encoding == "pcm16" else _samples(audio).numpy().astype("<f4").tobytes()
+        if self._bytes + len(data) > _LIMIT:
+            raise UserError(
+                f"{str(self.path)!r}: a WAV file holds at most 4 GiB: begin another after "
+                f"{self.seconds:.0f} s, or write a lower rate"
+            )
+        self._write(data)
+        self._bytes += len(data)
+        self.samples += audio.shape[0]
+
+    def close(self) -> Path:
+        """Complete the header, give the file its name and return it; a second call changes nothing."""
+        if self._file is not None:
+            try:
+                self._file.seek(0)
+                self._file.write(_header(self._bytes, self.samples, self.sample_rate, self._encoding))
+                self._file.close()
+                os.replace(self._part, self._place)
+            except OSError as error:
+                self.abort()
+                raise self._refused(error) from error
+            self._file = None
+        return self.path
+
+    def abort(self) -> None:
+        """Throw away what was written; what stood at the path before stays."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()  # flushes, so a full disk may speak up once more
+            except OSError:
+                pass
+            finally:
+                self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> WavWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.abort()
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write {str(self.path)!r}: {error.strerror or error}: check that its folder "
+            "exists, may be written and has space left"
+        )
+
+
+def _samples(audio: Tensor) -> Tensor:
+    """`[S]` float32 on the host, checked."""
+    if audio.ndim != 1:
+        raise UserError(f"sound to write has shape {list(audio.shape)}: give one channel, [samples]")
+    audio = audio.detach().to("cpu", torch.float32)
+    if not bool(np.isfinite(audio.numpy()).all()):
+        raise UserError("sound to write holds NaN or infinity: look at what produced it")
+    return audio
+
+
+def _header(data_bytes: int, samples: int, sample_rate: int, encoding: Encoding) -> bytes:
+    """Everything before the samples: 44 bytes for PCM, 58 for float32."""
+    pcm = encoding == "pcm16"
+    width = 2 if pcm else 4
+    form = struct.pack("<HHIIHH", 1 if pcm else 3, 1, sample_rate, sample_rate * width, width, 8 * width)
+    if not pcm:
+        form += struct.pack("<H", 0)
+    chunks = b"fmt " + struct.pack("<I", len(form)) + form
+    if not pcm:
+        chunks += b"fact" + struct.pack("<II", 4, samples)
+    riff = _UNKNOWN if data_bytes == _UNKNOWN else 4 + len(chunks) + 8 + data_bytes
+    return b"RIFF" + struct.pack("<I", riff) + b"WAVE" + chunks + b"data" + struct.pack("<I", data_bytes)
