@@ -207,8 +207,10 @@ def _nano() -> ModelConfig:
     return ModelConfig(
         layout=Layout.preset("codec2"),
         encoder=ENCODER_PRESETS["nano"],
-        adapter=AdapterConfig("linear", stack=2),
-        decoder=DecoderConfig(width=256, layers=4, heads=4, kv_heads=2, mlp_width=768, context=1024),
+        adapter=AdapterConfig("mlp", hidden=192, stack=2),
+        decoder=DecoderConfig(
+            width=192, layers=4, heads=3, kv_heads=1, mlp_width=512, context=1024, qk_norm=True
+        ),
         codec="codec2",
     )
 

@@ -60,13 +60,20 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 0.02; what writes to the residual stream is scaled by 1 / sqrt(2 layers) (GPT-2)."""
+        """Normal with standard deviation 0.02; what writes to the residual stream is scaled by 1 / sqrt(2 layers) (GPT-2).
+
+        Tables that are not heads too start at 0.3: the mean over the streams is then not small beside encoder features.
+        """
         layers = len(self.blocks) + len(self.post_blocks)
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 continue
-            residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-            p.normal_(std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+            std = 0.02
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                std /= math.sqrt(2 * layers)
+            elif "embedding" in name and not (self.text_head is None and name.startswith("text")):
+                std = 0.3
+            p.normal_(std=std)
 
     def embed(self, tokens: Tensor, features: Tensor | None = None, feature_index: Tensor | None = None) -> Tensor:
         """tokens [B, K, T] (ids local to each stream) to [B, T, W]; features [N, W] stand where feature_index [B, T] >= 0."""

@@ -1,0 +1,149 @@
+"""Many questions at once: rows that begin together and leave one by one.
+
+Questions are sorted by length, so that a batch's prompts need little padding; a row that has ended leaves, and the rows behind
+it move up, so that the steps get cheaper towards the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.errors import UserError
+from omni.generate.prefill import pack, prefill
+from omni.generate.question import Asked, encode_questions
+from omni.generate.reply import Reply
+from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
+from omni.generate.sampling import per_stream, seed_key
+from omni.generate.session import Options
+from omni.generate.step import Row, Runner, Start
+from omni.model.speech_model import SpeechModel
+from omni.tasks import Columns, prompt
+from omni.text import Tokenizer
+
+
+@dataclass(eq=False)
+class _Member:
+    """A question of the batch and what became of it."""
+
+    reply: Reply
+    events: list[TextDelta | AudioChunk]
+    timings: Timings | None = None
+
+
+class Batch:
+    """Answers questions in batches of rows.
+
+    Args:
+        sound: decode the answers' codes, where there is a codec.
+        take: gives a runner of so many rows and positions; `give` takes it back.
+    """
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        tokenizer: Tokenizer,
+        codec: AudioCodec | None,
+        sound: bool,
+        options: Options,
+        take: Callable[[int, int], Runner],
+        give: Callable[[Runner], None],
+    ) -> None:
+        if options.text_assist:
+            raise UserError("text_assist couples the rows of one conversation; a batch of questions goes without")
+        self.model, self.tokenizer, self.codec, self.options = model, tokenizer, codec, options
+        self.sound = sound
+        self.settings = per_stream(model.layout, options.sampling)
+        self._take, self._give = take, give
+
+    def answer(self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int) -> list[Answer]:
+        """One answer per question, in their order."""
+        prompts = [prompt(self.model.layout, a.turn) for a in asked]
+        order = sorted(range(len(asked)), key=lambda i: len(prompts[i]))
+        longest = max((len(p) for p in prompts), default=0)
+        most = max((self._limits(a)[1] for a in asked), default=0)
+        answers: dict[int, Answer] = {}
+        runner = self._take(min(batch_size, len(asked)), longest + most) if asked else None
+        for low in range(0, len(order), batch_size):
+            chosen = order[low : low + batch_size]
+            assert runner is not None
+            group = self._group(
+                runner, [asked[i] for i in chosen], [prompts[i] for i in chosen], [seeds[i] for i in chosen]
+            )
+            answers.update(zip(chosen, group, strict=True))
+        if runner is not None:
+            self._give(runner)
+        return [answers[i] for i in range(len(asked))]
+
+    def _limits(self, asked: Asked) -> tuple[int, int]:
+        return self.options.limits(asked.task, self.codec, self.model.layout.max_delay)
+
+    def _group(
+        self, runner: Runner, asked: Sequence[Asked], prompts: Sequence[Columns], seeds: Sequence[int]
+    ) -> list[Answer]:
+        clock, layout = Clock(), self.model.layout
+        too_long = max(len(p) for p in prompts)
+        if too_long >= runner.length:
+            raise UserError(
+                f"a question takes {too_long} positions, but the model's context has {runner.length} and an answer needs "
+                "some; shorten it"
+            )
+        features = encode_questions(self.model, asked)
+        encoded = clock.seconds
+        packed = pack(layout, prompts, [f for f in features if f is not None])
+        runner.cache.reset()
+        hidden = prefill(self.model, runner.cache, range(len(asked)), packed, runner.chunk)
+        starts = [
+            Start(a.task.text, a.task.audio, len(p) - 1, self.settings, seed_key(seed))
+            for a, p, seed in zip(asked, prompts, seeds, strict=True)
+        ]
+        filled = clock.seconds
+        members = {}
+        for row, a in zip(runner.begin(0, hidden, starts), asked, strict=True):
+            frames, columns = self._limits(a)
+            reply = Reply(layout, a.task, self.tokenizer, None, max_frames=frames, max_columns=columns)
+            members[row] = _Member(reply, [])
+        everyone = list(members.values())
+        while members:
+            flush = any(row.position >= runner.length for row in members)
+            for row, written in runner.results(flush):
+                if row in members:
+                    members[row].events += members[row].reply.write(written)
+            for row in [row for row in members if self._ended(row, members[row].reply, runner)]:
+                steps = len(members[row].reply.columns)
+                members[row].timings = Timings(encode=encoded, prefill=filled, total=clock.seconds, steps=steps)
+                runner.leave(row)
+                del members[row]
+            runner.compact()
+            runner.step()
+        runner.results(flush=True)
+        return [self._answer(member) for member in everyone]
+
+    @staticmethod
+    def _ended(row: Row, reply: Reply, runner: Runner) -> bool:
+        if reply.reason is None and row.position >= runner.length:
+            reply.reason = "cache"
+        return reply.reason is not None
+
+    def _answer(self, member: _Member) -> Answer:
+        reply, codec = member.reply, self.codec
+        text = "".join(e.text for e in [*member.events, *reply.finish()] if isinstance(e, TextDelta))
+        codes = reply.codes()
+        sound: Tensor | None = None
+        if self.sound and codec is not None and codes is not None:
+            sound = codec.decode(codes).cpu() if codes.shape[1] else torch.zeros(0)
+        assert member.timings is not None and reply.reason is not None
+        audio = len(sound) / codec.sample_rate if codec is not None and sound is not None else 0.0
+        return Answer(
+            text=text,
+            audio=sound,
+            sample_rate=codec.sample_rate if codec is not None else 0,
+            tokens=tuple(reply.text.ids),
+            codes=codes,
+            timings=replace(member.timings, audio=audio),
+            ended=reply.reason,
+        )

@@ -1,0 +1,106 @@
+"""From what a caller asks with (a text, a waveform or a file) to the ids and the 16 kHz clip of a turn.
+
+Dimensions: S samples, N features of a clip after the adapter, W width.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.audio.encoder_features import collate
+from omni.audio.io import SAMPLE_RATE, AudioSource, read_audio, resample
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from omni.tasks import Task, Turn, find_task, prompt
+from omni.text import Tokenizer
+
+Question = AudioSource | Tensor
+"""A text, a waveform [S], or a sound file: its path, its bytes, or the open file."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as ids and sound: the turn without its answer, and the spoken question [S] at 16 kHz."""
+
+    turn: Turn
+    clip: Tensor | None
+
+    @property
+    def task(self) -> Task:
+        return find_task(self.turn.task)
+
+
+def read_question(
+    question: Question, task: Task | str, model: SpeechModel, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
+) -> Asked:
+    """Check and read one question.
+
+    Args:
+        question: a text where the task asks in writing; else a waveform [S] (floating point, mono) or a sound file.
+        sample_rate: of a waveform, in Hz.
+
+    Raises:
+        UserError: the question is not of the task's kind, empty, not finite, or the file cannot be read.
+    """
+    task = find_task(task)
+    if task.question == "text":
+        if not isinstance(question, str):
+            raise UserError(
+                f"task {task.name} asks in writing, but the question is {_kind(question)}; give a text, or ask by speech"
+            )
+        turn = Turn(task, question=tuple(tokenizer.encode(question)))
+        prompt(model.layout, turn)
+        return Asked(turn, None)
+    if isinstance(question, Tensor):
+        clip = _waveform(question, sample_rate)
+    elif isinstance(question, (str, bytes, os.PathLike)) or hasattr(question, "read"):
+        clip = read_audio(question, SAMPLE_RATE)
+    else:
+        raise UserError(
+            f"task {task.name} asks by speech, but the question is {_kind(question)}; give a tensor [S] or a sound file"
+        )
+    turn = Turn(task, features=model.config.features(len(clip)))
+    prompt(model.layout, turn)
+    return Asked(turn, clip)
+
+
+@torch.no_grad()
+def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor | None]:
+    """Features [N, W] of each spoken question, None for the written ones; all clips go through the encoder together."""
+    clips = [a.clip for a in asked if a.clip is not None]
+    if not clips:
+        return [None] * len(asked)
+    encoder = model.encoder
+    windows = [encoder.split(clip) for clip in clips]  # longer sound than the encoder hears at once comes in several
+    mels, lengths = collate([encoder.features(window) for clip in windows for window in clip])
+    frames = [encoder.frames(len(window)) for clip in windows for window in clip]
+    per_clip = [sum(encoder.frames(len(window)) for window in clip) for clip in windows]
+    features = model.adapter(model.hear(mels.to(model.device), lengths, frames), per_clip)
+    heard = iter(features.split([-(-n // model.config.adapter.stack) for n in per_clip]))
+    return [None if a.clip is None else next(heard) for a in asked]
+
+
+def _waveform(samples: Tensor, sample_rate: int) -> Tensor:
+    if samples.ndim != 1 or not samples.is_floating_point():
+        raise UserError(
+            f"the question is a {samples.dtype} tensor of shape {list(samples.shape)}; give mono floating-point samples [S]"
+        )
+    if len(samples) == 0:
+        raise UserError("the question has no samples; give at least some milliseconds of sound")
+    if sample_rate < 1:
+        raise UserError(f"the question's sample rate is {sample_rate} Hz; it must be positive")
+    if not bool(torch.isfinite(samples).all()):
+        raise UserError("the question holds samples that are not finite numbers; was it divided by a zero level?")
+    return resample(samples.detach().to("cpu", torch.float32), sample_rate, SAMPLE_RATE)
+
+
+def _kind(question: Any) -> str:
+    if isinstance(question, Tensor):
+        return f"a waveform of shape {list(question.shape)}"
+    return f"a {type(question).__name__}"

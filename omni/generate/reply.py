@@ -1,0 +1,132 @@
+"""A reply as it grows: from written columns to text and sound.
+
+Dimensions: K streams, A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.generate.results import AudioChunk, Reason, TextDelta
+from omni.generate.step import Written
+from omni.layout import Layout
+from omni.tasks import Task
+from omni.text import Tokenizer
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What decoding gives for the first bytes of a character whose last are still to come."""
+
+
+class TextStream:
+    """Turns token ids into text piece by piece; the pieces, joined, are the decoded whole.
+
+    A piece is decoded together with the one before it, because some tokenizers write a token differently at the beginning; a
+    character spread over several tokens is held back until it is whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self._context = 0  # first id that is decoded along
+        self._shown = 0  # ids whose text has been given out
+
+    def push(self, token: int) -> str:
+        """The text that is known with one more token, maybe none."""
+        self.ids.append(token)
+        return self._next(whole=True)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._next(whole=False)
+
+    def _next(self, whole: bool) -> str:
+        text = self.tokenizer.decode(self.ids[self._context :])
+        if self._shown == len(self.ids) or (whole and text.endswith(HALF)):
+            return ""
+        old = self.tokenizer.decode(self.ids[self._context : self._shown])
+        self._context, self._shown = self._shown, len(self.ids)
+        return text[len(old) :]
+
+    def tokens_of(self, characters: int) -> int:
+        """How many of the tokens make at most so many characters."""
+        count = len(self.ids)
+        while count and len(self.tokenizer.decode(self.ids[:count])) > characters:
+            count -= 1
+        return count
+
+
+class Reply:
+    """What one answer has come to.
+
+    Args:
+        max_frames: frames after which a spoken answer is cut.
+        max_columns: columns after which any answer is cut.
+
+    Attributes:
+        columns: all columns written, K ids each.
+        frames: finished frames, A codes each.
+        text: the text written; `text.ids` are its tokens.
+        reason: why the answer ended, None while it goes on.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        task: Task,
+        tokenizer: Tokenizer,
+        codec: AudioCodec | None,
+        *,
+        max_frames: int,
+        max_columns: int,
+    ) -> None:
+        self.layout, self.task = layout, task
+        self.max_frames, self.max_columns = max_frames, max_columns
+        self.columns: list[tuple[int, ...]] = []
+        self.frames: list[list[int]] = []
+        self.text = TextStream(tokenizer)
+        self.reason: Reason | None = None
+        self._sound = codec.stream() if codec is not None and task.audio else None
+
+    def write(self, written: Written) -> list[TextDelta | AudioChunk]:
+        """Take what a step wrote; the text and the sound that became known with it."""
+        events: list[TextDelta | AudioChunk] = []
+        self.columns.append(written.column)
+        if written.text is not None:
+            self._say(events, self.text.push(written.text))
+        full = written.frame is not None and len(self.frames) == self.max_frames
+        if written.frame is not None and not full:
+            self.frames.append(written.frame)
+            if self._sound is not None:
+                self._play(events, self._sound.push(torch.tensor(written.frame)[:, None]))
+        if written.done:
+            self.reason = "end"
+        elif full or len(self.columns) >= self.max_columns:
+            self.reason = "length"
+        return events
+
+    def finish(self) -> list[TextDelta | AudioChunk]:
+        """Text and sound that were held back for what might have followed."""
+        events: list[TextDelta | AudioChunk] = []
+        self._say(events, self.text.finish())
+        if self._sound is not None:
+            self._play(events, self._sound.finish())
+        return events
+
+    def codes(self, frames: int | None = None) -> Tensor | None:
+        """The first frames (all by default), [A, F]; None where the task does not speak."""
+        if not self.task.audio:
+            return None
+        chosen = self.frames[:frames]
+        return torch.tensor(chosen).T if chosen else torch.zeros(self.layout.n_audio, 0, dtype=torch.long)
+
+    @staticmethod
+    def _say(events: list[TextDelta | AudioChunk], text: str) -> None:
+        if text:
+            events.append(TextDelta(text))
+
+    @staticmethod
+    def _play(events: list[TextDelta | AudioChunk], samples: Tensor) -> None:
+        if len(samples):
+            events.append(AudioChunk(samples.cpu()))

@@ -1,0 +1,296 @@
+"""Sampling: settings, keyed random numbers and the draw, as tensors over rows and streams.
+
+A row draws the same alone or in company and on any device, because its random numbers are not a sequence that is consumed:
+the number for (seed, step, stream) is a hash of the three. One uniform number decides each draw, by the inverse of the
+cumulative distribution over what the filters leave.
+
+Dimensions: B rows, K streams, A audio streams, N streams of one kind, V vocabulary, R ranks (the R most likely ids).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from omni.errors import UserError
+from omni.layout import Layout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an id is chosen from its logits. The filters apply in the order of the fields' listing here, last to first:
+    repetition penalty, temperature, top-k, top-p.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the likeliest id (greedy), and top-k and top-p have no say.
+        top_k: keep the k likeliest ids; 0 keeps all.
+        top_p: keep the smallest set of likeliest ids whose probabilities (after top-k) sum to at least p. Without a
+            `top_k` beside it this sorts the whole vocabulary at each step.
+        repetition_penalty: the logits of ids that the answer already has on this stream are divided by it where positive and
+            multiplied where negative (Keskar et al. 2019, "CTRL"); 1 changes nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"sampling: temperature {self.temperature} must be at least 0; 0 is greedy")
+        if self.top_k < 0:
+            raise UserError(f"sampling: top_k {self.top_k} is negative; use 0 for no limit")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampling: top_p {self.top_p} is outside (0, 1]; use 1 for no limit")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(f"sampling: repetition_penalty {self.repetition_penalty} must be positive; 1 is off")
+
+
+GREEDY = Sampling()
+
+SamplingPlan = Sampling | Mapping[str, Sampling]
+"""One setting for all streams, or one per kind (`text`, `audio`) or stream (`audio0`, ...); a stream that is not named is
+greedy, and its own name goes before its kind."""
+
+
+def per_stream(layout: Layout, plan: SamplingPlan) -> tuple[Sampling, ...]:
+    """The setting of each stream, K of them; UserError for a name that is no stream of the layout."""
+    if isinstance(plan, Sampling):
+        return (plan,) * len(layout)
+    known = ("text", "audio", *layout.names[:-1])
+    for name, value in plan.items():
+        if name not in known:
+            close = get_close_matches(str(name), known, n=1, cutoff=0.0)
+            raise UserError(f"sampling: {name!r} is no stream; did you mean {close[0]!r}? known: {', '.join(known)}")
+        if not isinstance(value, Sampling):
+            raise UserError(f"sampling: {name!r} is {value!r}; it must be a Sampling")
+    kinds = [s.kind for s in layout.streams]
+    return tuple(
+        plan.get(name, plan.get(kind, GREEDY)) for name, kind in zip(layout.names, kinds, strict=True)
+    )
+
+
+# --- keyed random numbers ---------------------------------------------------------------------------------------------
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def _signed(x: int) -> int:
+    """The int64 with the same bits."""
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def seed_key(seed: int, turn: int = 0) -> int:
+    """Where a row's random numbers start, as an int64: any integer seed, and the number of the turn in a conversation."""
+    x = (seed + turn * _GOLDEN) & _MASK
+    return _signed(_mix_int(x))
+
+
+def _mix_int(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX[0]) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX[1]) & _MASK
+    return x ^ (x >> 31)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014; constants of Vigna's `splitmix64.c`), on int64 that wraps."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX[0])
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX[1])
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def uniform(key: Tensor, step: Tensor, streams: range) -> Tensor:
+    """One number in [0, 1) per row and stream, [B, N] float64, for rows' keys [B] (`seed_key`) and steps [B]."""
+    stream = torch.arange(streams.start, streams.stop, device=key.device)
+    x = _mix(key + (step + 1) * _signed(_GOLDEN))
+    x = _mix(x[:, None] + (stream + 1) * _signed(_GOLDEN))
+    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+# --- the draw ---------------------------------------------------------------------------------------------------------
+
+
+class Mode(NamedTuple):
+    """What the rows of a step need of the draw, known without looking at a tensor (a captured graph is made for one mode).
+
+    Attributes:
+        plain: some row samples without filters.
+        ranks: how many of the likeliest ids must be sorted for the rows that filter, 0 where none does.
+        penalty: some row has a repetition penalty.
+    """
+
+    plain: bool = False
+    ranks: int = 0
+    penalty: bool = False
+
+    def join(self, other: Mode) -> Mode:
+        return Mode(self.plain or other.plain, max(self.ranks, other.ranks), self.penalty or other.penalty)
+
+
+def mode_of(settings: Sequence[Sampling], vocabulary: int) -> Mode:
+    """The mode that one row's settings for the streams of one kind ask for."""
+    mode = Mode()
+    for s in settings:
+        filters = s.temperature > 0 and (0 < s.top_k < vocabulary or s.top_p < 1)
+        ranks = (s.top_k if 0 < s.top_k < vocabulary else vocabulary) if filters else 0
+        mode = mode.join(Mode(s.temperature > 0 and not filters, ranks, s.repetition_penalty != 1))
+    return mode
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Apply repetition penalties [B, N] to logits [B, N, V] where ids were `seen` [B, N, V] bool."""
+    p = penalty[..., None]
+    return torch.where(seen, torch.where(logits < 0, logits * p, logits / p), logits)
+
+
+def candidates(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """What the filters leave of logits [B, N, V], likeliest first.
+
+    Args:
+        temperature, top_k, top_p: [B, N] each; `top_k` 0 keeps all.
+        ranks: R, at least the largest `top_k`, or V where one is 0.
+
+    Returns:
+        weights [B, N, R] float64, in proportion to the probabilities and 0 where an id is filtered out, and ids [B, N, R].
+    """
+    if ranks < logits.shape[-1]:
+        values, ids = logits.topk(ranks, dim=-1)
+    else:
+        values, ids = logits.sort(dim=-1, descending=True)
+    scaled = (values - values[..., :1]).double() / temperature[..., None]
+    rank = torch.arange(values.shape[-1], device=logits.device)
+    kept = (rank < top_k[..., None]) | (top_k == 0)[..., None]
+    weights = torch.where(kept, scaled.exp(), 0.0)
+    mass = weights.cumsum(-1)
+    return torch.where(mass - weights < top_p[..., None] * mass[..., -1:], weights, 0.0), ids
+
+
+def invert(weights: Tensor, u: Tensor) -> Tensor:
+    """Index [B, N] at which the running sum of weights [B, N, V] passes the share u [B, N] of the whole."""
+    mass = weights.cumsum(-1)
+    target = u[..., None] * mass[..., -1:]
+    return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)
+
+
+def draw(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor | None, mode: Mode
+) -> Tensor:
+    """Ids [B, N] drawn from logits [B, N, V] with settings [B, N] and uniform numbers u [B, N]. `mode` must cover the settings."""
+    out = logits.argmax(-1)
+    if u is None:
+        return out
+    heat = torch.where(temperature > 0, temperature, 1.0)
+    filters = (top_k > 0) | (top_p < 1)
+    if mode.plain:
+        weights = ((logits - logits.amax(-1, keepdim=True)) / heat[..., None]).exp().double()
+        out = torch.where((temperature > 0) & ~filters, invert(weights, u), out)
+    if mode.ranks:
+        weights, ids = candidates(logits, heat, top_k, top_p, mode.ranks)
+        index = invert(weights, u)
+        chosen = ids.gather(-1, index[..., None]).squeeze(-1)
+        out = torch.where((temperature > 0) & filters, chosen, out)
+    return out
+
+
+class Sampler:
+    """The settings, keys and memory of all rows as tensors at fixed addresses, and the draw for a run of neighbouring rows."""
+
+    def __init__(self, layout: Layout, rows: int, device: torch.device | str | None = None) -> None:
+        a, k = layout.n_audio, len(layout)
+        self.layout = layout
+        self.key = torch.zeros(rows, dtype=torch.long, device=device)
+        self.temperature = torch.zeros(rows, k, device=device)
+        self.top_k = torch.zeros(rows, k, dtype=torch.long, device=device)
+        self.top_p = torch.ones(rows, k, device=device)
+        self.penalty = torch.ones(rows, k, device=device)
+        self.seen: Tensor | None = None  # [rows, K, V] bool, made when the first penalty is asked for
+        self._modes = [(Mode(), Mode())] * rows
+
+        allowed = layout.allowed().sum(1).tolist()  # what may be sampled are the first ids of every stream
+        self._text_ids = allowed[a]
+        self._audio_ids = max(allowed[:a])
+        vocabulary = {s.vocabulary for s in layout.audio}
+        self._even = len(vocabulary) == 1 and len(set(allowed[:a])) == 1
+        starts = torch.tensor([0, *(s.vocabulary for s in layout.audio)]).cumsum(0).tolist()
+        index = torch.full((a, self._audio_ids), starts[-1])  # one past the logits: where -inf is put
+        for i, (low, _) in enumerate(pairwise(starts)):
+            index[i, : allowed[i]] = torch.arange(low, low + allowed[i])
+        self._audio_index = index.to(device)
+
+    def set(self, row: int, settings: Sequence[Sampling], key: int) -> None:
+        """Start a row anew with its settings, one per stream, and its key."""
+        a = self.layout.n_audio
+        device = self.key.device
+        self.key[row] = key
+        self.temperature[row] = torch.tensor([s.temperature for s in settings], device=device)
+        sizes = [self._audio_ids] * a + [self._text_ids]
+        top_k = [s.top_k if s.top_k < n else 0 for s, n in zip(settings, sizes, strict=True)]
+        self.top_k[row] = torch.tensor(top_k, device=device)
+        self.top_p[row] = torch.tensor([s.top_p for s in settings], device=device)
+        self.penalty[row] = torch.tensor([s.repetition_penalty for s in settings], device=device)
+        self._modes[row] = (mode_of(settings[:a], self._audio_ids), mode_of(settings[a:], self._text_ids))
+        if self.seen is None and any(mode.penalty for mode in self._modes[row]):
+            vocabulary = max(s.vocabulary for s in self.layout.streams)
+            self.seen = torch.zeros(len(self.key), len(self.layout), vocabulary, dtype=torch.bool, device=device)
+        if self.seen is not None:
+            self.seen[row] = False
+
+    def clear(self, row: int) -> None:
+        """The row is empty: it asks nothing of the draw."""
+        self._modes[row] = (Mode(), Mode())
+
+    def move(self, source: int, target: int) -> None:
+        """Row `target` goes on as row `source`."""
+        for tensor in (self.key, self.temperature, self.top_k, self.top_p, self.penalty, self.seen):
+            if tensor is not None:
+                tensor[target] = tensor[source]
+        self._modes[target] = self._modes[source]
+
+    def modes(self, rows: range) -> tuple[Mode, Mode]:
+        """What these rows ask of the draw, on the audio streams and on the text stream."""
+        audio = text = Mode()
+        for row in rows:
+            audio, text = audio.join(self._modes[row][0]), text.join(self._modes[row][1])
+        return audio, text
+
+    def audio(self, logits: Tensor, rows: slice, step: Tensor, mode: Mode) -> Tensor:
+        """Ids [B, A] of the audio streams, drawn from the audio head's logits [B, sum of V]."""
+        a = self.layout.n_audio
+        if self._even:
+            logits = logits.view(len(logits), a, -1)[..., : self._audio_ids]
+        else:
+            logits = F.pad(logits, (0, 1), value=float("-inf"))[:, self._audio_index]
+        return self._draw(logits, rows, slice(0, a), step, mode)
+
+    def text(self, logits: Tensor, rows: slice, step: Tensor, mode: Mode) -> Tensor:
+        """Ids [B] of the text stream, drawn from its logits [B, V]."""
+        a = self.layout.n_audio
+        return self._draw(logits[:, None, : self._text_ids], rows, slice(a, a + 1), step, mode).squeeze(1)
+
+    def remember(self, column: Tensor, rows: slice) -> None:
+        """Note the ids [B, K] that were written, for the repetition penalty."""
+        if self.seen is not None:
+            self.seen[rows].scatter_(2, column[:, :, None], True)
+
+    def _draw(self, logits: Tensor, rows: slice, streams: slice, step: Tensor, mode: Mode) -> Tensor:
+        if mode == Mode():
+            return logits.argmax(-1)
+        logits = logits.float()
+        if mode.penalty and self.seen is not None:
+            seen = self.seen[rows, streams, : logits.shape[-1]]
+            logits = penalise(logits, seen, self.penalty[rows, streams])
+        u = uniform(self.key[rows], step, range(streams.start, streams.stop)) if mode.plain or mode.ranks else None
+        pick = rows, streams
+        return draw(logits, self.temperature[pick], self.top_k[pick], self.top_p[pick], u, mode)

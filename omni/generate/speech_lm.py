@@ -1,0 +1,228 @@
+"""`SpeechLM`: the Python door to a trained model.
+
+    lm = SpeechLM.from_pretrained("runs/demo/model")
+    answer = lm.generate("question.wav")                     # text and sound
+    for event in lm.stream("question.wav"): ...              # as they come
+    with lm.session() as session:                            # several turns over one cache
+        for event in session.ask("question.wav"): ...
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from omni.audio.codec import AudioCodec
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.generate.batch import Batch
+from omni.generate.question import SAMPLE_RATE, Question, read_question
+from omni.generate.results import Answer, Event
+from omni.generate.sampling import GREEDY, SamplingPlan
+from omni.generate.session import Options, Session
+from omni.generate.step import Runner
+from omni.layout import Layout
+from omni.model.speech_model import SpeechModel
+from omni.tasks import Task
+from omni.text import Tokenizer
+
+IDLE_RUNNERS = 2
+"""Caches (with their captured graphs) that are kept for the next call."""
+
+
+class SpeechLM:
+    """A speech language model that can be asked.
+
+    Weights are shared by any number of sessions and never changed; each session has its own cache.
+
+    Args:
+        model, tokenizer: they must fit each other.
+        codec: turns frames into sound; None gives answers without sound.
+        graph: capture decoding steps as CUDA graphs; by default on CUDA.
+        compile: run decoding steps through `torch.compile`.
+
+    Raises:
+        UserError: the tokenizer has more ids than the text stream, or the codec's codebooks are not the layout's.
+    """
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        tokenizer: Tokenizer,
+        codec: AudioCodec | None = None,
+        *,
+        graph: bool | None = None,
+        compile: bool = False,
+    ) -> None:
+        layout = model.layout
+        if len(tokenizer) > layout.text.size:
+            raise UserError(
+                f"the tokenizer has {len(tokenizer)} ids, but the model's text stream has {layout.text.size}; "
+                "use the tokenizer that the model was made with"
+            )
+        if codec is not None and tuple(codec.codebook_sizes) != layout.codebook_sizes:
+            raise UserError(
+                f"codec {codec.name} has codebooks {tuple(codec.codebook_sizes)}, but the model's audio streams are "
+                f"{layout.codebook_sizes}; use the codec that the model was made with"
+            )
+        self.model, self.tokenizer, self.codec = model, tokenizer, codec
+        self._graph, self._compile = graph, compile
+        self._idle: list[Runner] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        *,
+        graph: bool | None = None,
+        compile: bool = False,
+    ) -> SpeechLM:
+        """Read a model folder (see `omni.checkpoint.folder`); UserError where anything is wrong with it."""
+        from omni.checkpoint.folder import load_folder
+
+        loaded = load_folder(folder, device=device, dtype=dtype)
+        return cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def layout(self) -> Layout:
+        return self.model.layout
+
+    def session(
+        self,
+        *,
+        sampling: SamplingPlan = GREEDY,
+        seed: int = 0,
+        max_seconds: float = 30.0,
+        max_tokens: int = 512,
+        text_assist: bool = False,
+        overflow: Literal["end", "forget"] = "end",
+        context: int | None = None,
+    ) -> Session:
+        """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default); see `Options`."""
+        options = Options(sampling, seed, max_seconds, max_tokens, text_assist, overflow)
+        if context is not None and context < 1:
+            raise UserError(f"context is {context}; a session's cache needs at least one position")
+        length = min(context or 4096, self.config.decoder.context)
+        runner = self._take(2 if text_assist else 1, length, exact=context is not None)
+        return Session(self.model, self.tokenizer, self.codec, runner, options, self._give)
+
+    def stream(
+        self,
+        question: Question,
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        sampling: SamplingPlan = GREEDY,
+        seed: int = 0,
+        max_seconds: float = 30.0,
+        max_tokens: int = 512,
+        text_assist: bool = False,
+    ) -> Iterator[Event]:
+        """Answer one question with events: `TextDelta` and `AudioChunk` as they come, `Ended` last.
+
+        Args:
+            question: a text where the task asks in writing; else a waveform [S] or the path of a sound file.
+            task: a name of the task table (`omni.tasks`).
+            sample_rate: of a waveform, in Hz.
+
+        Raises:
+            UserError: a bad question, option or task, at once.
+        """
+        session = self.session(
+            sampling=sampling, seed=seed, max_seconds=max_seconds, max_tokens=max_tokens, text_assist=text_assist
+        )
+        try:
+            events = session.ask(question, task, sample_rate=sample_rate)
+        except BaseException:
+            session.close()
+            raise
+        return _closing(session, events)
+
+    def generate(
+        self,
+        question: Question,
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        sampling: SamplingPlan = GREEDY,
+        seed: int = 0,
+        max_seconds: float = 30.0,
+        max_tokens: int = 512,
+        text_assist: bool = False,
+    ) -> Answer:
+        """Answer one question and return when the answer is whole; arguments as for `stream`."""
+        with self.session(
+            sampling=sampling, seed=seed, max_seconds=max_seconds, max_tokens=max_tokens, text_assist=text_assist
+        ) as session:
+            return session.answer(question, task, sample_rate=sample_rate)
+
+    def generate_batch(
+        self,
+        questions: Sequence[Question],
+        task: Task | str | Sequence[Task | str] = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        sampling: SamplingPlan = GREEDY,
+        seed: int | Sequence[int] = 0,
+        max_seconds: float = 30.0,
+        max_tokens: int = 512,
+        batch_size: int = 64,
+        sound: bool = True,
+    ) -> list[Answer]:
+        """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
+
+        Args:
+            task: one for all, or one per question.
+            seed: one for all (each row then draws as it would alone with that seed), or one per question.
+            sound: decode the codes; without it the answers carry codes only.
+        """
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; it must be at least 1")
+        tasks = [task] * len(questions) if isinstance(task, (str, Task)) else list(task)
+        seeds = [seed] * len(questions) if isinstance(seed, int) else list(seed)
+        for name, given in (("tasks", tasks), ("seeds", seeds)):
+            if len(given) != len(questions):
+                raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
+        asked = [
+            read_question(q, t, self.model, self.tokenizer, sample_rate)
+            for q, t in zip(questions, tasks, strict=True)
+        ]
+        options = Options(sampling, max_seconds=max_seconds, max_tokens=max_tokens)
+        batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
+        return batch.answer(asked, seeds, batch_size)
+
+    # --- caches -------------------------------------------------------------------------------------------------------
+
+    def _take(self, rows: int, length: int, exact: bool = False) -> Runner:
+        """A runner of that many rows and at least (or, `exact`, just) that many positions: an idle one, or a new one."""
+        length = min(length, self.config.decoder.context)
+        device, dtype = self.model.device, self.model.decoder.norm.weight.dtype
+        with self._lock:
+            for runner in self._idle:
+                fits = runner.length == length if exact else runner.length >= length
+                keys = runner.cache.keys
+                if len(runner.rows) == rows and fits and (keys.device, keys.dtype) == (device, dtype):
+                    self._idle.remove(runner)
+                    return runner
+        return Runner(self.model, rows, length, graph=self._graph, compile=self._compile)
+
+    def _give(self, runner: Runner) -> None:
+        runner.cache.reset()
+        with self._lock:
+            self._idle = [*self._idle, runner][-IDLE_RUNNERS:]
+
+
+def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:
+    with session:
+        yield from events

@@ -1,0 +1,340 @@
+"""The step runner: the rows of one cache advance together, one column each.
+
+One step feeds every row's column, takes the hidden state to the heads, samples, and lets the layout's cursor say what is fed
+next. Everything a step decides is packed into one tensor and copied to the host once; on a GPU that copy is read one step
+late, so that the device always has work. A row that is done is fed nowhere (position -1) from then on, without waiting for
+the host to notice.
+
+Rows are slots of the cache: `begin` puts answers into neighbouring slots, `leave` empties a slot, and a row that is dropped
+leaves a smaller batch. On CUDA a step is captured as a graph for each shape it takes (`_Plan`); the tensors a graph reads
+and writes belong to the runner and stay where they are. The eager path runs the very same code.
+
+Dimensions: B rows, K streams, A audio streams, W width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from omni.generate.sampling import Mode, Sampler, Sampling
+from omni.layout import Cursor
+from omni.model.decoder import Hidden
+from omni.model.kv_cache import KVCache
+from omni.model.speech_model import SpeechModel
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a row begins its answer.
+
+    Attributes:
+        text, audio: the streams it answers on.
+        position: where the prompt's last column stands in the cache.
+        settings: sampling of each stream.
+        key: of its random numbers (`seed_key`).
+        partner: slot of the row that writes its text (text assist), None where it writes itself.
+    """
+
+    text: bool
+    audio: bool
+    position: int
+    settings: tuple[Sampling, ...]
+    key: int = 0
+    partner: int | None = None
+
+
+@dataclass(eq=False)
+class Row:
+    """A row from its first column until it leaves.
+
+    Attributes:
+        slot: its place in the cache.
+        position: where its next column will be fed (counted on the host, so it may be one past the end of a row that is done).
+        needs_text, needs_audio: heads it still asks for.
+        partner: slot of the row whose text it takes.
+        live: it has not left.
+        done: its answer is complete.
+    """
+
+    slot: int
+    position: int
+    needs_text: bool
+    needs_audio: bool
+    partner: int | None = None
+    live: bool = True
+    done: bool = False
+
+
+class Written(NamedTuple):
+    """What one step wrote on one row: the column that is fed next, a finished frame, a text token, and whether that was all."""
+
+    column: tuple[int, ...]
+    frame: list[int] | None
+    text: int | None
+    done: bool
+
+
+class _Plan(NamedTuple):
+    """All that shapes a step: the key of a captured graph."""
+
+    first: int
+    stop: int
+    text: bool
+    audio: bool
+    coupled: bool
+    audio_mode: Mode
+    text_mode: Mode
+    visible: int
+
+
+class _Record(NamedTuple):
+    rows: list[Row | None]
+    host: Tensor
+    event: Any
+
+
+class Runner:
+    """Rows of one cache, stepped together.
+
+    Args:
+        model: where weights and layout come from; it is not changed.
+        rows, length: size of the cache; `length` is capped by the decoder's context.
+        chunk: longest piece that is prefilled at once.
+        graph: capture the steps as CUDA graphs; by default on CUDA only.
+        compile: run the decoder of a step through `torch.compile`.
+    """
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        rows: int,
+        length: int,
+        *,
+        chunk: int = 512,
+        graph: bool | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.model, self.layout = model, model.layout
+        self.length = min(length, model.config.decoder.context)
+        self.chunk = min(chunk, self.length)
+        self.cache = model.make_cache(rows, self.length, chunk=self.chunk)
+        self.rows: list[Row | None] = [None] * rows
+        device = model.device
+        self._cuda = device.type == "cuda"
+        self._graph = self._cuda if graph is None else graph and self._cuda
+        self._decode: Any = torch.compile(model) if compile else model
+
+        a, k = self.layout.n_audio, len(self.layout)
+        self._column = self.layout.ids("pad").to(device).repeat(rows, 1)
+        self._position = torch.full((rows,), -1, dtype=torch.long, device=device)
+        self._partner = torch.arange(rows, device=device)
+        self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
+        self._cursor.done.fill_(True)
+        self._sampler = Sampler(self.layout, rows, device)
+        self._packed = torch.zeros(rows, k + a + 6, dtype=torch.long, device=device)
+        self._pad = self.layout.ids("pad").to(device)
+        self._pending: deque[_Record] = deque()
+        self._hosts: list[Tensor] = []  # pinned buffers that wait for a record
+        self._views: dict[tuple[int, int], KVCache] = {}
+        self._graphs: dict[_Plan, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    # --- rows come and go ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, first: int, hidden: Hidden, starts: Sequence[Start]) -> list[Row]:
+        """Put answers into the slots from `first` on and write their first columns.
+
+        Args:
+            hidden: state of each prompt's last column, [B, 1, W].
+            starts: one per row.
+        """
+        slots = slice(first, first + len(starts))
+        rows = [Row(first + i, s.position, s.text, s.audio, s.partner) for i, s in enumerate(starts)]
+        fresh = Cursor.start(
+            self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device
+        )
+        for name in Cursor.TENSORS:
+            getattr(self._cursor, name)[slots] = getattr(fresh, name)
+        device = self._position.device
+        self._position[slots] = torch.tensor([s.position for s in starts], device=device)
+        partners = [row.slot if row.partner is None else row.partner for row in rows]
+        self._partner[slots] = torch.tensor(partners, device=device)
+        for row, start in zip(rows, starts, strict=True):
+            self.rows[row.slot] = row
+            self._sampler.set(row.slot, start.settings, start.key)
+        plan = self._plan(first, first + len(starts))
+        self._write(plan, hidden)
+        self._record(plan)
+        return rows
+
+    def leave(self, row: Row) -> None:
+        """Empty the row's slot; what the cache holds stays."""
+        if row.live:
+            row.live = False
+            self.rows[row.slot] = None
+            self._sampler.clear(row.slot)
+            self._position[row.slot] = -1
+            self._cursor.done[row.slot] = True
+
+    def compact(self) -> None:
+        """Move the last rows into empty slots before them, so that the batch gets smaller.
+
+        Captured graphs are few where the batch only ever halves.
+        """
+        live = [row for row in self.rows if row is not None]
+        if any(row.partner is not None for row in live):
+            return
+        width = max((row.slot + 1 for row in live), default=0)
+        if self._graph and 2 * len(live) > width:
+            return
+        holes = [slot for slot in range(len(live)) if self.rows[slot] is None]
+        for slot, row in zip(holes, [r for r in live if r.slot >= len(live)], strict=True):
+            self._move(row, slot)
+
+    @torch.no_grad()
+    def _move(self, row: Row, slot: int) -> None:
+        source = row.slot
+        self.cache.copy_row(source, slot, row.position)
+        tensors = [self._column, self._position, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
+        for tensor in tensors:
+            tensor[slot] = tensor[source]
+        self._partner[slot] = slot
+        self._sampler.move(source, slot)
+        self._sampler.clear(source)
+        self._position[source] = -1
+        self._cursor.done[source] = True
+        self.rows[slot], self.rows[source] = row, None
+        row.slot = slot
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Feed every live row its column and write the next; each must have room (`Row.position < length`)."""
+        live = [row for row in self.rows if row is not None]
+        if not live:
+            return
+        plan = self._plan(0, max(row.slot for row in live) + 1)
+        if self._graph:
+            if plan not in self._graphs:
+                self._graphs[plan] = self._capture(plan)
+            self._graphs[plan].replay()
+        else:
+            self._forward(plan)
+        self._record(plan)
+
+    def results(self, flush: bool = False) -> list[tuple[Row, Written]]:
+        """What the steps wrote since the last call: on a GPU without the newest step, unless `flush` waits for it."""
+        late = 1 if self._cuda and not flush else 0
+        a, k = self.layout.n_audio, len(self.layout)
+        out = []
+        while len(self._pending) > late:
+            record = self._pending.popleft()
+            if record.event is not None:
+                record.event.synchronize()
+                self._hosts.append(record.host)
+            for row, values in zip(record.rows, record.host[: len(record.rows)].tolist(), strict=True):
+                if row is None or row.done or not row.live:
+                    continue
+                has_frame, text, has_text, done, needs_text, needs_audio = values[k + a :]
+                row.done, row.needs_text, row.needs_audio = bool(done), bool(needs_text), bool(needs_audio)
+                frame = values[k : k + a] if has_frame else None
+                out.append((row, Written(tuple(values[:k]), frame, text if has_text else None, row.done)))
+        return out
+
+    def _plan(self, first: int, stop: int) -> _Plan:
+        live = [row for row in self.rows[first:stop] if row is not None]
+        text = any(row.needs_text for row in live)
+        audio = any(row.needs_audio for row in live)
+        coupled = any(row.partner is not None and row.needs_text for row in live)
+        audio_mode, text_mode = self._sampler.modes(range(first, stop))
+        visible = self._visible(max(row.position for row in live) + 1)
+        mode = Mode()
+        return _Plan(
+            first, stop, text, audio, coupled, audio_mode if audio else mode, text_mode if text else mode, visible
+        )
+
+    def _visible(self, positions: int) -> int:
+        """How many slots a step looks at: few different numbers, fewer still where each costs a graph."""
+        if self.cache.ring:
+            return 0
+        if self._graph:
+            return min(max(256, 1 << (positions - 1).bit_length()), self.length)
+        return min(-(-positions // 64) * 64, self.length)
+
+    def _forward(self, plan: _Plan) -> None:
+        rows = slice(plan.first, plan.stop)
+        view = self._views.get((plan.first, plan.stop))
+        if view is None:
+            view = self.cache.select(range(plan.first, plan.stop))
+            self._views[plan.first, plan.stop] = view
+        view.limit(plan.visible or None)
+        column, position = self._column[rows, :, None], self._position[rows, None]
+        self._write(plan, self._decode(column, input_pos=position, cache=view))
+
+    def _write(self, plan: _Plan, hidden: Hidden) -> None:
+        """From hidden states [B, 1, W] to the rows' next columns, in place."""
+        rows = slice(plan.first, plan.stop)
+        cursor, decoder, a = self._cursor.select(rows), self.model.decoder, self.layout.n_audio
+        sampled = self._pad.repeat(plan.stop - plan.first, 1)
+        if plan.audio:
+            logits = decoder.audio_logits(hidden)[:, -1]
+            sampled[:, :a] = self._sampler.audio(logits, rows, cursor.step, plan.audio_mode)
+        if plan.text:
+            logits = decoder.text_logits(hidden)[:, -1]
+            text = self._sampler.text(logits, rows, cursor.step, plan.text_mode)
+            sampled[:, a] = text[self._partner[rows] - plan.first] if plan.coupled else text
+        after, push = cursor.push(sampled)
+        for name in ("step", "text_ended", "audio_end", "history", "done"):
+            getattr(cursor, name).copy_(getattr(after, name))
+        self._column[rows] = push.column
+        if plan.audio_mode.penalty or plan.text_mode.penalty:
+            self._sampler.remember(push.column, rows)
+        position = self._position[rows]
+        position.copy_(torch.where(after.done, -1, position + 1))
+        flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio)
+        self._packed[rows] = torch.cat([push.column, push.frame, *(f[:, None] for f in flags)], dim=1)
+
+    def _record(self, plan: _Plan) -> None:
+        """Copy what was written to the host: the one copy of a step."""
+        rows, packed = self.rows[plan.first : plan.stop], self._packed[plan.first : plan.stop]
+        for row in rows:
+            if row is not None:
+                row.position += 1
+        if self._cuda:
+            host = self._hosts.pop() if self._hosts else torch.empty(self._packed.shape, dtype=torch.long).pin_memory()
+            host[: len(rows)].copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host, event = packed.clone(), None
+        self._pending.append(_Record(list(rows), host, event))
+
+    def _capture(self, plan: _Plan) -> torch.cuda.CUDAGraph:
+        """Record a step as a graph. The rehearsals run with every row done, so that they write to the spare slot only."""
+        state = [self._column, self._position, self._packed, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
+        if self._sampler.seen is not None:
+            state.append(self._sampler.seen)
+        saved = [tensor.clone() for tensor in state]
+        self._position.fill_(-1)
+        self._cursor.done.fill_(True)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._forward(plan)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._forward(plan)
+        self._pool = self._pool or graph.pool()
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
+        return graph

@@ -1,0 +1,104 @@
+"""Tiny models, a codec that can be checked by hand, and a slow way to generate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec, CodecStream
+from omni.audio.encoder_config import EncoderConfig
+from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+
+LAYOUTS = {
+    "pad": Layout.build([16, 16, 12, 14], 256, specials=8),
+    "sampled": Layout.build([14] * 3, 256, specials=5, fill="sampled", features="add", delays=[1, 2, 2]),
+}
+
+
+class EchoCodec(AudioCodec):
+    """25 frames a second of 4 samples; a frame's samples depend on its codes and on those of the next frame."""
+
+    name = "echo"
+    sample_rate = 100
+    frame_samples = 4
+    lookahead = 1
+
+    def __init__(self, codebook_sizes: tuple[int, ...]) -> None:
+        self.codebook_sizes = codebook_sizes
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        return _EchoStream(self)
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        level = (audio[:: self.frame_samples].abs() * 5).long()
+        return torch.stack([level % n for n in self.codebook_sizes])
+
+
+class _EchoStream(CodecStream):
+    held: Tensor | None = None
+
+    def _sound(self, codes: Tensor, after: Tensor) -> Tensor:
+        weight = torch.arange(1, len(codes) + 1.0)[:, None]
+        own, other = (codes * weight).sum(0), (after * weight).sum(0)
+        return (own[:, None] * torch.tensor([1.0, 2, 3, 4]) + other[:, None]).flatten() / 1000
+
+    def _push(self, codes: Tensor) -> Tensor:
+        known = codes if self.held is None else torch.cat([self.held, codes], dim=1)
+        self.held = known[:, -1:]
+        return self._sound(known[:, :-1], known[:, 1:])
+
+    def _finish(self) -> Tensor:
+        assert self.held is not None
+        return self._sound(self.held, torch.zeros_like(self.held))
+
+
+def make_model(layout: Layout, seed: int = 0, spread: float = 0.3, **decoder: object) -> SpeechModel:
+    """A random model, with weights large enough that its choices vary from step to step."""
+    shape = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 48, "context": 512} | decoder
+    config = ModelConfig(
+        layout=layout,
+        encoder=EncoderConfig(width=16, heads=2, layers=1),
+        adapter=AdapterConfig("linear", stack=2),
+        decoder=DecoderConfig(**shape),  # type: ignore[arg-type]
+    )
+    torch.manual_seed(seed)
+    model = SpeechModel(config).eval()
+    with torch.no_grad():
+        for p in model.decoder.parameters():
+            if p.ndim > 1:
+                p.normal_(std=spread)
+        for stream, s in enumerate(layout.streams):  # a middling chance to end, so that answers have some length
+            model.decoder.head_weight(stream)[s.size :] = 0
+    return model
+
+
+def make_lm(layout: Layout, **kwargs: object) -> SpeechLM:
+    return SpeechLM(make_model(layout, **kwargs), Tokenizer.bytes(), EchoCodec(layout.codebook_sizes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return LAYOUTS[request.param]
+
+
+@pytest.fixture
+def lm(layout: Layout) -> SpeechLM:
+    return make_lm(layout)
+
+
+def tone(seconds: float, pitch: float = 220.0) -> Tensor:
+    """A waveform at 16 kHz."""
+    t = torch.arange(int(seconds * 16000)) / 16000
+    return 0.3 * torch.sin(2 * torch.pi * pitch * t)
+
+
+def last_logits(model: SpeechModel, tokens: Tensor, features: Tensor | None, index: Tensor) -> list[Tensor]:
+    """Logits [V] of every stream after columns [K, C], by one plain forward over all of them."""
+    with torch.no_grad():
+        hidden = model(tokens[None], features, index[None])
+        return [logits[0, -1] for logits in model.decoder.logits(hidden)]

@@ -1,0 +1,211 @@
+"""The Python door: whole answers, streams and batches agree, and mistakes are named."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import omni
+from omni.audio.codec import register
+from omni.audio.io import write_wav
+from omni.checkpoint.folder import save_folder
+from omni.errors import UserError
+from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.sampling import GREEDY, Sampling
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, tone
+
+QUESTIONS: list[Any] = [tone(0.3), "hello you", tone(0.5, 500.0), "and you over there, who are you?", "x", tone(0.2)]
+TASKS = ["A1A2", "T1A2", "A1T2", "T1A1", "T1T2", "A1T1"]
+SETTINGS = [
+    GREEDY,
+    Sampling(1.0),
+    {"audio": Sampling(1.0, top_k=4, repetition_penalty=1.2), "text": Sampling(1.0, top_p=0.9)},
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "hot", "each"])
+@pytest.mark.parametrize("shape", [{}, {"window": 9, "post_layers": 1}], ids=["full", "window"])
+def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str, Any]) -> None:
+    lm = make_lm(layout, **shape)
+    seeds = [5, 5, 7, 8, 9, -1]
+    limits: dict[str, Any] = {"sampling": sampling, "max_seconds": 0.6, "max_tokens": 12}
+    alone = [
+        lm.generate(q, t, seed=s, **limits) for q, t, s in zip(QUESTIONS, TASKS, seeds, strict=True)
+    ]
+    for batch_size in (6, 4):
+        together = lm.generate_batch(QUESTIONS, TASKS, seed=seeds, batch_size=batch_size, **limits)
+        for mine, theirs in zip(together, alone, strict=True):
+            assert (mine.text, mine.tokens, mine.ended, mine.sample_rate) == (
+                theirs.text,
+                theirs.tokens,
+                theirs.ended,
+                theirs.sample_rate,
+            )
+            for field in ("codes", "audio"):
+                a, b = getattr(mine, field), getattr(theirs, field)
+                assert (a is None and b is None) or torch.equal(a, b)
+    if sampling is not GREEDY:
+        again = lm.generate(QUESTIONS[1], TASKS[1], seed=6, **limits)
+        assert again.tokens != alone[1].tokens  # a seed matters
+
+
+def test_streamed_equals_whole_and_sound_equals_the_codec_s(lm: SpeechLM) -> None:
+    codec = lm.codec
+    assert codec is not None
+    for question, task in zip(QUESTIONS, TASKS, strict=True):
+        limits: dict[str, Any] = {"sampling": Sampling(1.0, top_k=4), "seed": 3, "max_seconds": 0.8, "max_tokens": 9}
+        answer = lm.generate(question, task, **limits)
+        events = list(lm.stream(question, task, **limits))
+        last = events.pop()
+        assert isinstance(last, Ended) and last.reason == answer.ended
+        sound = [e.samples for e in events if isinstance(e, AudioChunk)]
+        assert "".join(e.text for e in events if isinstance(e, TextDelta)) == answer.text
+        assert answer.text == lm.tokenizer.decode(answer.tokens)
+        if answer.codes is None:
+            assert not sound and answer.audio is None
+            continue
+        assert answer.audio is not None and torch.equal(torch.cat([torch.zeros(0), *sound]), answer.audio)
+        if answer.codes.shape[1]:
+            assert torch.equal(answer.audio, codec.decode(answer.codes))
+        assert len(answer.audio) == answer.codes.shape[1] * codec.frame_samples
+
+
+def test_sound_comes_with_the_first_frame_that_can_be_exact(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_lm(layout)
+    with lm.session(sampling=Sampling(1.0, top_k=2), max_seconds=0.8) as session:
+        for event in session.ask("hello", "T1A1"):
+            if isinstance(event, AudioChunk):
+                assert session._turn is not None and lm.codec is not None
+                columns = len(session._turn.reply.columns)
+                assert columns == layout.max_delay + 1 + lm.codec.lookahead
+                assert len(event.samples) == lm.codec.frame_samples and event.exact
+                break
+        else:
+            pytest.fail("no sound came")
+
+
+def test_timings(lm: SpeechLM) -> None:
+    answer = lm.generate(tone(0.3), "A1A2", max_seconds=0.4, sampling=Sampling(1.0, top_k=2), seed=2)
+    t = answer.timings
+    assert answer.audio is not None and t.first_text is not None and t.first_audio is not None
+    assert 0 < t.encode < t.prefill < t.first_text <= t.first_audio < t.total
+    assert t.audio == len(answer.audio) / 100 and t.real_time_factor == pytest.approx(t.total / t.audio)
+    assert t.steps == 10 + lm.layout.max_delay + (answer.ended == "end") or answer.ended != "end"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        answer.text = "other"  # type: ignore[misc]
+
+
+def test_a_waveform_at_another_rate_and_a_file_are_the_same_question(lm: SpeechLM, tmp_path: Path) -> None:
+    clip = tone(0.4)
+    answers = [lm.generate(clip, max_seconds=0.3)]
+    write_wav(tmp_path / "q.wav", clip, 16000)
+    answers.append(lm.generate(str(tmp_path / "q.wav"), max_seconds=0.3))
+    answers.append(lm.generate(tmp_path / "q.wav", max_seconds=0.3))
+    answers.append(lm.generate((tmp_path / "q.wav").read_bytes(), max_seconds=0.3))
+    assert len({a.tokens for a in answers}) == 1
+    t = torch.arange(int(0.4 * 24000)) / 24000
+    other = 0.3 * torch.sin(2 * torch.pi * 220 * t)
+    asked = omni.generate.question.read_question(other, "A1A2", lm.model, lm.tokenizer, 24000)
+    assert asked.clip is not None and len(asked.clip) == len(clip)
+    torch.testing.assert_close(asked.clip[100:-100], clip[100:-100], atol=5e-3, rtol=0)
+
+
+def test_caches_are_used_again(lm: SpeechLM) -> None:
+    first = lm.generate("one question", "T1A2", max_seconds=0.3)
+    (runner,) = lm._idle
+    other = lm.generate("another one", "T1A2", max_seconds=0.3)
+    again = lm.generate("one question", "T1A2", max_seconds=0.3)
+    assert lm._idle == [runner] and first.tokens == again.tokens != other.tokens
+    with lm.session(), lm.session(), lm.session(context=100):
+        assert lm._idle == []
+    assert len(lm._idle) == 2
+
+
+def test_an_empty_batch_and_no_codec(layout: Layout) -> None:
+    lm = make_lm(layout)
+    assert lm.generate_batch([]) == []
+    silent = SpeechLM(lm.model, lm.tokenizer)
+    answer = silent.generate("hello", "T1A2", max_tokens=8)
+    assert answer.audio is None and answer.sample_rate == 0 and answer.codes is not None
+    assert torch.equal(answer.codes, lm.generate("hello", "T1A2", max_seconds=8 / 25).codes)
+    quiet = lm.generate_batch(["hello"], "T1A2", sound=False, max_seconds=0.3)
+    assert quiet[0].audio is None and quiet[0].codes is not None
+
+
+def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path) -> None:
+    layout = LAYOUTS["pad"]
+    model = make_model(layout)
+    register("echo", lambda folder, device: EchoCodec(layout.codebook_sizes))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "none.txt").write_text("an echo needs no weights")
+    config = dataclasses.replace(model.config, codec="echo")
+    save_folder(tmp_path / "m", config, model.state_dict(), Tokenizer.bytes(), codec_folder=tmp_path / "weights")
+    lm = omni.SpeechLM.from_pretrained(tmp_path / "m")
+    mine = SpeechLM(model, Tokenizer.bytes(), EchoCodec(layout.codebook_sizes)).generate(tone(0.3), max_seconds=0.4)
+    theirs = lm.generate(tone(0.3), max_seconds=0.4)
+    assert theirs.tokens == mine.tokens and torch.equal(theirs.codes, mine.codes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="does not exist"):
+        SpeechLM.from_pretrained(tmp_path / "nowhere")
+
+
+def bad_questions() -> dict[str, tuple[dict[str, Any], str]]:
+    return {
+        "empty": ({"question": torch.zeros(0)}, "no samples"),
+        "stereo": ({"question": torch.zeros(2, 100)}, r"shape \[2, 100\]; give mono"),
+        "integers": ({"question": torch.zeros(100, dtype=torch.int16)}, "int16"),
+        "nan": ({"question": torch.full((1000,), torch.nan)}, "not finite"),
+        "rate": ({"question": tone(0.3), "sample_rate": 0}, "sample rate is 0"),
+        "no file": ({"question": "nowhere.wav"}, "nowhere.wav"),
+        "a number": ({"question": 5}, "a int; give a tensor"),
+        "sound for text": ({"question": tone(0.3), "task": "T1A2"}, "asks in writing"),
+        "no text": ({"question": "", "task": "T1T2"}, "text is empty"),
+        "task": ({"question": "hi", "task": "T1A3"}, "'T1A3' is unknown; did you mean"),
+        "seconds": ({"question": "hi", "task": "T1T2", "max_seconds": 0.0}, "max_seconds is 0.0"),
+        "tokens": ({"question": "hi", "task": "T1T2", "max_tokens": 0}, "max_tokens is 0"),
+        "stream": ({"question": "hi", "task": "T1T2", "sampling": {"voice": GREEDY}}, "'voice' is no stream"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_questions())
+def test_mistakes_are_refused_at_once_with_a_line(name: str) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    arguments, line = bad_questions()[name]
+    for call in (lm.generate, lm.stream, lambda question, **kw: lm.generate_batch([question], **kw)):
+        with pytest.raises(UserError, match=line) as caught:
+            call(**arguments)  # type: ignore[operator]
+        assert "\n" not in str(caught.value)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    lm, other = make_lm(LAYOUTS["pad"]), LAYOUTS["sampled"]
+    with pytest.raises(UserError, match=r"codec echo has codebooks \(14, 14, 14\)"):
+        SpeechLM(lm.model, lm.tokenizer, EchoCodec(other.codebook_sizes))
+    small = make_model(Layout.build([8, 8], 100, specials=5))
+    with pytest.raises(UserError, match="the tokenizer has 256 ids, but the model's text stream has 100"):
+        SpeechLM(small, lm.tokenizer)
+    with pytest.raises(UserError, match="3 tasks for 2 questions"):
+        lm.generate_batch(["a", "b"], ["T1T2"] * 3)
+    with pytest.raises(UserError, match="1 seeds for 2 questions"):
+        lm.generate_batch(["a", "b"], "T1T2", seed=[1])
+    with pytest.raises(UserError, match="batch_size is 0"):
+        lm.generate_batch(["a"], "T1T2", batch_size=0)
+    with pytest.raises(UserError, match="context is 0"):
+        lm.session(context=0)
+    with pytest.raises(UserError, match="overflow 'drop' is unknown"):
+        lm.session(overflow="drop")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="takes 604 positions, but the model's context has 512"):
+        lm.generate_batch(["x" * 601], "T1T2")
+
+
+def test_the_package_shows_its_door() -> None:
+    for name in omni.__all__:
+        assert getattr(omni, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'SpeechLLM'"):
+        omni.SpeechLLM  # noqa: B018
