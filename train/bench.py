@@ -6,19 +6,26 @@ Every ratio compares two ways of doing the same work in one run, on one machine.
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import jsonargparse
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from omni.config import preset
+from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
+from train.data.lanes import remember
+from train.flops import peak_flops
 from train.memory import PeakMemory
 from train.objective import LinearCrossEntropy
 
@@ -127,18 +134,6 @@ def objective(
 
 # --- training step -----------------------------------------------------------------------------------------------------
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
-"""Dense bf16 FLOP/s of some devices, from their data sheets, by a part of the device's name."""
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak in bf16, where it is known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
 def decoder_step(device: torch.device, name: str, rows: int, length: int, compiled: bool, repeat: int = 5) -> list[Row]:
     """A whole training step of a preset's decoder and losses on random columns (AdamW, all positions supervised)."""
     config = preset(name)
@@ -182,16 +177,114 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
     return [*out, Row("MFU", flops / seconds / peak * 100, "%")] if peak else out
 
 
+# --- data --------------------------------------------------------------------------------------------------------------
+
+
+def data(file: str, steps: int = 40, rounds: int = 3) -> list[Row]:
+    """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
+
+    The loader's workers run during the first kind only, as in a run; kinds alternate, so that a machine's moods meet both.
+    """
+    from train.data.build import build_pipeline
+    from train.data.loader import StepLoader
+    from train.fit import with_alignment
+    from train.initial import build_initial
+    from train.objective import Objective, targets
+    from train.optim import build_optimizer
+    from train.parse import read_fit_config
+
+    config = with_alignment(read_fit_config([file])[0])
+    initial = build_initial(config.model, config.seed)
+    module = Objective(initial.model, replace(config.objective, align_first=0.0))
+    optimizer = build_optimizer([(n.removeprefix("model."), p) for n, p in module.named_parameters()], config.optimizer)
+    pipeline = build_pipeline(config.data, initial.config, initial.tokenizer, initial.codec)
+
+    def run(batches: Iterator[Any], count: int) -> tuple[list[Any], float]:
+        seen, start = [], time.perf_counter()
+        for _ in range(count):
+            step = next(batches)
+            wanted = sum(targets(batch) for batch in step)
+            for batch in step:
+                module(batch, wanted).total.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(step)
+        return seen, time.perf_counter() - start
+
+    live, at_hand, examples, positions, used = [], [], 0, 0, 0
+    states: dict[str, Any] = {}
+    for turn in range(rounds):
+        done = turn * (steps + 10)
+        loader = StepLoader(
+            pipeline, config.data.micro_batches, start_step=done, states=states, workers=config.data.workers,
+            prefetch=config.data.prefetch,
+        )  # fmt: skip
+        batches = iter(loader)
+        warm, _ = run(batches, 10)  # fills the queue and warms up
+        seen, seconds = run(batches, steps)
+        live.append(seconds / steps)
+        for step in (*warm, *seen):
+            remember(states, step)
+        batches.close()
+        at_hand.append(run(iter(seen), steps)[1] / steps)
+        flat = [batch for step in seen for batch in step]
+        examples += sum(b.examples for b in flat)
+        positions += sum(b.segments.numel() for b in flat)
+        used += sum(b.positions for b in flat)
+    made, given = statistics.median(live), statistics.median(at_hand)
+    return [
+        Row("step, batches at hand", given * 1e3, "ms"),
+        Row("step, data made while training", made * 1e3, "ms"),
+        Row("examples, data made while training", examples / rounds / steps / made, "/s"),
+        Row("throughput, made / at hand", given / made, "x"),
+        Row("padding", (1 - used / positions) * 100, "%"),
+    ]
+
+
 # --- the command -------------------------------------------------------------------------------------------------------
 
+SECTIONS = ("objective", "step", "data")
 
-def sections(device: torch.device, quick: bool) -> Iterator[tuple[str, list[Row]]]:
+
+def sections(device: torch.device, only: Sequence[str], positions: int, config: str) -> Iterator[tuple[str, list[Row]]]:
     """All tables, one after another."""
-    positions = 512 if quick else 2048
-    for text, audio in ((0.2, 0.6), (1.0, 1.0)):
-        title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"
-        yield title, objective(device, text, audio, positions)
-    yield "training step: nano decoder, 8 x 256 positions", decoder_step(device, "nano", 8, 256, False)
-    if device.type == "cuda":
-        rows = decoder_step(device, "qwen2-0.5b-omni", 8, 2048, True)
-        yield "training step: qwen2-0.5b-omni decoder, 8 x 2048 positions, bf16, compiled", rows
+    if "step" in only:
+        yield "training step: nano decoder, 8 x 256 positions", decoder_step(device, "nano", 8, 256, False)
+        if device.type == "cuda":
+            rows = decoder_step(device, "qwen2-0.5b-omni", 8, 2048, True)
+            yield "training step: qwen2-0.5b-omni decoder, 8 x 2048 positions, bf16, compiled", rows
+    if "data" in only:
+        yield f"data: {config}", data(config)
+    if "objective" in only:
+        for text, audio in ((0.2, 0.6), (1.0, 1.0)):
+            title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"
+            yield title, objective(device, text, audio, positions)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command."""
+    parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
+    parser.add_argument("--only", type=list[Literal["objective", "step", "data"]], default=list(SECTIONS), help="which tables")
+    parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
+    parser.add_argument("--config", type=str, default="configs/nano.yaml", help="recipe of the data's table")
+    parser.add_argument("--json", action="store_true", help="one JSON object a table instead of tables")
+    try:
+        options = parser.parse_args(list(argv))
+    except jsonargparse.ArgumentError as error:
+        raise UserError(f"bench: {' '.join(str(error).split())}; see python -m train bench --help") from error
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but this machine has no GPU that PyTorch can use; leave it out")
+    console = Console()
+    for title, rows in sections(device, options.only, options.positions, options.config):
+        if options.json:
+            print(json.dumps({"table": title, "rows": {row.name: row.value for row in rows}}), flush=True)
+            continue
+        table = Table(title=title, title_justify="left", box=None, show_header=False)
+        for row in rows:
+            table.add_row(row.name, f"{row.value:.4g}", row.unit)
+        console.print(table)
+    return 0

@@ -238,7 +238,7 @@ class Objective(nn.Module):
             mels = torch.zeros(1, silent.n_mels, 2, device=batch.tokens.device)
             lengths, frames = [2], [1]
             if silent.mode == "padded":
-                mels = torch.zeros(1, silent.n_mels, round(silent.window_seconds * 100), device=batch.tokens.device)
+                mels = torch.zeros(1, silent.n_mels, silent.mel_frames(1), device=batch.tokens.device)
                 lengths = [mels.shape[2]]
         heard = model.hear(mels, lengths, frames)
         features = model.adapter(heard, frames)

@@ -1,0 +1,194 @@
+"""Stored rows: what goes in comes out, by index, and whatever is broken is named with its file and number."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import torch
+
+from omni.errors import UserError
+from omni.tasks import TASKS
+from tests.train.data_toys import ToyCodec, ToySource
+from train.data.parquet import StoredRows, write_rows
+from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound
+from train.data.sources import StoredSource
+
+CODEC = ToyCodec((12, 12, 6, 8))
+
+
+def rows(count: int, turns: int = 3) -> list[Row]:
+    source = ToySource("toy", None, CODEC, turns)
+    return [replace(source.row(i), id=str(i), speaker="f1", language="de", task="A1A2" if i % 2 else "") for i in range(count)]
+
+
+def same(found: Row, wanted: Row) -> None:
+    assert replace(found, turns=(), where="") == replace(wanted, turns=(), where="")
+    for a, b in zip(found.turns, wanted.turns, strict=True):
+        assert (a.question_text, a.answer_text) == (b.question_text, b.answer_text)
+        assert torch.equal(a.answer_codes.for_codec(CODEC), b.answer_codes.frames)
+        quantised = (b.question_audio.samples * 32768).round() / 32768
+        torch.testing.assert_close(a.question_audio.load(16000), quantised, rtol=0, atol=1.01 / 32768)
+
+
+@pytest.mark.parametrize("row_group", [1, 4, 256])
+def test_rows_come_back_by_index(tmp_path, row_group):
+    wanted = rows(9)
+    assert write_rows(tmp_path / "data.parquet", wanted, row_group) == 9
+    stored = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")
+    assert len(stored) == 9
+    for i in (5, 0, 8, 5):
+        same(stored[i], wanted[i])
+        assert stored[i].where == f"{tmp_path / 'data.parquet'} row {i}"
+    assert pq.ParquetFile(tmp_path / "data.parquet").num_row_groups == -(-9 // row_group)
+
+
+def test_a_folder_of_files_is_one_list_and_numbers_stay_with_the_file(tmp_path):
+    wanted = rows(7)
+    for name, part in (("a", wanted[:2]), ("b", wanted[2:6]), ("c", wanted[6:])):
+        write_rows(tmp_path / f"{name}.parquet", part)
+    source = StoredSource(tmp_path, tmp_path / "cache")
+    assert source.size == 7
+    for i, row in enumerate(wanted):
+        same(source.row(i), row)
+    assert source.row(5).where == f"{tmp_path / 'b.parquet'} row 3"
+    assert source.row(6).where == f"{tmp_path / 'c.parquet'} row 0"
+
+
+def test_audio_by_reference_is_read_from_the_files_folder(tmp_path):
+    samples = torch.randn(1600) * 0.1
+    (tmp_path / "sounds").mkdir()
+    soundfile.write(tmp_path / "sounds" / "q.wav", samples.numpy(), 16000, subtype="FLOAT")
+    row = Row((RowTurn("q?", Sound(path="sounds/q.wav"), "a"),))
+    write_rows(tmp_path / "data.parquet", [row])
+    read = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")[0].turns[0]
+    assert torch.equal(read.question_audio.load(16000), samples)
+    assert read.question_audio.load(8000).shape == (800,)
+    assert read.answer_audio is None and read.answer_codes is None
+
+
+@pytest.mark.parametrize("path", ["../q.wav", "/etc/passwd", "a/../../q.wav"])
+def test_a_reference_may_not_leave_the_folder(tmp_path, path):
+    row = Row((RowTurn("q?", Sound(path=path), "a"),))
+    with pytest.raises(UserError, match=r"row 1: audio .* leaves the data's folder"):
+        write_rows(tmp_path / "in" / "data.parquet", [rows(1)[0], row])
+    assert list((tmp_path / "in").iterdir()) == []
+    with pytest.raises(UserError, match="leaves the data's folder"):
+        Sound(path=path, folder=tmp_path / "in").load(16000)
+
+
+def test_a_link_may_not_lead_out_of_the_folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "q.wav", [0.0] * 10, 16000)
+    (tmp_path / "in" / "q.wav").symlink_to(tmp_path / "q.wav")
+    with pytest.raises(UserError, match="leaves the data's folder"):
+        Sound(path="q.wav", folder=tmp_path / "in").load(16000)
+
+
+@pytest.mark.parametrize(
+    ("task", "field"),
+    [("A1T1", "question_text"), ("A1T2", "answer_text"), ("A1A2", "question_audio"), ("A1A2", "answer_codes"), ("T1T2", "question_text")],
+)
+def test_what_a_task_lacks_is_named(task, field):
+    whole = rows(1)[0].turns[0]
+    assert all(whole.lacks(t) is None for t in TASKS.values())
+    empty = {"question_text": " ", "answer_text": ""}.get(field)
+    assert field in (replace(whole, **{field: empty}).lacks(TASKS[task]) or "")
+
+
+def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
+    """SNAC's frames are stored as [c0 c1 c2 c2 c1 c2 c2] by some and as [c0 | c1 c1 | c2 c2 c2 c2] by others."""
+    codec = ToyCodec((16,) * 7)
+    codec.name = "snac"
+    streams = torch.arange(14).view(7, 2)  # as the model's streams stand
+    level = torch.tensor([0, 1, 2, 2, 1, 2, 2])
+    by_level = streams[torch.argsort(level, stable=True)]
+    assert torch.equal(Codes("snac", by_level, "levels").for_codec(codec), streams)
+    assert not torch.equal(Codes("snac", by_level).for_codec(codec), streams)
+    assert sorted(CODE_ORDERS["snac"]["levels"]) == list(range(7))
+    with pytest.raises(UserError, match="order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
+        Codes("snac", streams, "sideways").for_codec(codec)
+    with pytest.raises(UserError, match="are of the codec 'codec2', the model speaks 'snac'"):
+        Codes("codec2", streams).for_codec(codec)
+    with pytest.raises(UserError, match="snac"):
+        Codes("snac", streams[:4]).for_codec(codec)
+    with pytest.raises(UserError, match="code 99 in stream 3, frame 1"):
+        Codes("snac", streams.index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(99))).for_codec(codec)
+
+
+def test_broken_files_are_refused_with_their_names(tmp_path):
+    with pytest.raises(UserError, match=r"gone.parquet does not exist"):
+        StoredRows(tmp_path / "gone.parquet")
+    with pytest.raises(UserError, match="holds no .parquet file"):
+        StoredRows(tmp_path)
+    write_rows(tmp_path / "data.parquet", rows(3))
+    whole = (tmp_path / "data.parquet").read_bytes()
+    (tmp_path / "data.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="data.parquet is not a whole Parquet file") as error:
+        StoredRows(tmp_path / "data.parquet")
+    assert "\n" not in str(error.value)
+    (tmp_path / "data.parquet").write_text("hello")
+    with pytest.raises(UserError, match="not a whole Parquet file"):
+        StoredRows(tmp_path)
+
+
+def test_other_formats_are_refused(tmp_path):
+    write_rows(tmp_path / "data.parquet", rows(3))
+    table = pq.read_table(tmp_path / "data.parquet")
+    pq.write_table(table.drop_columns(["turns"]), tmp_path / "other.parquet")
+    with pytest.raises(UserError, match="other.parquet has no column 'turns'"):
+        StoredRows(tmp_path / "other.parquet")
+    pq.write_table(table.set_column(0, "version", [["1"] * 3]), tmp_path / "other.parquet")
+    with pytest.raises(UserError, match="column 'version' is string, not int32"):
+        StoredRows(tmp_path / "other.parquet")
+    write_rows(tmp_path / "none.parquet", [])
+    with pytest.raises(UserError, match="has no rows"):
+        StoredRows(tmp_path / "none.parquet")
+
+
+def test_rows_of_another_version_or_without_turns_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data.parquet row 2: .* is of version 7"):
+        write_rows(tmp_path / "data.parquet", [*rows(2), replace(rows(1)[0], version=7)])
+    with pytest.raises(UserError, match="row 0: .* has no turns"):
+        write_rows(tmp_path / "data.parquet", [Row(())])
+    write_rows(tmp_path / "data.parquet", rows(2))
+    table = pq.read_table(tmp_path / "data.parquet")
+    later = table.set_column(0, "version", pa.array([1, 2], pa.int32()))
+    pq.write_table(later, tmp_path / "later.parquet")
+    stored = StoredRows(tmp_path / "later.parquet", tmp_path / "cache")
+    assert stored[0].version == 1
+    with pytest.raises(UserError, match="later.parquet row 1 is of version 2"):
+        stored[1]
+
+
+class _FullDisk:
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def __call__(self, *_, **__):
+        raise self.error
+
+
+def test_a_full_disk_leaves_nothing_behind_and_what_was_there(tmp_path, monkeypatch):
+    write_rows(tmp_path / "data.parquet", rows(2))
+    before = (tmp_path / "data.parquet").read_bytes()
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", _FullDisk(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(UserError, match="no space left to write .*data.parquet"):
+        write_rows(tmp_path / "data.parquet", rows(3))
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["data.parquet"]
+    assert (tmp_path / "data.parquet").read_bytes() == before
+
+
+def test_an_interrupted_writer_leaves_nothing_behind(tmp_path):
+    def interrupted():
+        yield rows(1)[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(tmp_path / "data.parquet", interrupted(), row_group=1)
+    assert list(tmp_path.iterdir()) == []

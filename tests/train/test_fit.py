@@ -1,0 +1,191 @@
+"""Laws of the loop, on a tiny model: it equals a plain loop, it validates, keeps, exports and complains as told."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from tests.train.toys import (
+    ToyModel,
+    ToyObjective,
+    final_tensors,
+    toy_batch,
+    toy_config,
+    toy_fit,
+    toy_parts,
+    toy_targets,
+)
+from train import shelf
+from train.config import BudgetConfig, CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, ValidationConfig
+from train.logs import METRICS, VALIDATION, Table, read_table
+from train.schedule import learning_rate
+
+
+def plain_loop(steps: int, clip: float | None, decay: float) -> dict[str, Tensor]:
+    """The same training without any of the machinery: one loss for the whole step, torch's AdamW."""
+    torch.manual_seed(0)
+    model = ToyModel()
+    objective = ToyObjective(model)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            rate = learning_rate(ScheduleConfig(warmup_steps=2), BudgetConfig(steps=8), step, 0.0)
+            group["lr"] = 1e-2 * rate
+        batches = [toy_batch(lane, step) for lane in range(4)]
+        counts = torch.stack([toy_targets(b) for b in batches]).sum(0)
+        loss = torch.stack([objective(b, counts).total for b in batches]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_loop_equals_a_plain_loop(tmp_path: Path, clip: float | None, decay: float) -> None:
+    config = toy_config(tmp_path, clip=clip, optimizer=OptimizerConfig(lr=1e-2, weight_decay=decay))
+    _, weights = toy_fit(config)
+    for name, wanted in plain_loop(8, clip, decay).items():
+        torch.testing.assert_close(weights[f"model.model.{name}"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_the_log_are_means_over_all_targets(tmp_path: Path) -> None:
+    """A row over four steps equals what the losses of those steps, by target, say."""
+    config = toy_config(tmp_path, optimizer=OptimizerConfig(lr=0.0, muon_lr=0.0), log=LogConfig(every=4, progress="off"))
+    toy_fit(config)
+    torch.manual_seed(0)
+    objective = ToyObjective(ToyModel())
+    rows = read_table(tmp_path / METRICS)
+    assert [row["step"] for row in rows] == [4, 8]
+    for row, steps in zip(rows, (range(4), range(4, 8)), strict=True):
+        one = torch.ones(3)
+        losses = [objective(toy_batch(lane, step), one) for step in steps for lane in range(4)]
+        sums, counts = sum(x.sums for x in losses), sum(x.counts for x in losses)
+        assert row["loss/audio0"] == pytest.approx(float(sums[:, 0].sum() / counts[:, 0].sum()), rel=1e-5)
+        assert row["loss/T1T2"] == pytest.approx(float(sums[1].sum() / counts[1].sum()), rel=1e-5)
+        assert row["tokens_per_second"] > 0 and row["lr"] == 0.0
+
+
+@pytest.mark.parametrize("ema", [None, 0.7])
+def test_validation_and_export_see_the_average_if_there_is_one(tmp_path: Path, ema: float | None) -> None:
+    seen: list[tuple[int, dict[str, Tensor]]] = []
+    exported: list[dict[str, Tensor]] = []
+
+    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        seen.append((step, weights))
+        return {"exact_match": 0.1 * step}
+
+    def export(weights: dict[str, Tensor]) -> Path:
+        exported.append(weights)
+        return tmp_path / "model"
+
+    config = toy_config(tmp_path, ema=ema, validation=ValidationConfig(every_steps=3))
+    outcome, weights = toy_fit(config, toy_parts(validate=validate, export=export))
+    assert [step for step, _ in seen] == [3, 6, 8]
+    assert outcome.figures == {"exact_match": pytest.approx(0.8)} and outcome.model == tmp_path / "model"
+    kind = "average.model." if ema else "model.model."
+    for name, tensor in exported[0].items():
+        assert tensor.equal(weights[kind + name]), name
+    assert any(not t.equal(seen[0][1][name]) for name, t in exported[0].items())
+    rows = read_table(tmp_path / VALIDATION)
+    assert [(row["step"], row["exact_match"]) for row in rows] == [(3, 0.3), (6, 0.6), (8, 0.8)]
+
+
+def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    scores = {2: 0.1, 4: 0.9, 6: 0.3, 8: 0.9, 10: 0.2, 12: 0.1}
+    config = toy_config(
+        tmp_path,
+        budget=BudgetConfig(steps=13),
+        validation=ValidationConfig(every_steps=2, at_end=False),
+        checkpoint=CheckpointConfig(every_steps=5, every_minutes=None, keep_last=2, keep_best=1),
+    )
+    toy_fit(config, toy_parts(validate=lambda weights, step: {"exact_match": scores[step]}))
+    names = [p.name for p in shelf.checkpoints(tmp_path / "checkpoints")]
+    # 4 is the best (8 only equals it), 10 and 13 the last.
+    assert names == ["step-00000004", "step-00000010", "step-00000013"]
+    assert shelf.newest(tmp_path / "checkpoints").name == "step-00000013"  # type: ignore[union-attr]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_what_is_not_trainable_stays_and_has_no_state(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    before = ToyModel().state_dict()
+    _, weights = toy_fit(toy_config(tmp_path, trainable=("audio_*",)))
+    moved = {name for name, t in before.items() if not t.equal(weights[f"model.model.{name}"])}
+    assert moved == {"audio_embedding.weight", "audio_head.weight"}
+    stored = final_tensors(tmp_path)
+    with_state = {name.rsplit(".", 1)[0] for name in stored if name.startswith("optimizer.")}
+    assert with_state == {"optimizer.model.audio_embedding.weight", "optimizer.model.audio_head.weight"}
+    assert {name for name in stored if name.startswith("average.")} == {
+        "average.model.audio_embedding.weight",
+        "average.model.audio_head.weight",
+    }
+
+
+def test_no_space_left_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, checkpoint=CheckpointConfig(every_steps=3, every_minutes=None))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(step: int) -> None:
+        if step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+
+    try:
+        with pytest.raises(UserError, match=r"step-00000006 cannot be written: no space left.*step-00000003; free some"):
+            toy_fit(config, toy_parts(fill))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path / "checkpoints" / "step-00000003" / "tensors") == ["state.safetensors"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["last", "step-00000003"]
+    _, resumed = toy_fit(config)
+    _, undisturbed = toy_fit(replace(config, run_folder=str(tmp_path / "other")))
+    assert all(t.equal(undisturbed[name]) for name, t in resumed.items())
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    config = toy_config(
+        tmp_path,
+        optimizer=OptimizerConfig(lr=float("inf")),
+        schedule=ScheduleConfig(),
+        log=LogConfig(every=100, progress="off"),
+        checkpoint=CheckpointConfig(every_steps=3, every_minutes=None),
+    )
+    with pytest.raises(UserError, match=r"the loss is nan at step 3; no checkpoint was written yet; try a lower"):
+        toy_fit(config)
+    assert not shelf.checkpoints(tmp_path / "checkpoints")
+
+
+def test_broken_data_end_the_run_with_their_own_line(tmp_path: Path) -> None:
+    def broken(step: int) -> None:
+        if step == 2:
+            raise UserError("row 7 of data.parquet has no audio")
+
+    with pytest.raises(UserError, match=r"row 7 of data\.parquet has no audio"):
+        toy_fit(toy_config(tmp_path), toy_parts(broken))
+
+
+def test_a_table_survives_a_row_cut_short(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    table = Table(file, 0)
+    for step in range(1, 6):
+        table.add(step, {"loss": 1 / step})
+    with file.open("a") as handle:
+        handle.write("6,0.1")  # killed within a write
+    table = Table(file, 3)
+    table.add(4, {"loss": 0.5, "lr": 0.1})
+    rows = read_table(file)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[3]["lr"] == 0.1 and rows[0]["lr"] != rows[0]["lr"]
+    assert rows[2]["loss"] == pytest.approx(1 / 3)

@@ -1,0 +1,172 @@
+"""Laws of the optimizers: Muon equals torch's, several rules are one optimizer, groups and patterns."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from omni.errors import UserError
+from tests.train.toys import ToyModel
+from train.config import GroupConfig, OptimizerConfig
+from train.optim import (
+    Average,
+    BatchedMuon,
+    Optimizers,
+    build_optimizer,
+    orthogonalize,
+    parameter_groups,
+    set_learning_rate,
+    set_trainable,
+    update_scale,
+)
+from train.patterns import match_names
+
+
+def slow_orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """The same polynomial, applied to the singular values in float64."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20)])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_orthogonalize_equals_the_polynomial_of_the_singular_values(shape: tuple[int, int], steps: int) -> None:
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    got = orthogonalize(matrices, steps=steps)
+    for one, whole in zip(got, matrices, strict=True):
+        torch.testing.assert_close(one.double(), slow_orthogonalize(whole, steps), rtol=1e-4, atol=1e-4)
+    assert orthogonalize(torch.zeros(1, 4, 4)).abs().max() == 0
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shapes", [[(16, 16), (16, 16)], [(24, 8), (8, 24), (8, 8)]])
+def test_batched_muon_equals_torch_muon(shapes: list[tuple[int, int]], scale: str) -> None:
+    """Up to the bf16 of torch's iteration."""
+    dice = torch.Generator().manual_seed(1)
+    ours = [nn.Parameter(torch.randn(s, generator=dice)) for s in shapes]
+    theirs = copy.deepcopy(ours)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "adjust_lr_fn": scale}
+    mine, reference = BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=dice)
+            b.grad = a.grad.clone()
+        mine.step()
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        moved = update_scale(scale, a.shape) * 0.1
+        torch.testing.assert_close(a, b, rtol=0, atol=0.03 * 3 * moved)
+        assert mine.state[a]["momentum_buffer"].equal(reference.state[b]["momentum_buffer"])
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=dice)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_several_rules_are_one_optimizer_also_after_loading(name: str) -> None:
+    """Against the rules run apart, over a save and a load in the middle."""
+    config = OptimizerConfig(name=name, lr=1e-2, muon_lr=3e-2, weight_decay=0.1)
+    model, apart = ToyModel(), ToyModel()
+    apart.load_state_dict(model.state_dict())
+    ours = build_optimizer(list(model.named_parameters()), config)
+    rules = {g["rule"] for g in ours.param_groups}
+    assert rules == ({"adamw"} if name == "adamw" else {"adamw", "muon"})
+    others = []
+    for group in parameter_groups(list(apart.named_parameters()), config):
+        if group["rule"] == "muon":
+            others.append(BatchedMuon(group["params"], lr=3e-2, weight_decay=group["weight_decay"]))
+        else:
+            decay = group["weight_decay"]
+            others.append(
+                torch.optim.AdamW(group["params"], lr=1e-2, betas=config.betas, weight_decay=decay, fused=True)
+            )
+    for step in range(4):
+        gradients(model, step)
+        gradients(apart, step)
+        ours.step()
+        for other in others:
+            other.step()
+        if step == 1:
+            saved = copy.deepcopy(ours.state_dict())
+            ours = build_optimizer(list(model.named_parameters()), config)
+            ours.load_state_dict(saved)
+    for (key, a), b in zip(model.state_dict().items(), apart.state_dict().values(), strict=True):
+        assert a.equal(b), key
+
+
+def test_groups_take_the_first_pattern_and_leave_norms_undecayed() -> None:
+    config = OptimizerConfig(
+        lr=1e-3,
+        weight_decay=0.1,
+        groups=(GroupConfig("text_*", lr=5e-4), GroupConfig("*head*", lr=9e-4, weight_decay=0.3)),
+    )
+    model = ToyModel()
+    settings = {}
+    names = {p: name for name, p in model.named_parameters()}
+    for group in parameter_groups(list(model.named_parameters()), config):
+        for p in group["params"]:
+            settings[names[p]] = (group["lr"], group["weight_decay"])
+    assert settings["text_head.weight"] == (5e-4, 0.1)  # the first pattern decides
+    assert settings["audio_head.weight"] == (9e-4, 0.3)
+    assert settings["blocks.0.1.weight"] == (1e-3, 0.1)
+    assert settings["blocks.0.1.bias"] == settings["blocks.1.0.weight"] == (1e-3, 0.0)
+    assert len(settings) == len(names)
+
+
+def test_muon_takes_hidden_matrices_only() -> None:
+    model = ToyModel()
+    names = {p: name for name, p in model.named_parameters()}
+    groups = parameter_groups(list(model.named_parameters()), OptimizerConfig(name="muon"))
+    muon = {names[p] for g in groups if g["rule"] == "muon" for p in g["params"]}
+    assert muon == {"blocks.0.1.weight", "blocks.1.1.weight"}
+
+
+def test_learning_rates_keep_their_ratio() -> None:
+    model = ToyModel()
+    config = OptimizerConfig(lr=1e-3, groups=(GroupConfig("*head*", lr=4e-3),))
+    optimizer = build_optimizer(list(model.named_parameters()), config)
+    assert isinstance(optimizer, Optimizers)
+    for factor in (0.5, 0.25):
+        set_learning_rate(optimizer, factor)
+        assert {g["lr"] for g in optimizer.param_groups} == {1e-3 * factor, 4e-3 * factor}
+        assert all(inner.param_groups[0]["lr"] in (1e-3 * factor, 4e-3 * factor) for inner in optimizer.inner.values())
+
+
+def test_trainable_patterns() -> None:
+    model = ToyModel()
+    set_trainable(model, ["audio_*", "re:blocks\\.1\\..*"])
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learning == {
+        "audio_embedding.weight", "audio_head.weight", "blocks.1.0.weight", "blocks.1.0.bias", "blocks.1.1.weight",
+        "blocks.1.1.bias",
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"pattern 'audio_tabel\.\*' matches no parameter; the closest names are audio_"):
+        set_trainable(model, ["audio_tabel.*"])
+    with pytest.raises(UserError, match="trainable is empty"):
+        set_trainable(model, [])
+    with pytest.raises(UserError, match="not a regular expression"):
+        match_names(["re:("], ["a"], "trainable")
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_average_follows_its_recursion(decay: float) -> None:
+    p = nn.Parameter(torch.zeros(3))
+    average = Average([("p", p)], decay)
+    expected = torch.zeros(3)
+    for step in range(1, 30):
+        p.data.fill_(float(step))
+        average.update(step)
+        d = min(decay, (1 + step) / (10 + step))
+        expected = d * expected + (1 - d) * step
+    torch.testing.assert_close(average.values["p"], expected)
+    with pytest.raises(UserError, match="between 0 and 1"):
+        Average([("p", p)], 1.0)

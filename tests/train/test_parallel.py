@@ -1,0 +1,178 @@
+"""Laws of several processes (gloo, CPU): they learn what one learns, and resume, sharded or not, on another number."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.errors import UserError
+from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
+from train import shelf
+from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig
+from train.logs import METRICS, read_table
+from train.parallel import build_fabric, placement
+
+LINES = {"log": LogConfig(every=1, progress="off"), "checkpoint": CheckpointConfig(every_steps=3, every_minutes=None)}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC", "LOCAL_", "MASTER_"))}
+    return {**clean, "OMP_NUM_THREADS": "1", **variables}
+
+
+def start(options: dict[str, Any], env: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.train.toys", json.dumps(options)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def two_processes(options: dict[str, Any], launcher: str) -> list[int]:
+    """Run it as torchrun or srun would start it; both exit codes."""
+    main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = []
+    for rank in ("0", "1"):
+        if launcher == "torchrun":
+            variables = {
+                "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": "0",
+            }  # fmt: skip
+        else:
+            variables = {
+                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
+                "SLURM_JOB_ID": "7", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0",
+            }  # fmt: skip
+        processes.append(start(options, environment(**main, **variables)))
+    for process in processes:
+        process.communicate(timeout=120)
+    return [process.returncode for process in processes]
+
+
+def losses(folder: Path) -> torch.Tensor:
+    return torch.tensor([[row["loss"], row["loss/audio0"], row["loss/text"]] for row in read_table(folder / METRICS)])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs of eight steps, most of them in one launch of two processes (by Fabric's own launcher)."""
+    top = tmp_path_factory.mktemp("runs")
+    toy_fit(toy_config(top / "one", **LINES))
+    stop = {"kill": ["SIGTERM", 3]}
+    for name in ("one-then-two", "one-then-sharded"):
+        interrupt = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
+        toy_fit(toy_config(top / name, **LINES), toy_parts(interrupt))
+    ddp, fsdp = ({"devices": 2, "strategy": strategy} for strategy in ("ddp", "fsdp"))
+    together = [
+        {"folder": str(top / "ddp"), "fabric": ddp},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **stop},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp},
+        {"folder": str(top / "fsdp"), "fabric": fsdp},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **stop},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp},
+        {"folder": str(top / "sharded-then-one"), "fabric": fsdp, **stop},
+        {"folder": str(top / "one-then-two"), "fabric": ddp},
+        {"folder": str(top / "one-then-sharded"), "fabric": fsdp},
+    ]
+    process = start({"runs": together}, environment())
+    _, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    toy_fit(toy_config(top / "sharded-then-one", **LINES))
+    return top
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_learns(runs: Path, strategy: str) -> None:
+    """Lanes supervise different numbers of positions: only a division by the global counts gives this."""
+    one, two = losses(runs / "one"), losses(runs / strategy)
+    assert one.shape == (8, 3)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+    ours, theirs = final_tensors(runs / strategy), final_tensors(runs / "one")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_stopped_processes_end_bitwise_where_undisturbed_ones_end(runs: Path, strategy: str) -> None:
+    stopped, whole = final_tensors(runs / f"{strategy}-stopped"), final_tensors(runs / strategy)
+    for name, tensor in whole.items():
+        assert tensor.equal(stopped[name]), name
+    assert losses(runs / f"{strategy}-stopped").shape == (8, 3)
+
+
+def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:
+    folder = shelf.newest(runs / "fsdp" / "checkpoints")
+    assert folder is not None and len(list((folder / "tensors").glob("*.safetensors"))) == 2
+    assert shelf.read_state(folder)["processes"] == 2
+    assert set(shelf.read_state(folder)["lanes"]) == {"0.0", "1.0", "2.0", "3.0"}
+
+
+@pytest.mark.parametrize("name", ["sharded-then-one", "one-then-two", "one-then-sharded"])
+def test_a_run_goes_on_with_another_number_of_processes(runs: Path, name: str) -> None:
+    torch.testing.assert_close(losses(runs / name), losses(runs / "one"), rtol=1e-4, atol=1e-4)
+    ours = final_tensors(runs / name)
+    for key, tensor in final_tensors(runs / "one").items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> None:
+    """kill -9 of one in step 5: the other notices. Started under torchrun, gone on with under srun."""
+    options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}}
+    codes = two_processes({**options, "kill": ["SIGKILL", 5]}, "torchrun")
+    assert codes[0] == -signal.SIGKILL and codes[1] not in (0, -signal.SIGKILL)
+    assert shelf.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
+    assert two_processes(options, "srun") == [0, 0]
+    resumed, whole = final_tensors(tmp_path), final_tensors(runs / "ddp")
+    for name, tensor in whole.items():
+        assert tensor.equal(resumed[name]), name
+
+
+def test_placement_follows_who_started_the_processes() -> None:
+    alone, torchrun = {}, {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
+    srun = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_JOB_NAME": "train"}
+    assert placement(FabricConfig(), alone) == ("auto", 1)
+    assert placement(FabricConfig(devices="2", num_nodes=2), alone) == (2, 2)
+    assert placement(FabricConfig(), torchrun) == (4, 2)
+    assert placement(FabricConfig(devices=4, num_nodes=2), torchrun) == (4, 2)
+    assert placement(FabricConfig(), srun) == (2, 3)
+    assert placement(FabricConfig(), {**srun, "SLURM_JOB_NAME": "interactive"}) == ("auto", 1)
+    with pytest.raises(UserError, match=r"fabric\.devices is 8, but torchrun has started 4"):
+        placement(FabricConfig(devices=8), torchrun)
+
+
+def test_impossible_combinations_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"fabric: accelerator tpu9, devices 1, .* cannot be had here: "):
+        build_fabric(FabricConfig(accelerator="tpu9", devices=1))
+    monkeypatch.setenv("LT_CLI_USED", "1")
+    monkeypatch.setenv("LT_DEVICES", "2")
+    with pytest.raises(UserError, match=r"give each setting once: to `fabric run` or in the configuration"):
+        build_fabric(FabricConfig(accelerator="cpu", devices=1))
+    monkeypatch.setenv("LT_DEVICES", "1")
+    assert build_fabric(FabricConfig(accelerator="cpu")).world_size == 1
+    with pytest.raises(UserError, match="4 micro-batches a step cannot be shared by 3"):
+        from train.data.loader import process_lanes
+
+        process_lanes(4, 0, 3)
+
+
+def test_muon_refuses_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon needs whole matrices; the error names the way out."""
+    from tests.train.toys import ToyModel
+    from train import optim
+
+    monkeypatch.setattr(optim, "DTensor", torch.nn.Parameter)
+    with pytest.raises(UserError, match="use optimizer.name adamw, or strategy ddp"):
+        optim.parameter_groups(list(ToyModel().named_parameters()), OptimizerConfig(name="muon"))

@@ -1,0 +1,136 @@
+"""The law of resuming: stopped anywhere and started again, a run ends bitwise where the undisturbed run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from omni.errors import UserError
+from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
+from train import shelf
+from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
+from train.logs import METRICS, read_table
+
+OPTIMIZERS = {
+    "adamw": OptimizerConfig(lr=1e-2),
+    "muon": OptimizerConfig(name="muon", lr=1e-2, muon_lr=2e-2, weight_decay=0.1),
+}
+EVERY_3 = CheckpointConfig(every_steps=3, every_minutes=None)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.equal(b[name]), name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Run folders of whole runs, one per optimizer."""
+    out = {}
+    for name, optimizer in OPTIMIZERS.items():
+        out[name] = tmp_path_factory.mktemp(name)
+        toy_fit(toy_config(out[name], optimizer=optimizer, log=LogConfig(every=4, progress="off")))
+    return out
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("stops", [[1], [2, 5], [7]])
+def test_stopped_by_a_signal_at_any_step(
+    tmp_path: Path, undisturbed: dict[str, Path], optimizer: str, stops: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The signal comes while a step's data are fetched: that step is done, the state saved, the way on said."""
+    log = LogConfig(every=4, progress="lines")
+    config = toy_config(tmp_path, optimizer=OPTIMIZERS[optimizer], log=log)
+    for i, stop in enumerate(stops):
+        number = (signal.SIGTERM, signal.SIGINT)[i % 2]
+
+        def before(step: int, stop: int = stop, number: int = number) -> None:
+            if step == stop - 1:
+                os.kill(os.getpid(), number)
+
+        outcome, _ = toy_fit(config, toy_parts(before))
+        assert (outcome.step, outcome.signal) == (stop, number)
+        said = capfd.readouterr().err
+        assert f"stopped by {signal.Signals(number).name} after step {stop}" in said and "same command" in said
+    outcome, _ = toy_fit(config)
+    assert (outcome.step, outcome.signal) == (8, 0)
+    same(final_tensors(tmp_path), final_tensors(undisturbed[optimizer]))
+    ours, theirs = (read_table(folder / METRICS) for folder in (tmp_path, undisturbed[optimizer]))
+    assert [(r["step"], r["loss"], r["loss/text"]) for r in ours] == [(r["step"], r["loss"], r["loss/text"]) for r in theirs]
+
+
+def test_killed_and_started_again(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+    """kill -9 in step 5, two steps after the last checkpoint; a half-written one lies about."""
+    options = {"folder": str(tmp_path), "every": 3, "kill": ["SIGKILL", 5]}
+    command = [sys.executable, "-m", "tests.train.toys", json.dumps(options)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    place = tmp_path / "checkpoints"
+    assert shelf.newest(place) == place / "step-00000003"
+    assert read_table(tmp_path / METRICS)[-1]["step"] == 5
+    shutil.copytree(place / "step-00000003", place / ".step-00000006.writing")
+    (place / "last").unlink()  # killed between the rename and the pointer
+    outcome, _ = toy_fit(toy_config(tmp_path, checkpoint=EVERY_3))
+    assert outcome.step == 8
+    same(final_tensors(tmp_path), final_tensors(undisturbed["adamw"]))
+    assert [row["step"] for row in read_table(tmp_path / METRICS)] == list(range(1, 9))
+    assert not list(place.glob(".*"))
+
+
+def test_a_finished_run_is_finished(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        asked.append(step)
+        return {"exact_match": 0.5}
+
+    config = toy_config(tmp_path, validation=ValidationConfig())
+    _, first = toy_fit(config, toy_parts(validate=validate))
+    outcome, again = toy_fit(config, toy_parts(validate=validate))
+    assert (outcome.step, outcome.figures, asked) == (8, {"exact_match": 0.5}, [8])
+    same(first, again)
+
+
+def test_another_configuration_is_refused_unless_forced(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, checkpoint=EVERY_3)
+    toy_fit(config)
+    other = replace(config, optimizer=OptimizerConfig(lr=2e-2))
+    with pytest.raises(UserError, match=r"optimizer\.lr is 0\.02, but the run in .* was started with 0\.01; .*--resume force"):
+        toy_fit(other)
+    free = replace(config, checkpoint=CheckpointConfig(keep_last=5), fabric=FabricConfig("cpu", 1, checkpointing=True))
+    assert toy_fit(free)[0].step == 8
+    longer = replace(other, budget=replace(config.budget, steps=9), resume="force")
+    assert toy_fit(longer)[0].step == 9
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "other version"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
+    config = toy_config(tmp_path)
+    toy_fit(config)
+    folder = shelf.newest(tmp_path / "checkpoints")
+    assert folder is not None
+    weights, state = folder / "tensors" / "state.safetensors", folder / "state.json"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "missing":
+        weights.unlink()
+    else:
+        state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(UserError, match=r"step-00000008.*(delete it to go on|lacks|format 99)"):
+        toy_fit(config)
+
+
+def test_differences_name_the_place() -> None:
+    old = {"a": {"b": [{"c": 1}, {"c": 2}]}, "log": {"every": 1}, "d": [1, 2]}
+    new = {"a": {"b": [{"c": 1}, {"c": 3}]}, "log": {"every": 2}, "d": [1]}
+    assert shelf.differences(old, new) == [("a.b[1].c", 2, 3), ("d", [1, 2], [1])]

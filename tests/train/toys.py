@@ -1,0 +1,208 @@
+"""A tiny run for tests of the loop: a model of two streams, and data that are a pure function of lane and step.
+
+`python -m tests.train.toys '{"folder": ..., ...}'` runs it as a program, for tests with several processes and signals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from train.config import (
+    BudgetConfig,
+    CheckpointConfig,
+    FabricConfig,
+    FitConfig,
+    LogConfig,
+    ModelSection,
+    OptimizerConfig,
+    ScheduleConfig,
+    ValidationConfig,
+)
+from train.loop import Loop, Outcome, Parts
+from train.objective import Losses
+from train.parallel import build_fabric
+
+STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
+
+
+@dataclass
+class ToyBatch:
+    """Rows of [R, T] ids per stream, [R, K, T], with targets (-100 for none) and a task per row."""
+
+    tokens: Tensor
+    targets: Tensor
+    task: Tensor
+    positions: int
+    state: dict[str, Any]
+
+    def to(self, device: torch.device) -> ToyBatch:
+        return replace(self, tokens=self.tokens.to(device), targets=self.targets.to(device), task=self.task.to(device))
+
+
+class ToyModel(nn.Module):
+    """Embeddings of two streams, two blocks, two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_embedding = nn.Embedding(WORDS, WIDTH)
+        self.audio_embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.text_head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.audio_head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.audio_embedding(tokens[:, 0]) + self.text_embedding(tokens[:, 1])
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+class ToyObjective(nn.Module):
+    """Cross-entropy of both streams with the interface of `train.objective.Objective`."""
+
+    def __init__(self, model: ToyModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: ToyBatch, denominators: Tensor) -> Losses:
+        hidden = self.model(batch.tokens)
+        total = hidden.new_zeros(())
+        sums, counts = hidden.new_zeros(len(TASKS), 2), hidden.new_zeros(len(TASKS), 2)
+        for k, head in enumerate((self.model.audio_head, self.model.text_head)):
+            logits = head(hidden)
+            each = F.cross_entropy(logits.transpose(1, 2), batch.targets[:, k], reduction="none")  # [R, T]
+            total = total + each.sum() / denominators[k].clamp_min(1)
+            sums[:, k].index_add_(0, batch.task, each.detach().sum(1))
+            counts[:, k].index_add_(0, batch.task, (batch.targets[:, k] != -100).float().sum(1))
+        return Losses(total, sums, counts, total.new_zeros(()), total.new_zeros(()))
+
+
+def toy_batch(lane: int, step: int) -> ToyBatch:
+    """Lanes differ in how much they supervise, so that a mean of means would not be the mean."""
+    dice = torch.Generator().manual_seed(1000 * lane + step)
+    tokens = torch.randint(WORDS, (2, 2, 6), generator=dice)
+    targets = (tokens * 3 + 1) % WORDS
+    share = torch.tensor(0.15 + 0.25 * (lane % 4))
+    targets[torch.rand(targets.shape, generator=dice) > share] = -100
+    state = {"lane": lane, "way": 0, "next": step + 1}
+    return ToyBatch(tokens, targets, torch.tensor([lane % 2, step % 2]), int(tokens.shape[0] * 6), state)
+
+
+def toy_steps(
+    lanes: Sequence[int], start: int, states: Mapping[str, Any], before: Callable[[int], None] = lambda step: None
+) -> Iterator[list[ToyBatch]]:
+    """A step's batches; where there are states, they and not the step say where the lanes stand."""
+    places = {lane: states[f"{lane}.0"]["next"] if states else 0 for lane in lanes}
+    while True:
+        before(min(places.values(), default=0))
+        yield [toy_batch(lane, step) for lane, step in places.items()]
+        places = {lane: step + 1 for lane, step in places.items()}
+
+
+def toy_targets(batch: ToyBatch) -> Tensor:
+    return torch.cat([(batch.targets != -100).sum((0, 2)), torch.zeros(1, dtype=torch.long)])
+
+
+def toy_config(folder: Path | str, **changes: Any) -> FitConfig:
+    """A configuration of eight steps, of which any field can be changed."""
+    base: dict[str, Any] = {
+        "budget": BudgetConfig(steps=8),
+        "model": ModelSection(preset="nano"),
+        "data": None,
+        "run_folder": str(folder),
+        "fabric": FabricConfig(accelerator="cpu", devices=1),
+        "optimizer": OptimizerConfig(lr=1e-2),
+        "schedule": ScheduleConfig(warmup_steps=2),
+        "checkpoint": CheckpointConfig(every_minutes=None),
+        "validation": ValidationConfig(at_end=False),
+        "log": LogConfig(every=1, progress="off"),
+        "ema": 0.9,
+    }
+    return FitConfig(**{**base, **changes})
+
+
+def toy_parts(before: Callable[[int], None] = lambda step: None, **changes: Any) -> Parts:
+    """Parts of a run with a fixed random model."""
+    torch.manual_seed(0)
+    parts = Parts(
+        objective=ToyObjective(ToyModel()),
+        micro_batches=4,
+        steps=lambda lanes, start, states: toy_steps(lanes, start, states, before),
+        targets=toy_targets,
+        streams=STREAMS,
+        tasks=TASKS,
+    )
+    return replace(parts, **changes)
+
+
+def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dict[str, Tensor]]:
+    """Run it in this process; the outcome, and model and average by name."""
+    fabric = build_fabric(config.fabric)
+    fabric.launch()
+    loop = Loop(config, asdict(config), parts or toy_parts(), fabric, Path(config.run_folder))
+    outcome = loop.run()
+    weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
+    if loop.average is not None:
+        weights.update({f"average.{k}": v.clone() for k, v in loop.average.values.items()})
+    return outcome, weights
+
+
+def final_tensors(folder: Path | str) -> dict[str, Tensor]:
+    """Every tensor of a run's last checkpoint, whole, however it was sharded."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    from train import shelf
+
+    place = shelf.newest(Path(folder) / "checkpoints")
+    assert place is not None
+    reader = HuggingFaceStorageReader(str(place / "tensors"))
+    metas = reader.read_metadata().state_dict_metadata
+    out = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in metas.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(out, storage_reader=reader, no_dist=True)
+    return out
+
+
+def main(options: dict[str, Any]) -> int:
+    """One run, or `runs`, one after another in the same processes. Options of a run: folder, fabric (its fields), steps, every
+    (steps between checkpoints), kill: [signal, step] (the first process sends itself a signal before that step)."""
+    code = 0
+    for run in options.get("runs", [options]):
+        kill = run.get("kill")
+
+        def before(step: int, kill: Any = kill) -> None:
+            if kill and step == kill[1] and os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+                os.kill(os.getpid(), getattr(signal, kill[0]))
+
+        config = toy_config(
+            run["folder"],
+            fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
+            budget=BudgetConfig(steps=run.get("steps", 8)),
+            checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None),
+            log=LogConfig(every=1, progress="lines"),
+        )
+        try:
+            outcome, _ = toy_fit(config, toy_parts(before))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        code = 128 + outcome.signal if outcome.signal else 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,11 @@
+"""`python -m train`, and the script that `fabric run train/__main__.py fit ...` starts."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    if __package__ in (None, ""):  # started by path: this folder is no place to import from, its parent is
+        sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from train.cli import main
+
+    sys.exit(main())

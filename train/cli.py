@@ -1,0 +1,58 @@
+"""The command line: `python -m train COMMAND ...`. Commands are imported when they are called."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from omni.errors import UserError
+from train.errors import Told
+
+COMMANDS = {
+    "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
+    "demo": ("train.demo", "train the small model of configs/nano.yaml, examine it and talk to it"),
+    "evaluate": ("train.evaluate_command", "ask a model held-out questions: evaluate MODEL_FOLDER [--questions 200]"),
+    "bench": ("train.bench", "measure the training step and print tables"),
+}
+"""Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
+
+HELP = """usage: python -m train COMMAND [options]
+
+{commands}
+
+  --debug     with any command: show where an error came from
+
+`python -m train COMMAND --help` explains a command. Training itself: docs/training.md."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. A user's mistake is one line and exit code 2; an interrupt is 130."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())))
+        return 0 if arguments else 2
+    try:
+        if arguments[0] not in COMMANDS:
+            close = get_close_matches(arguments[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise UserError(f"command {arguments[0]!r} is unknown; {hint}known: {', '.join(COMMANDS)}")
+        return importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+    except Told:
+        return 0
+    except UserError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        print(f"error: {error.filename or 'a file'} cannot be written ({error.strerror}); mend that and run again", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,277 @@
+"""Configuration of a run: frozen dataclasses that one YAML file fills, completely and without inheritance.
+
+Every key can also be given on the command line (`--optimizer.lr 3e-4`). What a key means stands beside it here, and in
+`python -m train fit --help`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omni.errors import UserError
+from train.data.config import DataConfig
+from train.objective import ObjectiveConfig
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class FabricConfig:
+    """Where and how the run computes; handed to Lightning Fabric.
+
+    Attributes:
+        accelerator: `auto`, `cpu`, `gpu`, or another of Fabric's.
+        devices: processes per node; a number, a list such as "0,1", or `auto`.
+        num_nodes: machines; under torchrun or srun they are counted from the environment.
+        strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over all processes).
+        precision: `32-true`, `bf16-mixed`, `bf16-true` or `16-mixed`.
+        checkpointing: recompute activations in the backward pass (less memory, about a third more work).
+        compile: compile the transformer blocks with torch.compile.
+    """
+
+    accelerator: str = "auto"
+    devices: int | str = "auto"
+    num_nodes: int = 1
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "32-true"
+    checkpointing: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model is trained: a preset or a model folder, and what differs from it.
+
+    Attributes:
+        preset: name of a preset, such as `nano` or `qwen2-0.5b-omni`; random weights.
+        init_from: a model folder to start from (configuration, weights, tokenizer, codec). What else is given here must
+            fit it.
+        tokenizer: a `tokenizer.json`; by default the folder's, or one id per byte where the text stream has 256 ids.
+        codec_folder: weights of the codec, where it has any; by default the folder's.
+        layout, encoder, adapter, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
+        codec: name of the audio codec.
+        ctc: ids of the alignment head on the encoder, the blank included; 0 for none.
+    """
+
+    preset: str | None = None
+    init_from: str | None = None
+    tokenizer: str | None = None
+    codec_folder: str | None = None
+    layout: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    decoder: dict[str, Any] = field(default_factory=dict)
+    codec: str | None = None
+    ctc: int | None = None
+
+    def __post_init__(self) -> None:
+        _need(
+            self.preset is not None or self.init_from is not None,
+            "model has neither preset nor init_from; name a preset (such as nano) or a model folder",
+        )
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Parameters that learn differently.
+
+    Attributes:
+        pattern: names of the parameters, as in `trainable`.
+        lr: their learning rate; the optimizer's own where absent.
+        weight_decay: their weight decay; the optimizer's own where absent.
+        rule: `adamw` or `muon`; the optimizer's own where absent.
+    """
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+    rule: Literal["adamw", "muon"] | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters learn.
+
+    Attributes:
+        name: `adamw`, or `muon` (Muon for hidden matrices, AdamW for the rest).
+        lr: peak learning rate of AdamW.
+        betas, eps: of AdamW.
+        weight_decay: decoupled; for parameters of two or more dimensions.
+        muon_lr: peak learning rate of Muon.
+        muon_momentum: of Muon (Nesterov).
+        muon_steps: Newton-Schulz steps.
+        muon_scale: `original` (sqrt(max(1, out / in))) or `match_rms_adamw` (0.2 sqrt(max(out, in)), so that AdamW's
+            learning rates fit).
+        muon_exclude: names of matrices that AdamW keeps: tables and heads.
+        groups: parameters that learn differently; the first matching pattern decides.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    muon_steps: int = 5
+    muon_scale: Literal["original", "match_rms_adamw"] = "original"
+    muon_exclude: tuple[str, ...] = ("*embedding*", "*_head.*")
+    groups: tuple[GroupConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "muon_lr", "weight_decay"):
+            _need(getattr(self, name) >= 0, f"optimizer.{name} is {getattr(self, name)}; it must not be negative")
+        _need(self.muon_steps >= 1, f"optimizer.muon_steps is {self.muon_steps}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a factor of each group's own.
+
+    Attributes:
+        name: `cosine`, `linear`, `constant`, or `wsd` (warm up, stay, decay).
+        warmup_steps: steps of linear rise.
+        final: factor at the end (not for `constant`).
+        decay: share of the budget that `wsd` decays over.
+    """
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    final: float = 0.0
+    decay: float = 0.2
+
+    def __post_init__(self) -> None:
+        _need(self.warmup_steps >= 0, f"schedule.warmup_steps is {self.warmup_steps}; it must not be negative")
+        _need(0 <= self.final <= 1, f"schedule.final is {self.final}; it must lie between 0 and 1")
+        _need(0 < self.decay <= 1, f"schedule.decay is {self.decay}; it must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """How long the run lasts: until the first of these is spent.
+
+    Attributes:
+        steps: optimizer steps.
+        minutes: wall-clock time, validation and saving included; the learning rate follows its share that has passed,
+            so that such a run is not repeatable bit for bit.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        _need(
+            self.steps is not None or self.minutes is not None,
+            "budget has neither steps nor minutes; say how long to train, such as --budget.steps 1000",
+        )
+        _need(self.steps is None or self.steps >= 1, f"budget.steps is {self.steps}; it must be at least 1")
+        _need(self.minutes is None or self.minutes > 0, f"budget.minutes is {self.minutes}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the training state is saved, and what is kept. It is always saved at the end and when the run is stopped.
+
+    Attributes:
+        every_steps, every_minutes: how often; both may be given.
+        keep_last: newest checkpoints kept.
+        keep_best: best checkpoints kept, by the validation's figure `metric`.
+        metric: a figure of the validation.
+        mode: `max` or `min`: which values of it are good.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = 15.0
+    keep_last: int = 2
+    keep_best: int = 1
+    metric: str = "exact_match"
+    mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        _need(self.keep_last >= 1, f"checkpoint.keep_last is {self.keep_last}; it must be at least 1")
+        _need(self.keep_best >= 0, f"checkpoint.keep_best is {self.keep_best}; it must not be negative")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Free-running generation on the held-out questions of the data's sources.
+
+    Attributes:
+        every_steps, every_minutes: how often; neither means only at the end.
+        at_end: also when the budget is spent.
+        questions: how many questions are asked, 0 for no validation.
+        tasks: what they are asked as; a row is left out of a task that it lacks something for.
+        rows: questions generated side by side.
+        max_seconds: longest spoken answer.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    at_end: bool = True
+    questions: int = 64
+    tasks: tuple[str, ...] = ("A1A2",)
+    rows: int = 32
+    max_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        _need(self.questions >= 0, f"validation.questions is {self.questions}; it must not be negative")
+        _need(self.rows >= 1, f"validation.rows is {self.rows}; it must be at least 1")
+        _need(self.max_seconds > 0, f"validation.max_seconds is {self.max_seconds}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is reported. `metrics.csv`, `validation.csv`, TensorBoard files and `curves.png` are always written.
+
+    Attributes:
+        every: steps between two rows of the log (each the mean since the last).
+        progress: `bar`, `lines` (one line a row of the log), `off`, or `auto`: a bar on a terminal, lines elsewhere.
+        wandb: project at Weights & Biases to report to as well; needs the package `wandb`.
+    """
+
+    every: int = 10
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    wandb: str | None = None
+
+    def __post_init__(self) -> None:
+        _need(self.every >= 1, f"log.every is {self.every}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """A training run.
+
+    Attributes:
+        run_folder: where everything is written; by default `runs/` and the file's name.
+        seed: of the weights; the data have their own.
+        resume: `auto` continues from the run folder's last checkpoint if its configuration is this one, `force`
+            whatever its configuration was, `restart` deletes the earlier run's checkpoints and logs.
+        trainable: names of the parameters that learn: shell patterns, or regular expressions after `re:`.
+        ema: decay of a running average of the weights, which is then validated and exported.
+        clip: largest norm of the gradients; null for no clipping.
+    """
+
+    budget: BudgetConfig
+    model: ModelSection
+    data: DataConfig
+    run_folder: str = ""
+    seed: int = 0
+    resume: Literal["auto", "force", "restart"] = "auto"
+    trainable: tuple[str, ...] = ("*",)
+    ema: float | None = None
+    clip: float | None = 1.0
+    fabric: FabricConfig = field(default_factory=FabricConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        _need(self.ema is None or 0 < self.ema < 1, f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999")
+        _need(self.clip is None or self.clip > 0, f"clip is {self.clip}; it must be above 0, or null for no clipping")

@@ -1,0 +1,76 @@
+"""From the configuration of a run's data to the pipeline that makes its examples."""
+
+from __future__ import annotations
+
+from omni.audio.codec import AudioCodec
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.text import Tokenizer
+from train.data.alignment import Alignment
+from train.data.config import DataConfig, SourceConfig
+from train.data.examples import ExampleMaker
+from train.data.keys import key
+from train.data.mixture import Mixture, TaskMixture
+from train.data.parquet import StoredRows
+from train.data.pipeline import Pipeline
+from train.data.row import Row
+from train.data.sources import Source, StoredSource
+from train.data.synthetic import SpokenDigits, vocabulary
+
+
+def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
+    """The alignment of a run; its `size` is what `model.ctc` must be."""
+    made = [source.digits for source in config.sources if source.kind == "spoken-digits"]
+    words = {*config.words, *(word for digits in made for word in vocabulary(digits))}
+    return Alignment(config.alignment, words, tokenizer)
+
+
+def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None) -> Source:
+    """One source; UserError where its files are wrong, or it needs a codec and there is none."""
+    if config.path is not None:
+        return StoredSource(config.path, cache)
+    if codec is None:
+        raise UserError("the source 'spoken-digits' answers in speech and needs a codec; set model.codec")
+    return SpokenDigits(config.digits, codec, seed)
+
+
+def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer, codec: AudioCodec | None) -> Pipeline:
+    """All of it, under the configuration's seed.
+
+    Raises:
+        UserError: files, voices, weights or settings that do not fit each other or the model.
+    """
+    sources = [
+        build_source(source, codec, key(config.seed, "source", i), config.cache) for i, source in enumerate(config.sources)
+    ]
+    return Pipeline(
+        Mixture(sources, [source.weight for source in config.sources], config.seed),
+        [TaskMixture(source.tasks, source.stages) for source in config.sources],
+        ExampleMaker(
+            model, tokenizer, codec, build_alignment(config, tokenizer), config.augment, config.sound_anew, config.seed
+        ),
+        config.packing,
+        config.seed,
+    )
+
+
+def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
+    """Rows for validation, `count` over all sources that have some, shared evenly; the same ones every time.
+
+    Raises:
+        UserError: no source has any.
+    """
+    sources = [source for source in config.sources if source.kind == "spoken-digits" or source.held_out]
+    if not sources:
+        raise UserError("no source has held-out rows; name a file of them as data.sources[...].held_out, or ask no questions")
+    rows: list[Row] = []
+    for i, source in enumerate(sources):
+        share = count * (i + 1) // len(sources) - count * i // len(sources)
+        if source.held_out:
+            stored = StoredRows(source.held_out, config.cache)
+            rows += [stored[k * len(stored) // share] for k in range(min(share, len(stored)))] if share else []
+        else:
+            made = build_source(source, codec, 0)
+            assert isinstance(made, SpokenDigits)
+            rows += made.held_out(share)
+    return rows

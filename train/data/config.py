@@ -1,0 +1,82 @@
+"""The data of a run as configuration; `train.data.build` makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from omni.errors import UserError
+from train.data.alignment import AlignmentKind
+from train.data.augment import AugmentConfig
+from train.data.mixture import Stage, TaskMixture
+from train.data.pipeline import PackingConfig
+from train.data.synthetic import SpokenDigitsConfig
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of the mixture.
+
+    Attributes:
+        kind: `stored`: the Parquet file or folder at `path`. `spoken-digits`: made while training, as `digits` says.
+        weight: share of the draws, relative to the other sources.
+        tasks: weights of the tasks its rows are used for (a row that names its own task keeps it).
+        stages: other weights for the first draws: a curriculum.
+        held_out: Parquet file or folder of a stored source's rows for validation; null for none.
+    """
+
+    kind: Literal["spoken-digits", "stored"] = "spoken-digits"
+    weight: float = 1.0
+    tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
+    stages: tuple[Stage, ...] = ()
+    path: str | None = None
+    held_out: str | None = None
+    digits: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("spoken-digits", "stored"):
+            raise UserError(f"source kind {self.kind!r} is unknown; use 'spoken-digits' or 'stored'")
+        if self.kind == "stored" and not self.path:
+            raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
+        if self.kind != "stored" and (self.path or self.held_out):
+            raise UserError(f"a source of kind {self.kind!r} reads no files; leave out path {self.path or self.held_out!r}")
+        TaskMixture(self.tasks, self.stages)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data of a run.
+
+    Attributes:
+        seed: of all draws.
+        micro_batches: micro-batches of a step over all processes; each process takes as many.
+        packing: shape of a micro-batch.
+        alignment: how questions are spelt for the encoder's alignment head, see `Alignment`; `none` without one.
+        words: of the alignment `words`, besides those of the synthetic sources.
+        augment: changes to what is heard; null for none.
+        sound_anew: where utterances come back (`digits.reuse`), their sound is changed anew each time; otherwise only their features
+            are, which costs a third.
+        workers: processes that make batches, for each process that trains; 0 makes them there.
+        prefetch: steps each of them works ahead.
+        cache: folder for the Arrow copy of stored data; null for that of `datasets`.
+    """
+
+    sources: tuple[SourceConfig, ...] = (SourceConfig(),)
+    seed: int = 0
+    micro_batches: int = 1
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    alignment: AlignmentKind = "none"
+    words: tuple[str, ...] = ()
+    augment: AugmentConfig | None = None
+    sound_anew: bool = True
+    workers: int = 1
+    prefetch: int = 2
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise UserError("data.sources is empty; name at least one source")
+        if self.micro_batches < 1:
+            raise UserError(f"data.micro_batches is {self.micro_batches}; it must be at least 1")
+        if self.workers < 0 or self.prefetch < 1:
+            raise UserError(f"data.workers is {self.workers} and data.prefetch {self.prefetch}; they are at least 0 and 1")

@@ -1,0 +1,191 @@
+"""From a row to a training example: features of what is heard, ids of what is read and answered, columns of the task.
+
+Dimensions: M mel bands, F mel frames, C columns, A audio streams, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.audio.encoder_features import features, split
+from omni.audio.io import SAMPLE_RATE
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.tasks import TASKS, Columns, Turn, example, find_task, join
+from omni.text import Tokenizer
+from train.data.alignment import Alignment
+from train.data.augment import AugmentConfig, augment_audio, augment_mel
+from train.data.keys import torch_dice
+from train.data.row import Row, RowTurn
+
+_TASK_INDEX = {name: i for i, name in enumerate(TASKS)}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What the encoder hears at once: log-mel [M, F], the encoder frames it becomes, and its transcript's ids (may be empty)."""
+
+    mel: Tensor
+    frames: int
+    transcript: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation, ready to be packed.
+
+    Attributes:
+        draw: number of the draw it was made for.
+        columns: the sequence, see `omni.tasks.example`.
+        task: [C] index into `tuple(TASKS)` of each column's turn.
+        clips: what it listens to, in the order of `columns.features`.
+        where: the row, for errors.
+    """
+
+    draw: int
+    columns: Columns
+    task: Tensor
+    clips: tuple[Clip, ...]
+    where: str
+
+
+class Prepared:
+    """A row with what has been computed of it; kept for rows that come back soon.
+
+    `kept_as` names it among the kept ones; None where it is used once.
+    """
+
+    def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
+        self.row = row
+        self.kept_as = kept_as
+        self.audio: dict[int, Tensor] = {}
+        self.heard: dict[int, list[tuple[Tensor, int]]] = {}
+        self.codes: dict[int, Tensor] = {}
+
+
+class ExampleMaker:
+    """Makes examples for one model.
+
+    Args:
+        model: layout, encoder and adapter decide how many columns a question takes.
+        codec: checks and encodes the answers' codes; None where no task answers in speech.
+        alignment: how transcripts are spelt for the alignment head.
+        augment: changes to what is heard; None to leave it as it is.
+        sound_anew: change the sound of a row that comes back anew each time; otherwise only its features are.
+        seed: of these changes.
+
+    Raises:
+        UserError: the codec is not the model's, or the alignment does not fit `model.ctc`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        codec: AudioCodec | None = None,
+        alignment: Alignment | None = None,
+        augment: AugmentConfig | None = None,
+        sound_anew: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.codec = codec
+        self.alignment = alignment or Alignment("none")
+        self.augment = augment
+        self.sound_anew = sound_anew
+        self.seed = seed
+        if codec is not None and codec.name != model.codec:
+            raise UserError(f"the data's codec is {codec.name!r}, the model speaks {model.codec!r}; use one for both")
+        if len(tokenizer) > model.layout.text.size:
+            raise UserError(
+                f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; use the model's own"
+            )
+        if self.alignment.size != model.ctc:
+            raise UserError(
+                f"the alignment {self.alignment.kind!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
+                "set model.ctc to that number, or choose another alignment"
+            )
+
+    def make(self, draw: int, prepared: Prepared, tasks: Sequence[str]) -> Example:
+        """The example of a prepared row as draw number `draw`, one task for each turn.
+
+        Raises:
+            UserError: a part that a task needs is missing or broken; the row and turn are named.
+        """
+        turns, clips = [], []
+        for number, (turn, name) in enumerate(zip(prepared.row.turns, tasks, strict=True)):
+            try:
+                ids, heard = self._turn(draw, prepared, number, turn, name)
+            except UserError as error:
+                raise UserError(f"{prepared.row.where}, turn {number}: {error}") from error
+            turns.append(ids)
+            clips += heard
+        parts = [example(self.model.layout, [turn]) for turn in turns]  # turns do not overlap: joined, they are the whole
+        task = [torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)]
+        return Example(draw, join(parts), torch.cat(task), tuple(clips), prepared.row.where)
+
+    def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:
+        task = find_task(name)
+        missing = turn.lacks(task)
+        if missing:
+            raise UserError(
+                f"there is no {missing}, which task {task.name} needs: complete or drop the row, or use other tasks for it"
+            )
+        clips = self._clips(draw, prepared, number, turn) if task.question == "audio" else []
+        ids = Turn(
+            task,
+            features=sum(-(-clip.frames // self.model.adapter.stack) for clip in clips),
+            question=self.tokenizer.encode(turn.question_text) if task.question == "text" else (),
+            text=self.tokenizer.encode(turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
+            codes=self._codes(prepared, number, turn) if task.audio else None,
+        )
+        return ids, clips
+
+    def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
+        """The question's clips, changed as this draw has it."""
+        if number not in prepared.audio and turn.question_audio is not None:
+            prepared.audio[number] = turn.question_audio.load(SAMPLE_RATE)
+        if prepared.kept_as is None or (self.sound_anew and self.augment is not None):
+            heard = self._hear(prepared.audio[number], "sound", draw, number)
+        else:
+            if number not in prepared.heard:
+                prepared.heard[number] = self._hear(prepared.audio[number], "kept", *prepared.kept_as, number)
+            heard = prepared.heard[number]
+        transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
+        clips = []
+        for piece, (mel, frames) in enumerate(heard):
+            if self.augment is not None:
+                dice = torch_dice(self.seed, "features", draw, number, piece)
+                mel = augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1]))
+            clips.append(Clip(mel, frames, transcript))
+        return clips
+
+    def _hear(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
+        """Log-mel [M, F] and encoder frames of each window of a question [S], its sound changed as the key has it."""
+        if self.augment is not None:
+            audio = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
+        encoder, stack = self.model.encoder, self.model.adapter.stack
+        pieces = split(audio, encoder)
+        if len(pieces) > 1 and encoder.positions % stack:
+            raise UserError(
+                f"the question lasts {len(audio) / SAMPLE_RATE:.1f} s and is split into windows of {encoder.positions} frames, "
+                f"which adapter.stack {stack} does not divide: cut it, or change one of them"
+            )
+        return [(features(piece, encoder), encoder.frames(len(piece))) for piece in pieces]
+
+    def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
+        """Codes [A, F] of the answer: the row's own, or made of its audio."""
+        if number not in prepared.codes:
+            if self.codec is None:
+                raise UserError("its task answers in speech, but the data has no codec; set one")
+            if turn.answer_codes is not None:
+                prepared.codes[number] = turn.answer_codes.for_codec(self.codec)
+            elif turn.answer_audio is not None:
+                prepared.codes[number] = self.codec.encode(turn.answer_audio.load(self.codec.sample_rate))
+        return prepared.codes[number]

@@ -1,0 +1,38 @@
+"""Looking at batches: people debug layouts by looking at them."""
+
+from __future__ import annotations
+
+from omni.layout import IGNORE, Layout
+from omni.tasks import TASKS
+from omni.text import Tokenizer
+from train.data.batch import Batch
+
+
+def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, columns: int = 24) -> str:
+    """Draw the examples of a packed row as text, each with its task and columns (at most `columns` of them at either end).
+
+    A star marks a cell whose token is learnt, i.e. predicted from the column before it; `~` stands under columns that hold encoder features.
+    """
+    segments, out = batch.segments[row].cpu(), []
+    used = int((batch.task[row] >= 0).sum())
+    tasks = tuple(TASKS)
+    for number in segments[:used].unique().tolist():
+        place = (segments == number).nonzero().squeeze(1)
+        start, end = int(place[0]), int(place[-1]) + 1
+        tokens, targets = (t[row, :, start:end].cpu() for t in (batch.tokens, batch.targets))
+        learnt = targets.roll(1, dims=1) != IGNORE
+        learnt[:, 0] = False
+        heard = batch.feature_index[row, start:end].cpu() >= 0
+        names = dict.fromkeys(tasks[i] for i in batch.task[row, start:end].tolist())
+        out.append(f"example {number}: {'+'.join(names)}, columns {start} to {end - 1}, {int(heard.sum())} of them heard")
+        for first, last in _windows(end - start, columns):
+            drawing = layout.draw(tokens[:, first:last], learnt[:, first:last], lambda i: tokenizer.decode([i]))
+            marks = "".join(("~" if h else "").rjust(6) + " " for h in heard[first:last].tolist())
+            out.append(drawing + ("\n" + "heard".ljust(8) + marks.rstrip() if "~" in marks else ""))
+    out.append(f"{batch.examples} examples, {len(batch.frames)} clips, {100 * batch.padding:.1f} % padding")
+    return "\n".join(out)
+
+
+def _windows(length: int, columns: int) -> list[tuple[int, int]]:
+    """The whole of a short example; of a long one, its beginning and its end."""
+    return [(0, length)] if length <= 2 * columns else [(0, columns), (length - columns, length)]

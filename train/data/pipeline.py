@@ -1,0 +1,91 @@
+"""From a draw's number to its example: the mixture, the sources, the tasks and the maker under one seed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omni.errors import UserError
+from train.data.examples import Example, ExampleMaker, Prepared
+from train.data.mixture import Mixture, TaskMixture
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    """Shape of a micro-batch.
+
+    Attributes:
+        rows: rows of a micro-batch.
+        length: columns of a row.
+        buffer: examples to choose from when a row is filled (or more, where they are short).
+        too_long: an example that no row can hold is an `error`, or skipped and counted (`skip`).
+    """
+
+    rows: int = 8
+    length: int = 1024
+    buffer: int = 16
+    too_long: str = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "length", "buffer"):
+            if getattr(self, name) < 1:
+                raise UserError(f"packing.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.too_long not in ("error", "skip"):
+            raise UserError(f"packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
+
+
+class Pipeline:
+    """`fetch(n)` is a pure function of (seed, n): any process may call it, in any order, any number of times.
+
+    Args:
+        mixture: says which row a draw is.
+        tasks: one mixture of tasks for each source.
+        kept: prepared rows to keep, of sources whose rows come back soon.
+    """
+
+    def __init__(
+        self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
+        kept: int = 2048,
+    ) -> None:  # fmt: skip
+        if len(tasks) != len(mixture.sources):
+            raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
+        self.mixture = mixture
+        self.tasks = list(tasks)
+        self.maker = maker
+        self.packing = packing
+        self.seed = seed
+        self._kept: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
+        self._keep = kept
+
+    def fetch(self, number: int) -> Example | None:
+        """The example of draw `number`; None where it is too long and such ones are skipped.
+
+        Raises:
+            UserError: a broken row, or one that no packed row can hold; it is named.
+        """
+        draw = self.mixture.draw(number)
+        prepared = self._prepare(draw.source, draw.index)
+        row, mixture = prepared.row, self.tasks[draw.source]
+        tasks = [row.task or mixture.task(number, turn, self.seed) for turn in range(len(row.turns))]
+        example = self.maker.make(number, prepared, tasks)
+        if len(example.columns) <= self.packing.length:
+            return example
+        if self.packing.too_long == "skip":
+            return None
+        raise UserError(
+            f"{example.where} takes {len(example.columns)} columns as {'+'.join(tasks)}, a packed row holds "
+            f"{self.packing.length}: raise packing.length, or set packing.too_long to skip"
+        )
+
+    def _prepare(self, source: int, index: int) -> Prepared:
+        origin = self.mixture.sources[source]
+        if not origin.repeats:
+            return Prepared(origin.row(index))
+        where = (source, origin.identity(index))
+        if where not in self._kept:
+            self._kept[where] = Prepared(origin.row(index), where)
+            if len(self._kept) > self._keep:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(where)
+        return self._kept[where]

@@ -1,0 +1,245 @@
+"""The nano model's endless source: spoken questions about digits, made as they are drawn.
+
+Two kinds: adding or subtracting two numbers from 0 to 9, and reading a string of one to four digits back. espeak-ng asks in many voices,
+speeds and pitches; one voice answers, through the codec. Utterance number u is a pure function of (seed, u).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.audio.io import resample
+from omni.errors import UserError
+from train.data.keys import dice
+from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.voice import SAMPLE_RATE, check_voice, synthesise
+
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen"
+).split()
+RATE = 16000
+"""Sample rate of the questions."""
+
+_ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp")
+_VARIANTS = ("f1", "f3", "f5", "m1", "m2", "m4", "m5", "m6", "m8")
+_RARE_VARIANTS = tuple(
+    "Alex Alicia Andrea Andy Annie Denis Gene Gene2 Jacky Lee Michael Mike Reed Storm adam anika announcer antonio aunty belinda "
+    "benjamin boris caleb david ed edward grandma grandpa ian iven iven2 john klatt klatt2 klatt3 linda max norbert pablo paul "
+    "quincy rob robert shelby steph steph2 travis victor zac".split()
+)
+_HELD_OUT = ("en-us+f2", "en-us+m3", "en-us+f4", "en-gb+m7", "en-gb+f4", "en-gb+m3", "en-gb-scotland+f4", "en-gb-scotland+m3")
+
+
+@dataclass(frozen=True)
+class SpokenDigitsConfig:
+    """What is asked, by whom, and how it is answered.
+
+    Attributes:
+        arithmetic: share of questions that calculate; the others read digits back.
+        lengths: weights of digit strings of one, two, three, ... digits.
+        arithmetic_phrases, digit_phrases: how it is asked; `{}` stands for "one plus two", or for the digits.
+        accents, variants: training voices are all pairs of them (`en-us+f1`).
+        rare_variants, rare: further variants, and the share of questions they ask.
+        held_out: voices for evaluation; none of their variants may be one of training.
+        rate: words per minute, from and to; drawn evenly, as the next three.
+        pitch, pitch_range: espeak-ng's settings, 0 to 100.
+        silence: seconds before and after the question.
+        peak: largest amplitude of a question.
+        answer_text: the answer is written in `words` ("minus two") or `digits` ("-2").
+        answer_speech: the answer's `words` are spoken one by one and joined, or the `phrase` is spoken as a whole.
+        answer_voice, answer_rate, answer_pitch: the one voice that answers.
+        turns: weights of conversations of one, two, ... questions.
+        reuse: how often an utterance is drawn; each time it is augmented anew.
+        reuse_distance: draws from one use to the next.
+    """
+
+    arithmetic: float = 0.5
+    lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
+    arithmetic_phrases: tuple[str, ...] = ("what is {}", "what is {}", "how much is {}", "tell me {}", "{}")
+    digit_phrases: tuple[str, ...] = ("say {}", "say {}", "repeat {}", "read back {}", "please say {}")
+    accents: tuple[str, ...] = _ACCENTS
+    variants: tuple[str, ...] = _VARIANTS
+    rare_variants: tuple[str, ...] = _RARE_VARIANTS
+    rare: float = 0.5
+    held_out: tuple[str, ...] = _HELD_OUT
+    rate: tuple[int, int] = (130, 200)
+    pitch: tuple[int, int] = (25, 75)
+    pitch_range: tuple[int, int] = (25, 75)
+    silence: tuple[float, float] = (0.0, 0.1)
+    peak: float = 0.5
+    answer_text: Literal["words", "digits"] = "words"
+    answer_speech: Literal["words", "phrase"] = "words"
+    answer_voice: str = "en-us+f3"
+    answer_rate: int = 230
+    answer_pitch: int = 50
+    turns: tuple[float, ...] = (1.0,)
+    reuse: int = 1
+    reuse_distance: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "turns"):
+            weights = getattr(self, name)
+            if not weights or min(weights) < 0 or sum(weights) <= 0:
+                raise UserError(f"digits.{name} {list(weights)}: give weights of at least 0, one of them above")
+        for name in ("arithmetic", "rare"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"digits.{name} is {getattr(self, name)}; a share lies between 0 and 1")
+        for name in ("arithmetic_phrases", "digit_phrases"):
+            for phrase in getattr(self, name) or ("",):
+                if phrase.count("{}") != 1:
+                    raise UserError(f"digits.{name}: {phrase!r} must hold {{}} once, where the numbers stand")
+        for name in ("accents", "variants", "held_out"):
+            if not getattr(self, name):
+                raise UserError(f"digits.{name} is empty; name at least one")
+        taught = {*self.variants, *self.rare_variants}
+        for voice in self.held_out:
+            if voice.partition("+")[2] in taught:
+                raise UserError(f"digits.held_out names {voice!r}, but its variant speaks in training: take it out of one of them")
+        for name, low in (("rate", 80), ("pitch", 0), ("pitch_range", 0), ("silence", 0)):
+            first, last = getattr(self, name)
+            if not low <= first <= last:
+                raise UserError(f"digits.{name} is {first} to {last}; it goes from at least {low} upwards")
+        if not 0 < self.peak <= 1:
+            raise UserError(f"digits.peak is {self.peak}; it lies above 0 and is at most 1")
+        if self.answer_text not in ("words", "digits"):
+            raise UserError(f"digits.answer_text {self.answer_text!r} is unknown; use 'words' or 'digits'")
+        if self.answer_speech not in ("words", "phrase"):
+            raise UserError(f"digits.answer_speech {self.answer_speech!r} is unknown; use 'words' or 'phrase'")
+        if self.reuse < 1 or self.reuse_distance < 1:
+            raise UserError(f"digits.reuse {self.reuse} and reuse_distance {self.reuse_distance} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question as text, its answer as it is spoken, and as it is written in digits."""
+
+    kind: Literal["arithmetic", "digits"]
+    text: str
+    words: str
+    digits: str
+
+
+class SpokenDigits:
+    """The source; see the module. `row(index)` is a pure function of (seed, index).
+
+    Args:
+        codec: encodes the answers.
+    """
+
+    size = None
+    name = "spoken-digits"
+
+    def __init__(self, config: SpokenDigitsConfig, codec: AudioCodec, seed: int = 0) -> None:
+        self.config = config
+        self.codec = codec
+        self.seed = seed
+        self.voices = tuple(f"{accent}+{variant}" for accent in config.accents for variant in config.variants)
+        self.rare_voices = tuple(f"{accent}+{variant}" for accent in config.accents for variant in config.rare_variants)
+        for voice in (*self.voices, *self.rare_voices, *config.held_out, config.answer_voice):
+            check_voice(voice)
+        self._codes: dict[str, Tensor] = {}
+
+    @property
+    def repeats(self) -> bool:
+        """Whether utterances are drawn several times, so that they are worth keeping."""
+        return self.config.reuse > 1
+
+    def identity(self, index: int) -> int:
+        """Number of the utterance that draw `index` uses: draws that share it have equal rows.
+
+        In a block of reuse * distance draws, each of `distance` utterances returns after `distance` draws. Where that is a multiple
+        of the lanes, an utterance always returns to the same lane and worker, which then still has it.
+        """
+        block, place = divmod(index, self.config.reuse * self.config.reuse_distance)
+        return block * self.config.reuse_distance + place % self.config.reuse_distance
+
+    def row(self, index: int) -> Row:
+        """The conversation of draw `index`."""
+        utterance = self.identity(index)
+        rng = dice(self.seed, "utterance", utterance)
+        config = self.config
+        count = rng.choices(range(1, len(config.turns) + 1), config.turns)[0]
+        voice = rng.choice(self.rare_voices if self.rare_voices and rng.random() < config.rare else self.voices)
+        turns = tuple(self._turn(rng, draw_question(config, rng), voice) for _ in range(count))
+        return Row(turns, id=str(utterance), source=self.name, speaker=voice, where=f"spoken digits, utterance {utterance}")
+
+    def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
+        """The evaluation set: one question each, arithmetic and digits in turn, in the held-out voices in turn.
+
+        Questions are distinct as far as there are enough. `source` ends in the kind.
+        """
+        rows, asked = [], set()
+        for i in range(count):
+            kind: Literal["arithmetic", "digits"] = "digits" if i % 2 else "arithmetic"
+            voice = self.config.held_out[i // 2 % len(self.config.held_out)]
+            rng = dice(seed, "held-out", i)
+            for _ in range(100):
+                question = draw_question(self.config, rng, kind)
+                if question.text not in asked:
+                    break
+            asked.add(question.text)
+            turn = self._turn(rng, question, voice)
+            rows.append(Row((turn,), id=str(i), source=f"{self.name}/{kind}", speaker=voice, where=f"held-out question {i}"))
+        return rows
+
+    def answers(self) -> list[str]:
+        """Every answer that there is, as it is spoken."""
+        numbers = ["minus " + NUMBERS[n] for n in range(9, 0, -1)] + NUMBERS
+        lengths = [n for n, weight in enumerate(self.config.lengths, 1) if weight > 0]
+        strings = [" ".join(s) for n in lengths for s in itertools.product(NUMBERS[:10], repeat=n)]
+        return list(dict.fromkeys([*numbers, *strings]))
+
+    def answer_codes(self, words: str) -> Tensor:
+        """Codes [A, F] of an answer as it is spoken ("minus two"), in the answering voice."""
+        pieces = words.split() if self.config.answer_speech == "words" else [words]
+        return torch.cat([self._encoded(piece) for piece in pieces], dim=1)
+
+    def _encoded(self, words: str) -> Tensor:
+        if words not in self._codes:
+            c = self.config
+            audio, rate = synthesise(words, c.answer_voice, c.answer_rate, c.answer_pitch)
+            self._codes[words] = self.codec.encode(resample(audio, rate, self.codec.sample_rate))
+        return self._codes[words]
+
+    def _turn(self, rng: random.Random, question: Question, voice: str) -> RowTurn:
+        c = self.config
+        rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
+        before, after = (round(rng.uniform(*c.silence) * RATE) for _ in range(2))
+        spoken = resample(synthesise(question.text, voice, rate, pitch, pitch_range)[0], SAMPLE_RATE, RATE)
+        spoken = spoken * (c.peak / float(spoken.abs().max()))
+        return RowTurn(
+            question_text=question.text,
+            question_audio=Sound(torch.nn.functional.pad(spoken, (before, after)), RATE),
+            answer_text=question.words if c.answer_text == "words" else question.digits,
+            answer_codes=Codes(self.codec.name, self.answer_codes(question.words)),
+        )
+
+
+def vocabulary(config: SpokenDigitsConfig) -> tuple[str, ...]:
+    """Every word that a question may hold, sorted."""
+    phrases = " ".join((*config.arithmetic_phrases, *config.digit_phrases)).replace("{}", " ")
+    return tuple(sorted({*phrases.split(), *NUMBERS[:10], "plus", "minus"}))
+
+
+def draw_question(config: SpokenDigitsConfig, rng: random.Random, kind: str | None = None) -> Question:
+    """A question drawn from `rng`; of the given kind, or of either."""
+    if kind is None:
+        kind = "arithmetic" if rng.random() < config.arithmetic else "digits"
+    if kind == "arithmetic":
+        a, b, plus = rng.randrange(10), rng.randrange(10), rng.random() < 0.5
+        result = a + b if plus else a - b
+        asked = f"{NUMBERS[a]} {'plus' if plus else 'minus'} {NUMBERS[b]}"
+        words = ("minus " if result < 0 else "") + NUMBERS[abs(result)]
+        return Question("arithmetic", rng.choice(config.arithmetic_phrases).format(asked), words, str(result))
+    length = rng.choices(range(1, len(config.lengths) + 1), config.lengths)[0]
+    digits = [rng.randrange(10) for _ in range(length)]
+    words = " ".join(NUMBERS[d] for d in digits)
+    return Question("digits", rng.choice(config.digit_phrases).format(words), words, "".join(map(str, digits)))

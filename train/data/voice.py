@@ -1,0 +1,216 @@
+"""Speech by espeak-ng, the same samples for the same words whatever was said before.
+
+The library keeps state from one utterance to the next (phases, flutter, noise), so that a voice never says a sentence twice alike.
+Here every utterance opens the library afresh and closes it again (0.2 ms), with its noise seeded: a sound depends on text and
+voice alone, which exact resume stands on. Nothing is left open between utterances, so a process may fork at any time.
+
+espeak-ng (GPL-3) is an optional part, reached as the library that the package `espeakng-loader` brings along. The functions
+called are those of its `speak_lib.h` and `espeak_ng.h`, version 1.52.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+
+SAMPLE_RATE = 22050
+RATES = (80, 450)
+"""Words per minute that espeak-ng takes."""
+
+_SYNCHRONOUS, _UTF8 = 2, 1  # espeak_AUDIO_OUTPUT, espeakCHARS_*
+_RATE, _PITCH, _PITCH_RANGE = 1, 3, 4  # espeak_PARAMETER
+_NOISE_SEED = 1
+_SILENCE = 0.005  # amplitude below which a sample counts as silent
+_MARGIN = 220  # samples of silence kept on either side when trimmed: 10 ms
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+
+_lock = threading.Lock()  # the library's memory is one per process
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # a fork may have copied it while another thread held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def synthesise(
+    text: str, voice: str = "en-us+f3", rate: int = 175, pitch: int = 50, pitch_range: int = 50, trim: bool = True
+) -> tuple[Tensor, int]:
+    """Say `text`: samples [S] in [-1, 1] (float32) and their rate, 22,050 Hz.
+
+    Args:
+        voice: a language, then "+" and a variant: `en-us+f3`; see `languages` and `variants`.
+        rate: words per minute, 80 to 450.
+        pitch, pitch_range: 0 to 100, 50 is the voice's own.
+        trim: cut silence at both ends, but for 10 ms.
+
+    Raises:
+        UserError: an unknown voice (the closest is named), a setting out of range, an empty text, or no espeak-ng.
+    """
+    check_voice(voice)
+    if not RATES[0] <= rate <= RATES[1]:
+        raise UserError(f"speaking rate {rate} is outside {RATES[0]} to {RATES[1]} words per minute")
+    for name, value in (("pitch", pitch), ("pitch range", pitch_range)):
+        if not 0 <= value <= 100:
+            raise UserError(f"{name} {value} is outside 0 to 100; 50 is the voice's own")
+    if not text.strip():
+        raise UserError("there is no text to say: give at least one word")
+    pieces: list[bytes] = []
+
+    def collect(samples: ctypes._Pointer[ctypes.c_short], count: int, _: int) -> int:
+        if samples and count > 0:
+            pieces.append(ctypes.string_at(samples, 2 * count))
+        return 0
+
+    callback = _CALLBACK(collect)
+    language, plus, variant = voice.partition("+")
+    name = _language_files()[language].name.lower() + plus + variant  # as the library knows it, in either home
+    words = text.encode() + b"\0"
+    with _lock, _opened() as library:
+        library.espeak_SetSynthCallback(callback)
+        library.espeak_ng_SetRandSeed(ctypes.c_long(_NOISE_SEED))
+        if library.espeak_SetVoiceByName(name.encode()) != 0:
+            raise UserError(f"espeak-ng cannot load the voice {voice!r}: reinstall espeakng-loader")
+        for parameter, value in ((_RATE, rate), (_PITCH, pitch), (_PITCH_RANGE, pitch_range)):
+            library.espeak_SetParameter(parameter, int(value), 0)
+        library.espeak_Synth(words, ctypes.c_size_t(len(words)), 0, 0, 0, _UTF8, None, None)
+    audio = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / 32768
+    if trim:
+        loud = np.flatnonzero(np.abs(audio) > _SILENCE)
+        audio = audio[max(0, loud[0] - _MARGIN) : loud[-1] + 1 + _MARGIN] if len(loud) else audio[:0]
+    if not len(audio):
+        raise UserError(f"espeak-ng says nothing for {text!r}: give it words")
+    return torch.from_numpy(audio.copy()), SAMPLE_RATE
+
+
+@functools.cache
+def languages() -> tuple[str, ...]:
+    """The languages and accents there are, such as `en-us` and `en-gb-scotland`."""
+    return tuple(sorted(_language_files()))
+
+
+@functools.cache
+def variants() -> tuple[str, ...]:
+    """The variants there are, such as `f3`, `m1` and `klatt`: one follows the language after a "+"."""
+    return tuple(sorted(path.name for path in (_data() / "voices" / "!v").iterdir()))
+
+
+@functools.cache
+def check_voice(voice: str) -> None:
+    """Refuse a voice that does not exist (UserError naming the closest)."""
+    language, plus, variant = voice.partition("+")
+    if language not in languages():
+        close = difflib.get_close_matches(language.lower(), languages(), n=1, cutoff=0.0)[0]
+        raise UserError(f"voice {voice!r}: espeak-ng has no language {language!r}; did you mean {close!r}?")
+    if plus and variant not in variants():
+        close = difflib.get_close_matches(variant, variants(), n=1, cutoff=0.0)[0]
+        raise UserError(f"voice {voice!r}: espeak-ng has no variant {variant!r}; did you mean {language}+{close}?")
+
+
+# --- the library and its folder ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened() -> Iterator[ctypes.CDLL]:
+    """A library in its first state; the caller holds the lock."""
+    library = ctypes.CDLL(_library(), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    try:
+        if library.espeak_Initialize(_SYNCHRONOUS, 0, os.fsencode(_home()), 0) != SAMPLE_RATE:
+            raise UserError(f"espeak-ng cannot read its data in {_home()}: reinstall espeakng-loader")
+        yield library
+        library.espeak_Terminate()
+    finally:
+        _loader_of_libraries().dlclose(ctypes.c_void_p(library._handle))
+
+
+@functools.cache
+def _loader_of_libraries() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+@functools.cache
+def _library() -> str:
+    if os.name != "posix":
+        raise UserError("speech by espeak-ng needs Linux or macOS")
+    return str(_loader().get_library_path())
+
+
+@functools.cache
+def _data() -> Path:
+    return Path(_loader().get_data_path())
+
+
+def _loader():  # type: ignore[no-untyped-def]  # a module that may not be there
+    try:
+        import espeakng_loader
+    except ImportError as error:
+        raise UserError('speech by espeak-ng needs the package espeakng-loader: pip install "omni[demo]"') from error
+    return espeakng_loader
+
+
+@functools.cache
+def _language_files() -> dict[str, Path]:
+    """File of each language. A file may name several, each with a priority: the lowest number is the language's own voice."""
+    best: dict[str, tuple[int, Path]] = {}
+    for path in sorted(path for path in (_data() / "lang").rglob("*") if path.is_file()):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            words = line.split()
+            if len(words) > 1 and words[0] == "language":
+                priority = int(words[2]) if len(words) > 2 and words[2].isdigit() else 5  # DEFAULT_LANGUAGE_PRIORITY
+                if priority < best.get(words[1].lower(), (1 << 30,))[0]:
+                    best[words[1].lower()] = (priority, path)
+    return {language: path for language, (_, path) in best.items()}
+
+
+@functools.cache
+def _home() -> Path:
+    """Folder that espeak-ng reads: its own data by links, with each language's file also where it is looked for first.
+
+    A voice asked for by name is then a file to open; else the library lists some 250 voice files first, at every opening, which
+    takes longer than speaking. Where no such folder can be made, its own folder serves as well, only slower.
+    """
+    plain = _data().parent
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni"
+    home = cache / f"espeak-ng-{hashlib.blake2b(os.fsencode(_data()), digest_size=6).hexdigest()}"
+    if len(os.fsencode(home)) > 120:  # the library keeps 160 bytes for it
+        return plain
+    try:
+        if not home.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            beside = Path(tempfile.mkdtemp(dir=cache))
+            _link(beside / "espeak-ng-data")
+            try:
+                beside.rename(home)
+            except OSError:  # another process was faster
+                shutil.rmtree(beside)
+        return home if (home / "espeak-ng-data" / "phontab").is_file() else plain
+    except OSError:
+        return plain
+
+
+def _link(data: Path) -> None:
+    (data / "voices").mkdir(parents=True)
+    for path in _data().iterdir():
+        if path.name != "voices":
+            (data / path.name).symlink_to(path)
+    (data / "voices" / "!v").symlink_to(_data() / "voices" / "!v")
+    for path in set(_language_files().values()):
+        (data / "voices" / path.name.lower()).symlink_to(path)

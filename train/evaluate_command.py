@@ -1,0 +1,43 @@
+"""`python -m train evaluate`: ask a finished model the held-out questions of its data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from train.data.build import held_out_rows
+from train.evaluate import evaluate, items_of, write_answers
+from train.parse import read_fit_config
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; the questions are those of the run's `config.yaml`, which stands beside the model folder."""
+    parser = argparse.ArgumentParser(prog="python -m train evaluate", description=main.__doc__)
+    parser.add_argument("model", type=Path, help="a model folder")
+    parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
+    parser.add_argument("--questions", type=int, help="how many (default: as the configuration says)")
+    parser.add_argument("--tasks", nargs="+", help="what they are asked as, such as A1A2 A1T1")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
+    chosen = parser.parse_args(argv)
+    file = chosen.config or chosen.model.parent / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give the run's configuration with --config")
+    config, _ = read_fit_config([str(file)])
+    plan = config.validation
+    if chosen.questions is not None:
+        plan = replace(plan, questions=chosen.questions)
+    if chosen.tasks is not None:
+        plan = replace(plan, tasks=tuple(chosen.tasks))
+    lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
+    items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec)
+    report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
+    for name, value in report.figures.items():
+        print(f"{name.replace('_', ' '):<28}{value:.4f}")
+    if chosen.answers is not None:
+        write_answers(report, chosen.answers)
+    return 0

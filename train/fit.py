@@ -1,0 +1,199 @@
+"""`python -m train fit`: from a configuration to a trained model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from torch import Tensor
+
+from omni.checkpoint.folder import save_folder
+from omni.errors import UserError
+from omni.tasks import TASKS
+from train import plots
+from train.config import FitConfig
+from train.data.batch import Batch
+from train.data.build import build_alignment, build_pipeline
+from train.data.loader import StepLoader
+from train.data.pipeline import Pipeline
+from train.errors import Told
+from train.flops import StepFlops
+from train.initial import Initial, build_initial
+from train.loop import Loop, Outcome, Parts
+from train.objective import Objective, targets
+from train.optim import describe
+from train.parallel import build_fabric
+from train.parse import read_fit_config
+from train.shelf import write_text
+from train.validation import build_validator
+
+MODEL = "model"
+OF_A_RUN = ("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "curves.png", "spectrogram.png")
+"""What `resume: restart` deletes of a run folder."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command: a YAML file and dotted overrides. Returns the exit code: 0, or 128 + the signal that stopped the run."""
+    dry = "--dry_run" in argv
+    config, name = read_fit_config([arg for arg in argv if arg != "--dry_run"])
+    if not config.run_folder:
+        config = replace(config, run_folder=str(Path("runs") / name))
+    if dry:
+        print(dry_run(config))
+        return 0
+    outcome = fit(config)
+    return 128 + outcome.signal if outcome is not None and outcome.signal else 0
+
+
+def fit(config: FitConfig) -> Outcome | None:
+    """Run a configuration in all of its processes. None in the processes that only help.
+
+    Raises:
+        UserError: whatever is wrong with configuration, data or disk; `Told` where another process reports it.
+    """
+    fabric = build_fabric(config.fabric)
+    fabric.launch()
+    folder = Path(config.run_folder)
+    try:
+        try:
+            if config.resume == "restart" and fabric.global_rank == 0:
+                clear(folder)
+            fabric.barrier()
+            loop = prepare(config, fabric, folder)
+        except UserError as error:
+            if fabric.global_rank > 0:  # all processes prepare alike: the first reports what is wrong
+                raise Told(str(error)) from error
+            raise
+        outcome = loop.run()
+        return outcome if fabric.global_rank == 0 else None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
+    """Build everything a run needs, in every process alike."""
+    initial = build_initial(with_alignment(config).model, config.seed)
+    parts = build_parts(config, initial, fabric, folder)
+    plain = plain_config(config)
+    if fabric.global_rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "config.yaml", _yaml(plain))
+    return Loop(config, plain, parts, fabric, folder)
+
+
+def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
+    """The parts of a real run: our model, objective, data, validation and export."""
+    model = initial.model
+    model.set_checkpointing(config.fabric.checkpointing)
+    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    validator = None
+    if fabric.global_rank == 0:
+        validator = build_validator(
+            config.validation,
+            config.data,
+            model.config,
+            initial.tokenizer,
+            initial.codec,
+            fabric.device,
+            config.fabric.precision,
+            folder,
+        )
+
+    def export(weights: dict[str, Tensor]) -> Path:
+        save_folder(folder / MODEL, model.config, weights, initial.tokenizer, codec_folder=initial.codec_folder)
+        return folder / MODEL
+
+    return Parts(
+        objective=Objective(model, config.objective),
+        micro_batches=config.data.micro_batches,
+        steps=lambda lanes, start, states: _steps(pipeline, config, lanes, start, states),
+        targets=targets,
+        streams=model.layout.names,
+        tasks=tuple(TASKS),
+        flops=StepFlops(model),
+        validate=validator,
+        export=export,
+        draw=lambda: pictures(folder),
+    )
+
+
+def _steps(
+    pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]
+) -> Iterator[list[Batch]]:
+    data = config.data
+    return iter(StepLoader(pipeline, data.micro_batches, lanes, data.workers, start, states, prefetch=data.prefetch))
+
+
+def with_alignment(config: FitConfig) -> FitConfig:
+    """The configuration with `model.ctc` as the data's alignment needs it, where it is left open."""
+    if config.model.ctc is not None or config.data.alignment == "none":
+        return config
+    if config.data.alignment == "tokens":
+        raise UserError("data.alignment tokens needs model.ctc: the number of the tokenizer's ids and one more")
+    from omni.text import Tokenizer
+
+    size = build_alignment(config.data, Tokenizer.bytes()).size
+    return replace(config, model=replace(config.model, ctc=size))
+
+
+def pictures(folder: Path) -> dict[str, Path]:
+    """Refresh the curves; the pictures that there are."""
+    plots.curves(folder)
+    found = {name: folder / file for name, file in (("curves", plots.CURVES), ("spectrogram", plots.SPECTROGRAMS))}
+    return {name: file for name, file in found.items() if file.exists()}
+
+
+def plain_config(config: FitConfig) -> dict[str, Any]:
+    """The configuration as plain data (mappings, lists, numbers and texts)."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def _yaml(plain: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True)
+
+
+def clear(folder: Path) -> None:
+    """Delete what an earlier run has left in its folder (its exported model stays until there is a new one)."""
+    for name in OF_A_RUN:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def dry_run(config: FitConfig) -> str:
+    """Build the model and one batch, and describe both."""
+    from train.data.listen import describe as draw
+    from train.optim import parameter_groups, set_trainable
+
+    config = with_alignment(config)
+    initial = build_initial(config.model, config.seed)
+    model = initial.model
+    set_trainable(model, config.trainable)
+    learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
+    whole = sum(p.numel() for p in model.parameters())
+    return "\n".join(
+        [
+            f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M learn",
+            f"optimizer: {describe(parameter_groups(learning, config.optimizer))}",
+            f"step: {config.data.micro_batches} micro-batches of {config.data.packing.rows} x {config.data.packing.length} columns",
+            draw(batch, model.layout, initial.tokenizer),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

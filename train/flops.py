@@ -1,0 +1,65 @@
+"""How much work a training step is, and how much a device could do: the two sides of MFU (model FLOPs utilisation)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from omni.model.speech_model import SpeechModel
+
+if TYPE_CHECKING:
+    from train.data.batch import Batch
+
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "T4": 65e12,
+}
+"""Dense half-precision tensor-core FLOP/s by a part of the device's name (the makers' data sheets)."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of a device in half precision; None where it is not known (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class StepFlops:
+    """FLOPs of a forward and backward pass of a packed batch, counted as Kaplan et al. 2020 do: 2 a weight and position
+    forward, twice that backward; attention by the pairs that see each other; heads only where a target stands. A frozen
+    encoder costs its forward pass only. Recomputation by checkpointing is not counted as work."""
+
+    def __init__(self, model: SpeechModel) -> None:
+        decoder, encoder = model.decoder, model.encoder
+        self.widths = [s.vocabulary * decoder.config.width for s in model.layout.streams]
+        self.per_position = sum(p.numel() for n, p in decoder.named_parameters() if "blocks." in n and p.ndim == 2)
+        c = decoder.config
+        self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
+        matrices = sum(p.numel() for p in encoder.parameters() if p.ndim >= 2)
+        self.per_frame = matrices + sum(p.numel() for p in model.adapter.parameters() if p.ndim == 2)
+        self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
+        self.encoder_pair = model.config.encoder.layers * model.config.encoder.width
+
+    def __call__(self, batch: Batch, targets: Tensor) -> float:
+        """FLOPs of a batch; targets: supervised positions of each stream, [K + 1] (the last entry is not used)."""
+        heads = sum(6.0 * w * n for w, n in zip(self.widths, targets.tolist(), strict=False))
+        _, lengths = torch.unique_consecutive(batch.segments.flatten(), return_counts=True)
+        pairs = float((lengths.double() ** 2).sum()) / 2
+        frames = float(sum(batch.frames))
+        frame_pairs = float(sum(n * n for n in batch.frames))
+        decoder = 6.0 * self.per_position * batch.positions + 12.0 * self.per_pair * pairs
+        return heads + decoder + self.passes * (self.per_frame * frames + 2.0 * self.encoder_pair * frame_pairs)

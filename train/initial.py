@@ -1,0 +1,126 @@
+"""The model that a run starts from: a preset or a model folder, with what the configuration changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni.audio.codec import AudioCodec, load_codec
+from omni.checkpoint.folder import CODEC, load_folder
+from omni.config import ModelConfig, from_dict, preset, to_dict
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from train.config import ModelSection
+from train.shelf import brief, differences
+
+ADJUSTABLE = ("ctc", "decoder.context", "encoder.mode", "encoder.long_audio")
+"""Keys in which a run may differ from the folder it starts from: no weight depends on them but the alignment head's."""
+
+BYTES = 256
+"""Ids of the byte tokenizer."""
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run starts from.
+
+    Attributes:
+        codec: None where its weights are not at hand.
+        codec_folder: the codec's weights, to be copied along.
+    """
+
+    model: SpeechModel
+    tokenizer: Tokenizer
+    codec: AudioCodec | None
+    codec_folder: Path | None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+
+def build_initial(section: ModelSection, seed: int) -> Initial:
+    """Build or read the model. Random weights are drawn under `seed`, the same in every process.
+
+    Raises:
+        UserError: an unknown preset or key, no fitting tokenizer, or a configuration that does not fit `init_from`.
+    """
+    torch.manual_seed(seed)
+    codec_folder = Path(section.codec_folder) if section.codec_folder else None
+    if section.init_from is None:
+        config = changed(preset(str(section.preset)), section)
+        return Initial(
+            SpeechModel(config), choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder
+        )
+    loaded = load_folder(section.init_from, codec_folder=codec_folder)
+    base = preset(section.preset) if section.preset is not None else loaded.config
+    config = changed(base, section)
+    if section.ctc is None and section.preset is not None:
+        config = replace(config, ctc=loaded.config.ctc)
+    check_fits(loaded.config, config, section.init_from)
+    own = Path(section.init_from) / CODEC
+    tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
+    model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
+    return Initial(model.train(), tokenizer, loaded.codec, codec_folder or (own if own.is_dir() else None))
+
+
+def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
+    """A configuration with the fields that the section gives; an unknown one is a UserError that names the closest."""
+    data = to_dict(base)
+    for name in ("layout", "encoder", "adapter", "decoder"):
+        _merge(data[name], getattr(section, name))
+    for name in ("codec", "ctc"):
+        if getattr(section, name) is not None:
+            data[name] = getattr(section, name)
+    return from_dict(ModelConfig, data, "model")
+
+
+def _merge(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(data.get(key), dict):
+            _merge(data[key], value)
+        else:
+            data[key] = value
+
+
+def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
+    """Refuse a configuration that the weights of a folder were not made for (UserError naming the first field)."""
+    for key, old, new in differences(to_dict(stored), to_dict(wanted)):
+        if key not in ADJUSTABLE:
+            raise UserError(
+                f"model.{key} is {brief(new)}, but the weights in {folder} are of a model with {brief(old)}; leave it out, or "
+                "start from another folder"
+            )
+
+
+def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
+    """A model of `config` with the weights of `source`; an alignment head that does not fit stays random."""
+    model = SpeechModel(config)
+    own = model.state_dict()
+    weights = {name: t for name, t in source.state_dict().items() if name in own and own[name].shape == t.shape}
+    missing = [name for name in own if name not in weights and not name.startswith("alignment_head.")]
+    assert not missing, missing  # check_fits lets only the alignment head differ
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def choose_tokenizer(section: ModelSection, config: ModelConfig) -> Tokenizer:
+    """The given tokenizer, or that of bytes where the text stream has just their ids."""
+    if section.tokenizer is not None:
+        return Tokenizer.from_file(section.tokenizer)
+    if config.layout.text.size == BYTES:
+        return Tokenizer.bytes()
+    raise UserError(
+        f"model.tokenizer is missing: the text stream has {config.layout.text.size} ids, and only one of {BYTES} can do "
+        "without; give the model's tokenizer.json"
+    )
+
+
+def _codec(config: ModelConfig, folder: Path | None) -> AudioCodec | None:
+    """The codec, where it has no weights or they are given."""
+    return load_codec(config.codec, folder) if folder is not None or config.codec == "codec2" else None

@@ -1,0 +1,116 @@
+"""Where figures go: CSV and TensorBoard always, Weights & Biases on request. Only the first process writes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+
+METRICS, VALIDATION = "metrics.csv", "validation.csv"
+
+
+class Table:
+    """A CSV file that grows by whole rows and survives being killed at any byte.
+
+    Args:
+        upto: rows of a later step, which a resumed run will write anew, are dropped, and with them a last row cut short.
+    """
+
+    def __init__(self, path: Path, upto: int) -> None:
+        self.path = path
+        self.columns: list[str] = ["step"]
+        rows = read_table(path)
+        if rows:
+            self.columns = list(rows[0])
+            self._rewrite([row for row in rows if row["step"] <= upto])
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Append a row. A figure not seen before becomes a new column of the whole file."""
+        row = {"step": float(step), **figures}
+        if not self.path.exists() or not set(row) <= set(self.columns):
+            self.columns += [name for name in row if name not in self.columns]
+            self._rewrite([*read_table(self.path), row])
+            return
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(handle, self._line(row).encode())  # one call, so that a row is whole or missing
+        finally:
+            os.close(handle)
+
+    def _line(self, row: Mapping[str, float]) -> str:
+        text = io.StringIO()
+        cells = ["" if name not in row or row[name] != row[name] else f"{row[name]:.9g}" for name in self.columns]
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        return text.getvalue()
+
+    def _rewrite(self, rows: list[dict[str, float]]) -> None:
+        beside = self.path.with_name(f".{self.path.name}.writing")
+        header = ",".join(self.columns) + "\n"
+        beside.write_text(header + "".join(self._line(row) for row in rows), encoding="utf-8")
+        os.replace(beside, self.path)
+
+
+def read_table(path: Path) -> list[dict[str, float]]:
+    """The rows of a CSV file of numbers; empty cells and a last row cut short are left out."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    rows = []
+    for cells in csv.DictReader(lines):
+        if None in cells or None in cells.values():
+            continue
+        rows.append({name: float(cell) if cell else float("nan") for name, cell in cells.items()})
+    return rows
+
+
+class Logs:
+    """All places that figures go to."""
+
+    def __init__(self, folder: Path, upto: int, wandb_project: str | None = None, config: Any = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION)}
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else None)
+        self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
+
+    def metrics(self, step: int, figures: Mapping[str, float]) -> None:
+        self._write(METRICS, "train", step, figures)
+
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
+        self._write(VALIDATION, "validation", step, figures)
+
+    def _write(self, table: str, group: str, step: int, figures: Mapping[str, float]) -> None:
+        self.tables[table].add(step, figures)
+        for name, value in figures.items():
+            self.board.add_scalar(f"{group}/{name}", value, step)
+        self.board.flush()
+        if self.wandb is not None:
+            self.wandb.log({f"{group}/{name}": value for name, value in figures.items()}, step=step)
+
+    def image(self, name: str, file: Path, step: int) -> None:
+        """Show a PNG of the run folder in TensorBoard, too."""
+        import numpy as np
+        from PIL import Image
+
+        self.board.add_image(name, np.asarray(Image.open(file).convert("RGB")), step, dataformats="HWC")
+
+    def close(self) -> None:
+        self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def _wandb_run(project: str, folder: Path, config: Any) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out") from error
+    return wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=config)

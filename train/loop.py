@@ -1,0 +1,338 @@
+"""The training loop: a list of steps over parts that it knows by their interfaces only."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from omni.errors import UserError
+from train import shelf, state
+from train.config import FitConfig
+from train.data.lanes import merge, remember
+from train.data.loader import process_lanes
+from train.feed import Batch, Feed, Step
+from train.flops import peak_flops
+from train.logs import METRICS, Logs
+from train.meter import Meter
+from train.optim import Average, build_optimizer, set_learning_rate, set_trainable
+from train.parallel import Team, compile_blocks, full_state
+from train.progress import Progress, duration, figures_line
+from train.schedule import due, learning_rate, used
+from train.stop import Stop
+
+Figures = dict[str, float]
+
+
+@dataclass
+class Parts:
+    """What a run trains, on what, and what is done with it.
+
+    Attributes:
+        objective: module with `forward(batch, denominators) -> Losses`; its `model` is what is validated and exported.
+        micro_batches: of one step, over all processes.
+        steps: from this process's lanes, the first step and the lanes' states: the micro-batches of each step, without end.
+        targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
+        streams, tasks: names, in the order of `Losses.sums`.
+        flops: work of a batch with so many targets.
+        validate: figures of the model with these weights after so many steps.
+        export: writes the finished model and says where it is.
+        draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
+            first process only.
+    """
+
+    objective: nn.Module
+    micro_batches: int
+    steps: Callable[[range, int, Mapping[str, Any]], Iterator[Sequence[Batch]]]
+    targets: Callable[[Batch], Tensor]
+    streams: Sequence[str]
+    tasks: Sequence[str]
+    flops: Callable[[Batch, Tensor], float] | None = None
+    validate: Callable[[dict[str, Tensor], int], Figures] | None = None
+    export: Callable[[dict[str, Tensor]], Path] | None = None
+    draw: Callable[[], dict[str, Path]] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start of a run ended.
+
+    Attributes:
+        step: optimizer steps done.
+        signal: number of the signal that stopped it, 0 where the budget is spent.
+        checkpoint: the last one.
+        model: the exported folder, where the run is finished.
+        figures: of the last validation.
+    """
+
+    step: int
+    signal: int
+    checkpoint: Path
+    model: Path | None
+    figures: Figures
+
+
+class Loop:
+    """One start of a run: `run` to its end or to a signal.
+
+    Args:
+        plain: the configuration as plain data, to be stored and compared.
+        folder: where everything of the run is written.
+    """
+
+    def __init__(
+        self, config: FitConfig, plain: Mapping[str, Any], parts: Parts, fabric: Fabric, folder: Path
+    ) -> None:
+        self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
+        self.place = folder / "checkpoints"
+        self.team = Team(fabric)
+        self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
+        self.objective = parts.objective
+        set_trainable(self.objective.model, config.trainable)
+        if config.fabric.compile:
+            compile_blocks(self.objective)
+        self.module = fabric.setup_module(self.objective)
+        learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
+        own_names = [(name.removeprefix("model."), p) for name, p in learning]
+        self.optimizer = build_optimizer(own_names, config.optimizer)
+        self.stepper = fabric.setup_optimizers(self.optimizer)
+        self.average = Average(learning, config.ema) if config.ema is not None else None
+        self.meter = Meter(parts.tasks, parts.streams, fabric.device, self.team)
+        self.position = state.Position()
+        self.saved: Path | None = None
+        self.exported: Path | None = None
+        self.norm: Tensor | None = None
+        torch.manual_seed(config.seed + 1 + self.team.rank)
+        self._resume()
+        self.logs = Logs(folder, self.position.step, config.log.wandb, plain) if self.team.first else None
+        start = (self._used(), self.position.seconds)
+        self.progress = Progress(config.log.progress if self.team.first else "off", start)
+        self.before, self.since = self.position.seconds, time.perf_counter()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Train until the budget is spent or a signal comes; the state is saved either way."""
+        position, stopped = self.position, 0
+        try:
+            with Stop() as stop:
+                feed = self._feed(stop)
+                while not stopped and self._used() < 1:
+                    self.meter.start()
+                    step = feed.next()
+                    position.seconds = step.seconds
+                    if self._used() >= 1:
+                        break
+                    factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
+                    set_learning_rate(self.optimizer, factor)
+                    self._train(step)
+                    position.step += 1
+                    remember(position.lanes, step.batches)
+                    if self.average is not None:
+                        self.average.update(position.step)
+                    self._report(factor)
+                    self.meter.pause()
+                    stopped = step.stop
+                    if not stopped:
+                        self._validate_if_due()
+                        self._save_if_due()
+                self._save()
+                if not stopped:
+                    self._finish()
+            self._say_where(stopped)
+        finally:
+            self.progress.close()
+            if self.logs is not None:
+                self.logs.close()
+        assert self.saved is not None
+        return Outcome(position.step, stopped, self.saved, self.exported, position.figures)
+
+    def _feed(self, stop: Stop) -> Feed:
+        parts, position = self.parts, self.position
+        batches = parts.steps(self.lanes, position.step, position.lanes) if self._used() < 1 else iter(())
+        return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.team, stop)
+
+    def _used(self) -> float:
+        return used(self.config.budget, self.position.step, self.position.seconds)
+
+    def _clock(self) -> float:
+        return self.before + time.perf_counter() - self.since
+
+    def _train(self, step: Step) -> None:
+        """Forward and backward of every micro-batch, then one step of the optimizer.
+
+        Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence
+        the factor.
+        """
+        denominators = step.denominators.to(self.fabric.device, non_blocking=True)
+        for i, batch in enumerate(step.batches):
+            with self.fabric.no_backward_sync(self.module, enabled=i + 1 < len(step.batches)):
+                losses = self.module(batch.to(self.fabric.device), denominators)
+                self.fabric.backward(losses.total * self.team.world)
+            self.meter.add(losses)
+        if self.config.clip is not None:
+            self.norm = self.fabric.clip_gradients(
+                self.module, self.stepper, max_norm=self.config.clip, error_if_nonfinite=False
+            )
+        self.stepper.step()
+        self.stepper.zero_grad()
+        self.meter.step(step.positions, step.flops)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _report(self, factor: float) -> None:
+        position, share = self.position, self._used()
+        if position.step % self.config.log.every and share < 1:
+            self.progress.show(position.step, share, position.seconds)
+            return
+        figures = self.meter.figures()
+        self._check_finite(figures["loss"])
+        figures["lr"] = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
+        figures["seconds"] = position.seconds
+        if self.norm is not None:
+            figures["gradient_norm"] = float(self.norm.full_tensor() if isinstance(self.norm, DTensor) else self.norm)
+        speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
+        if speed and peak:
+            figures["mfu"] = speed / (peak * self.team.world)
+        if self.logs is not None:
+            self.logs.metrics(position.step, figures)
+        self.progress.row(position.step, share, position.seconds, figures)
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            good = shelf.newest(self.place)
+            where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
+            raise UserError(
+                f"the loss is {loss} at step {self.position.step}; {where}; try a lower optimizer.lr, clip 1.0 or precision "
+                "bf16-mixed"
+            )
+
+    # --- validation ---------------------------------------------------------------------------------------------------
+
+    def _validate_if_due(self) -> None:
+        plan, position = self.config.validation, self.position
+        if due(position.step, position.seconds, *position.validated, plan.every_steps, plan.every_minutes):
+            self._validate()
+
+    def _validate(self) -> None:
+        """Measure by free-running generation, on a gathered copy, in the first process; the others wait."""
+        position, keep = self.position, self.config.checkpoint
+        position.validated = (position.step, position.seconds)
+        if not self.team.share(self.parts.validate is not None):
+            return
+        weights, validate = self._weights(), self.parts.validate
+        figures = self._first_alone(lambda: validate(weights, position.step) if validate is not None else None)
+        position.figures = self.team.share(figures or {})
+        if self.logs is not None:
+            self.logs.validation(position.step, {**position.figures, "seconds": position.seconds})
+            self.progress.say(f"validation at step {position.step}: {figures_line(position.figures)}")
+            self._draw()
+        value = position.figures.get(keep.metric)
+        if self.team.share(self.team.first and shelf.is_best(self.place, value, keep.metric, keep.mode, keep.keep_best)):
+            self._save()
+        if self._is_saved() and self.saved is not None and self.team.first:
+            shelf.annotate(self.saved, figures=position.figures, validated=position.validated)
+            shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.mode)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The model's weights, or their running average, whole, on the CPU of the first process."""
+        return full_state(self.objective, self.average.values if self.average else None, self.team, prefix="model.")
+
+    def _first_alone(self, work: Callable[[], Any]) -> Any:
+        """The result of `work` in the first process (None in the others); its error is raised in all."""
+        result, failure = None, None
+        if self.team.first:
+            try:
+                result = work()
+            except UserError as error:
+                failure = error
+        self.team.agree(failure)
+        return result
+
+    def _draw(self) -> None:
+        if self.parts.draw is not None and self.logs is not None:
+            for name, file in self.parts.draw().items():
+                self.logs.image(name, file, self.position.step)
+
+    # --- saving and resuming ------------------------------------------------------------------------------------------
+
+    def _save_if_due(self) -> None:
+        plan, position = self.config.checkpoint, self.position
+        if due(position.step, position.seconds, *position.saved, plan.every_steps, plan.every_minutes):
+            self._save()
+
+    def _save(self) -> None:
+        position, keep = self.position, self.config.checkpoint
+        if self._is_saved():
+            return
+        position.meter = self.meter.state()
+        self._check_finite(position.meter[0])
+        position.seconds = self.team.share(self._clock())
+        position.saved = (position.step, position.seconds)
+        if position.validated[0] != position.step:
+            position.figures = {}
+        position.scaler = self.fabric.strategy.precision.state_dict()
+        whole = replace(position, lanes=merge(self.team.gather(position.lanes)))
+        self.saved = state.save(
+            self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team
+        )
+        if self.team.first:
+            shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.mode)
+
+    def _is_saved(self) -> bool:
+        return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)
+
+    def _resume(self) -> None:
+        """Continue from the last checkpoint of the run folder, if there is one and it is of this run."""
+        found = self.team.share(shelf.newest(self.place))
+        if found is None:
+            return
+        if self.config.resume != "force":
+            for key, old, new in shelf.differences(shelf.read_state(found)["config"], self.plain):
+                raise UserError(
+                    f"{key} is {shelf.brief(new)}, but the run in {self.folder} was started with {shelf.brief(old)}; set it back, choose another "
+                    "--run_folder, or say --resume restart (start over) or --resume force (go on all the same)"
+                )
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.position = state.load(found, self.objective, self.optimizer, self.average, self.team)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        self.fabric.strategy.precision.load_state_dict(self.position.scaler)
+        self.meter.restore(self.position.meter)
+        self.saved = found
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """The budget is spent: the last validation, the exported model, the curves."""
+        if self.config.validation.at_end and self.position.validated[0] < self.position.step:
+            self._validate()
+        weights, export = self._weights(), self.parts.export
+        self.exported = self._first_alone(lambda: export(weights) if export is not None else None)
+        self._draw()
+
+    def _say_where(self, stopped: int) -> None:
+        step, say = self.position.step, self.progress.say
+        if not self.team.first:
+            return
+        if stopped:
+            name = signal.Signals(stopped).name
+            say(f"stopped by {name} after step {step}; the state is in {self.saved}: run the same command to go on")
+            return
+        say(f"finished: {step} steps in {duration(self.position.seconds)}")
+        logs = self.folder / METRICS
+        for label, path in (("model", self.exported), ("logs", logs), ("checkpoint", self.saved)):
+            if path is not None and path.exists():
+                say(f"  {label:<12}{path}")
+        for picture in sorted(self.folder.glob("*.png")):
+            say(f"  {picture.stem:<12}{picture}")
+

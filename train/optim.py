@@ -1,0 +1,210 @@
+"""Optimizers: which parameters learn, in which groups, by which rule, and the running average of the weights.
+
+Rules stand in the registry `RULES`: AdamW (Loshchilov and Hutter 2019) for every parameter, or Muon (Jordan et al. 2024) for the
+hidden matrices and AdamW for the rest. Several rules make one `Optimizer`, so that it is stepped, clipped, saved and
+resumed like one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from omni.errors import UserError
+from train.config import GroupConfig, OptimizerConfig
+from train.patterns import match_names
+
+Params = list[tuple[str, nn.Parameter]]
+
+
+class BatchedMuon(torch.optim.Muon):
+    """`torch.optim.Muon` with all matrices of one shape orthogonalised in one batched product.
+
+    On the CPU the iteration runs in fp32, which most processors multiply faster than bf16; on a GPU in bf16, as torch's own.
+    A matrix and a transposed one of the same shape share a batch.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+            shapes: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                buffer = state["momentum_buffer"]
+                buffer.lerp_(p.grad, 1 - momentum)
+                update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                shapes[min(p.shape), max(p.shape)].append((p, update))
+            for pairs in shapes.values():
+                wide = torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for _, u in pairs])
+                wide = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                for (p, _), u in zip(pairs, wide, strict=True):
+                    p.mul_(1 - lr * decay)
+                    step = u if p.shape[0] <= p.shape[1] else u.mT
+                    p.add_(step.to(p.dtype), alpha=-lr * update_scale(group["adjust_lr_fn"], p.shape))
+
+
+def orthogonalize(
+    matrices: Tensor, coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315), steps: int = 5, eps: float = 1e-7
+) -> Tensor:
+    """The quintic Newton-Schulz iteration X <- a X + (b G + c G^2) X with G = X X^T on matrices [N, m, n], m <= n.
+
+    Brings every singular value near 1. Coefficients: K. Jordan, "Muon" (2024). fp32 on the CPU, bf16 elsewhere.
+    """
+    a, b, c = coefficients
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def update_scale(rule: str | None, shape: Sequence[int]) -> float:
+    """Factor of Muon's learning rate for a matrix [out, in]; see `OptimizerConfig.muon_scale`."""
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / shape[1]))
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return BatchedMuon(
+        groups, lr=config.muon_lr, momentum=config.muon_momentum, ns_steps=config.muon_steps, adjust_lr_fn=config.muon_scale
+    )
+
+
+RULES: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+}
+"""Name of a rule to what makes an optimizer of parameter groups."""
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several rules as one optimizer: every parameter group has a `rule`, and all of them share one state."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+        super().__init__(groups, {})
+        self.inner: dict[str, torch.optim.Optimizer] = {}
+        for rule in dict.fromkeys(g["rule"] for g in self.param_groups):
+            # The inner optimizer completes these very dictionaries with its defaults, and keeps its state in ours.
+            self.inner[rule] = RULES[rule]([g for g in self.param_groups if g["rule"] == rule], config)
+        self._share()
+
+    def _share(self) -> None:
+        for rule, inner in self.inner.items():
+            inner.param_groups = [g for g in self.param_groups if g["rule"] == rule]
+            inner.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for inner in self.inner.values():
+            inner.step()
+
+
+def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let the parameters learn that a pattern names, and freeze the others.
+
+    Raises:
+        UserError: a pattern names no parameter (with the closest names), or nothing is left to learn.
+    """
+    chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable")
+    if not chosen:
+        raise UserError("trainable is empty: no parameter would learn; give patterns such as '*' or 'adapter.*'")
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in chosen)
+
+
+def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Sort parameters into groups of one rule, learning rate and weight decay.
+
+    The first of `config.groups` whose pattern names a parameter decides; what it leaves open comes from the optimizer's own
+    settings. Parameters of less than two dimensions (norms, biases) are not decayed.
+    """
+    names = [name for name, _ in params]
+    owner: dict[str, GroupConfig] = {}
+    for group in reversed(config.groups):
+        owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups"), group))
+    exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False)
+    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
+    for name, p in params:
+        own = owner.get(name, GroupConfig(pattern=name))
+        rule = own.rule or config.name
+        if rule not in RULES:
+            raise UserError(f"optimizer rule {rule!r} is unknown; known: {', '.join(RULES)}")
+        if rule == "muon" and (p.ndim != 2 or name in exclude):
+            rule = "adamw"
+        if rule == "muon" and isinstance(p, DTensor):
+            raise UserError(
+                "optimizer muon with fabric.strategy fsdp: Muon needs whole matrices, and fsdp gives each process a slice; "
+                "use optimizer.name adamw, or strategy ddp"
+            )
+        lr = own.lr if own.lr is not None else config.muon_lr if rule == "muon" else config.lr
+        decay = own.weight_decay if own.weight_decay is not None else config.weight_decay
+        decay = decay if p.ndim >= 2 else 0.0
+        group = groups.setdefault(
+            (rule, lr, decay),
+            {"params": [], "rule": rule, "lr": lr, "base_lr": lr, "weight_decay": decay},
+        )
+        group["params"].append(p)
+    return list(groups.values())
+
+
+def build_optimizer(params: Params, config: OptimizerConfig) -> Optimizers:
+    """The optimizer of a run over the trainable parameters."""
+    return Optimizers(parameter_groups(params, config), config)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Every group's learning rate becomes its own base rate times the schedule's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+class Average:
+    """Exponential moving average of the trainable weights, in fp32; sharded where they are.
+
+    Early on the average follows faster (decay (1 + n) / (10 + n) at step n), so that the random start is soon forgotten.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise UserError(f"ema is {decay}; it must lie between 0 and 1, such as 0.999")
+        self.decay = decay
+        self.params = dict(params)
+        self.values = {name: p.detach().float().clone() for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step number `step` (counted from 1)."""
+        weight = 1 - min(self.decay, (1 + step) / (10 + step))
+        for name, p in self.params.items():
+            self.values[name].lerp_(p.detach().float(), weight)
+
+
+def describe(groups: Iterable[Mapping[str, Any]]) -> str:
+    """One line on what learns how: rule, learning rate and number of values of each group."""
+    parts = [
+        f"{g['rule']} lr {g['base_lr']:g} decay {g['weight_decay']:g}: {sum(p.numel() for p in g['params']) / 1e6:.2f} M"
+        for g in groups
+    ]
+    return "; ".join(parts)
+

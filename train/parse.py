@@ -1,0 +1,192 @@
+"""From a YAML file and dotted overrides to a typed configuration, with one clear line for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Union
+
+import jsonargparse
+import yaml
+
+from omni.errors import UserError
+from train.config import FitConfig
+
+
+def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
+    """The configuration of `fit`, and the name of its file (without folder and ending).
+
+    Args:
+        argv: `[--config] FILE.yaml` and overrides such as `--optimizer.lr 3e-4`.
+
+    Raises:
+        UserError: no file, an unknown key (the closest is named), a value of the wrong type.
+        SystemExit: after `--help` or `--print_config`.
+    """
+    file, overrides = _split(argv)
+    if file is not None:
+        check_keys(FitConfig, _read_yaml(file), str(file))
+    for argument in overrides:
+        if argument.startswith("--") and argument.split("=")[0].split(".help")[0] not in _OPTIONS:
+            check_path(FitConfig, argument[2:].split("=")[0])
+    arguments = ([f"--config={file}"] if file is not None else []) + overrides
+    parser = fit_parser()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            parsed = parser.parse_args(arguments)
+            parsed.pop("config", None)
+            config = FitConfig(**vars(parser.instantiate(parsed)))
+        except jsonargparse.ArgumentError as error:
+            raise UserError(_one_line(error, file)) from error
+    return config, file.stem if file is not None else "run"
+
+
+_OPTIONS = ("--help", "-h", "--print_config", "--config")
+
+
+def fit_parser() -> jsonargparse.ArgumentParser:
+    """The parser of `fit`: one option for every key of `FitConfig`."""
+    parser = jsonargparse.ArgumentParser(
+        prog="python -m train fit FILE.yaml",
+        description="Train a model. Every key of the file can be overridden; --dry_run builds the model and one batch only.",
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="the YAML file (also as the first argument)")
+    parser.add_class_arguments(FitConfig, None)
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The configuration file, given first or with `--config`, and the other arguments."""
+    rest = list(argv)
+    file: str | None = None
+    if rest and not rest[0].startswith("-"):
+        file = rest.pop(0)
+    for i, argument in enumerate(rest):
+        if argument == "--config" and i + 1 < len(rest):
+            file = rest[i + 1]
+            del rest[i : i + 2]
+            break
+        if argument.startswith("--config="):
+            file = argument.partition("=")[2]
+            del rest[i]
+            break
+    extra = next((a for i, a in enumerate(rest) if not a.startswith("-") and (i == 0 or not _takes(rest[i - 1]))), None)
+    if extra is not None:
+        raise UserError(f"argument {extra!r} stands alone; overrides are written --key value, such as --optimizer.lr 3e-4")
+    return Path(file) if file is not None else None, rest
+
+
+def _takes(argument: str) -> bool:
+    """Whether the next argument can be this one's value."""
+    return argument.startswith("--") and "=" not in argument
+
+
+def _read_yaml(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        near = sorted(str(p) for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
+        close = get_close_matches(str(file), near, n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]}?" if close else "give a YAML file such as configs/demo.yaml"
+        raise UserError(f"configuration {file} does not exist; {hint}")
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"configuration {file} is not valid YAML: {reason}") from error
+    if not isinstance(data, Mapping):
+        raise UserError(f"configuration {file} holds {type(data).__name__}; it must be a mapping of keys")
+    return data
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
+    """Refuse keys of plain data that a dataclass does not have, however deep."""
+    kind = _inner(kind)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
+        hints = typing.get_type_hints(kind)
+        for key, value in data.items():
+            if key not in hints:
+                raise UserError(f"{where}: unknown key {_dotted(path, key)}; {_hint(_dotted(path, key))}")
+            check_keys(hints[key], value, where, _dotted(path, key))
+    elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
+        for i, value in enumerate(data):
+            check_keys(args[0], value, where, f"{path}[{i}]")
+    elif origin is dict and isinstance(data, Mapping):
+        for key, value in data.items():
+            check_keys(args[1], value, where, _dotted(path, key))
+
+
+def check_path(kind: Any, path: str) -> None:
+    """Refuse an override whose dotted key does not exist."""
+    here = kind
+    for part in path.split("."):
+        here = _inner(here)
+        if not dataclasses.is_dataclass(here):
+            return  # beyond the typed keys: a mapping's own, which the parser judges
+        hints = typing.get_type_hints(here)
+        part = part.rstrip("+")
+        if part not in hints:
+            raise UserError(f"unknown option --{path}; {_hint(path)}")
+        here = hints[part]
+
+
+def _inner(kind: Any) -> Any:
+    """`X | None` without the None."""
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        rest = [a for a in typing.get_args(kind) if a is not type(None)]
+        return rest[0] if len(rest) == 1 else kind
+    return kind
+
+
+def _dotted(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _hint(path: str) -> str:
+    """What may have been meant by a key that does not exist."""
+    known = list(all_keys(FitConfig))
+    last = path.rsplit(".", 1)[-1]
+    same = [key for key in known if key.rsplit(".", 1)[-1] == last]
+    close = same or get_close_matches(path, known, n=2, cutoff=0.6) or get_close_matches(last, known, n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(close[:2])}?" if close else "see python -m train fit --help"
+
+
+def all_keys(kind: Any, path: str = "") -> Iterator[str]:
+    """Every dotted key of a dataclass that holds a value, however deep."""
+    for name, hint in typing.get_type_hints(kind).items():
+        inner = _inner(hint)
+        if dataclasses.is_dataclass(inner):
+            yield from all_keys(inner, _dotted(path, name))
+        else:
+            yield _dotted(path, name)
+
+
+_PLAIN = (
+    (r"Expected an? <class 'float'>", "expected a number"),
+    (r"Expected an? <class 'int'>", "expected a whole number"),
+    (r"Expected an? <class 'bool'>", "expected true or false"),
+    (r"Expected an? <class 'str'>", "expected a text"),
+    (r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1"),
+    (r'Parser key "([^"]*)":', r"\1:"),
+    (r"\. Got value: ", ", got "),
+)
+"""What the parser says, and how we say it."""
+
+
+def _one_line(error: BaseException, file: Path | None) -> str:
+    """The parser's complaint as one line."""
+    text = " ".join(str(error).split())
+    for pattern, replacement in _PLAIN:
+        text = re.sub(pattern, replacement, text)
+    return f"{file}: {text}" if file is not None else text

@@ -1,0 +1,49 @@
+"""Choosing parameters by the pattern of their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from omni.errors import UserError
+
+
+def match_names(patterns: Iterable[str], names: Sequence[str], where: str, strict: bool = True) -> set[str]:
+    """The names that at least one pattern matches.
+
+    A pattern is of the shell's kind (`decoder.blocks.*.mlp.*`; the star also spans dots), or, after `re:`, a regular
+    expression for the whole name.
+
+    Args:
+        where: the configuration key the patterns come from, for the error.
+        strict: refuse a pattern that matches nothing.
+
+    Raises:
+        UserError: a pattern matches no name (the closest names are given), or is not a regular expression.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                expression = re.compile(pattern[3:])
+            except re.error as error:
+                raise UserError(f"{where}: {pattern!r} is not a regular expression ({error})") from error
+            hits = {name for name in names if expression.fullmatch(name)}
+        else:
+            hits = {name for name in names if fnmatchcase(name, pattern)}
+        if not hits and strict:
+            close = ", ".join(_closest(pattern, names)) or "none"
+            raise UserError(f"{where}: pattern {pattern!r} matches no parameter; the closest names are {close}")
+        chosen |= hits
+    return chosen
+
+
+def _closest(pattern: str, names: Sequence[str]) -> list[str]:
+    """Up to three names, or leading parts of names with a star, that resemble the pattern."""
+    depth = pattern.count(".")
+    heads = dict.fromkeys(
+        name if name.count(".") <= depth else ".".join(name.split(".")[: max(depth, 1)]) + ".*" for name in names
+    )
+    return get_close_matches(pattern, heads, n=3, cutoff=0.3)

@@ -1,0 +1,95 @@
+"""What a run shows while it trains: a bar on a terminal, lines elsewhere, nothing on the other processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Literal, TextIO
+
+from tqdm import tqdm
+
+Kind = Literal["auto", "bar", "lines", "off"]
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `3:07` or `2:03:07`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def short(value: float) -> str:
+    """A number in a few characters: `950`, `12.3k`, `4.56M`."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def figures_line(figures: Mapping[str, float]) -> str:
+    """Figures as one line of text."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
+
+
+class Progress:
+    """Shows the share of the budget that is used, and the figures of the last row of the log.
+
+    Args:
+        kind: see `LogConfig.progress`.
+        start: share of the budget and seconds used before this start, so that the time left is reckoned from this one's pace.
+    """
+
+    def __init__(self, kind: Kind, start: tuple[float, float] = (0.0, 0.0), stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stderr
+        self.kind = ("bar" if self.stream.isatty() else "lines") if kind == "auto" else kind
+        self.start = start
+        self.bar = None
+        if self.kind == "bar":
+            self.bar = tqdm(
+                total=1000, initial=round(1000 * start[0]), file=self.stream, dynamic_ncols=True, leave=True,
+                bar_format="{percentage:3.0f}% {bar} {desc}{postfix}",
+            )  # fmt: skip
+        self.figures = ""
+
+    def show(self, step: int, used: float, seconds: float) -> None:
+        """Move on: the step done, the share of the budget used, the seconds of all starts together."""
+        if self.bar is None:
+            return
+        self.bar.n = min(1000, round(1000 * used))
+        self.bar.set_description_str(f"step {step} {self.figures} {self._left(used, seconds)}", refresh=False)
+        self.bar.update(0)
+        self.bar.refresh()
+
+    def row(self, step: int, used: float, seconds: float, figures: Mapping[str, float]) -> None:
+        """A new row of the log."""
+        parts = [f"loss {figures['loss']:.3f}", f"lr {figures['lr']:.2e}"]
+        if "tokens_per_second" in figures:
+            parts.append(f"{short(figures['tokens_per_second'])} tokens/s")
+        if "mfu" in figures:
+            parts.append(f"MFU {100 * figures['mfu']:.1f}%")
+        self.figures = " ".join(parts)
+        if self.kind == "lines":
+            self.say(f"step {step} ({100 * used:.1f}%) {self.figures} {self._left(used, seconds)}")
+        self.show(step, used, seconds)
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self.kind == "off":
+            return
+        if self.bar is not None:
+            self.bar.write(line, file=self.stream)
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def _left(self, used: float, seconds: float) -> str:
+        gained, spent = used - self.start[0], seconds - self.start[1]
+        if gained <= 0 or spent <= 0:
+            return ""
+        return f"{duration((1 - used) * spent / gained)} left"
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,34 @@
+"""The random states of a process, as tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def random_state() -> dict[str, Tensor]:
+    """States of this process's random generators, as tensors."""
+    _, words, _ = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_position": torch.tensor(numpy_state["state"]["pos"]),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), int(state["numpy_position"])))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,139 @@
+"""The checkpoints of a run: which there are, which are kept, and whether one belongs to a configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+
+FORMAT = 1
+STATE, LAST = "state.json", "last"
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The `state.json` of a checkpoint; UserError where it is missing or of another version."""
+    file = folder / STATE
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {folder} cannot be read ({error}); delete it to go on from an earlier one") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"{file} has format {data.get('format')!r}; this version reads format {FORMAT}")
+    return data
+
+
+def name_of(step: int) -> str:
+    """Name of the checkpoint after so many steps."""
+    return f"step-{step:08d}"
+
+
+def checkpoints(place: Path) -> list[Path]:
+    """Whole checkpoints under a folder, oldest first."""
+    found = [p for p in place.glob("step-*") if p.is_dir() and p.name[5:].isdigit()] if place.is_dir() else []
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def newest(place: Path) -> Path | None:
+    """The checkpoint that `last` names, or else the newest."""
+    pointer = place / LAST
+    if pointer.is_file():
+        name = pointer.read_text(encoding="utf-8").strip()
+        if name and (place / name).is_dir():
+            return place / name
+    return next(reversed(checkpoints(place)), None)
+
+
+def ranked(place: Path, metric: str, mode: str) -> list[tuple[float, Path]]:
+    """Checkpoints at which `metric` was measured with its value, best first; of equal ones the older."""
+    scored = [(read_state(folder)["figures"].get(metric), folder) for folder in checkpoints(place)]
+    measured = [(value, folder) for value, folder in scored if value is not None and value == value]
+    return sorted(measured, key=lambda entry: -entry[0] if mode == "max" else entry[0])
+
+
+def is_best(place: Path, value: float | None, metric: str, mode: str, keep: int) -> bool:
+    """Whether a value of `metric` is among the `keep` best so far."""
+    if value is None or keep < 1:
+        return False
+    best = ranked(place, metric, mode)[:keep]
+    return len(best) < keep or (value > best[-1][0] if mode == "max" else value < best[-1][0])
+
+
+def prune(place: Path, keep_last: int, keep_best: int, metric: str, mode: str) -> None:
+    """Delete all but the newest and the best checkpoints."""
+    kept = {*checkpoints(place)[-keep_last:], *(folder for _, folder in ranked(place, metric, mode)[:keep_best])}
+    for folder in checkpoints(place):
+        if folder not in kept:
+            discard(folder)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint; it loses its name first, so that a half-deleted one is never taken for whole."""
+    away = folder.with_name(f".{folder.name}.deleting")
+    shutil.rmtree(away, ignore_errors=True)
+    os.rename(folder, away)
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def annotate(folder: Path, **entries: Any) -> None:
+    """Change entries of a checkpoint's `state.json`, such as what its validation has measured."""
+    write_text(folder / STATE, json.dumps({**read_state(folder), **entries}) + "\n")
+
+
+# --- configurations -----------------------------------------------------------------------------------------------------
+
+FREE = (
+    "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy", "fabric.checkpointing",
+    "fabric.compile", "checkpoint", "validation", "log",
+)  # fmt: skip
+"""Keys that may differ between the starts of a run: they do not change what is learnt."""
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
+    """Keys of plain data with another value, with the old and the new one; keys in `FREE` are left out."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys((*old, *new)):
+        key = f"{where}{name}"
+        a, b = old.get(name), new.get(name)
+        if key in FREE or a == b:
+            continue
+        if isinstance(a, Sequence) and isinstance(b, Sequence) and len(a) == len(b) and not isinstance(a, str):
+            a, b = ({f"[{i}]": value for i, value in enumerate(items)} for items in (a, b))
+            found += differences(a, b, key)
+        elif isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{key}.")
+        else:
+            found.append((key, a, b))
+    return found
+
+
+def brief(value: Any) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------
+
+def write_text(file: Path, text: str) -> None:
+    """Write a small file beside and rename it."""
+    beside = file.with_name(f".{file.name}.writing")
+    with beside.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(beside, file)
+
+
+def sync(folder: Path) -> None:
+    """Bring every file of a folder to the disk."""
+    for path in [*(p for p in folder.rglob("*")), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,207 @@
+"""The training state on disk: written beside and renamed, read without running anything that was stored.
+
+    checkpoints/
+      step-00001200/          whole as soon as it has this name
+        tensors/*.safetensors   model, optimizer and running average; one file, or one a process where they are sharded
+        rng.safetensors         random states by process
+        state.json              step, time, lanes of the data, configuration, validation's figures
+      last                    name of the newest checkpoint
+
+Tensors have flat names (`model.…`, `optimizer.<parameter>.<key>`, `average.<parameter>`) and are read by slices, so that a
+checkpoint written by any number of processes, sharded or not, is read by any other.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from omni.errors import UserError
+from train.optim import Average
+from train.parallel import Team, is_sharded
+from train.randomness import random_state, set_random_state
+from train.shelf import FORMAT, LAST, STATE, discard, name_of, newest, read_state, sync, write_text
+
+TENSORS, RNG = "tensors", "rng.safetensors"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when there is no room for a file."""
+
+
+@dataclass
+class Position:
+    """Where a run stands: all of its state that is not tensors, as plain data.
+
+    Attributes:
+        step: optimizer steps done.
+        seconds: wall-clock time used, over all its starts.
+        lanes: state of every lane of the data after the last batch that was used.
+        validated: step and seconds of the last validation.
+        figures: what the validation at this very step measured, if there was one.
+        meter: sums since the last row of the log.
+        scaler: state of the gradient scaler (16-mixed only).
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    lanes: dict[str, Any] = field(default_factory=dict)
+    validated: tuple[int, float] = (0, 0.0)
+    saved: tuple[int, float] = (0, 0.0)
+    figures: dict[str, float] = field(default_factory=dict)
+    meter: list[float] = field(default_factory=list)
+    scaler: dict[str, Any] = field(default_factory=dict)
+
+
+def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
+    """All tensors of the training state by flat name; they share memory with what they were taken from."""
+    flat = {f"model.{name}": t.detach() for name, t in module.state_dict().items()}
+    for name, p in module.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            flat[f"optimizer.{name}.{key}"] = value.detach()
+    if average is not None:
+        flat.update({f"average.{name}": t for name, t in average.values.items()})
+    return flat
+
+
+def save(
+    place: Path,
+    position: Position,
+    config: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    team: Team,
+) -> Path:
+    """Write a checkpoint under `place`; all processes must call it. Returns its folder.
+
+    Raises:
+        UserError: there is no room or no right to write; what was there before is untouched.
+    """
+    target = place / name_of(position.step)
+    beside = place / f".{target.name}.writing"
+    random_states = team.gather(random_state())
+    failure: UserError | None = None
+    try:
+        if team.first:
+            shutil.rmtree(beside, ignore_errors=True)
+            (beside / TENSORS).mkdir(parents=True)
+        team.wait()
+        _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), team)
+        if team.first:
+            named = {f"{rank}.{name}": t for rank, state in enumerate(random_states) for name, t in state.items()}
+            save_file(named, beside / RNG)
+            data = {"format": FORMAT, "processes": team.world, **asdict(position), "config": dict(config)}
+            (beside / STATE).write_text(json.dumps(data) + "\n", encoding="utf-8")
+            sync(beside)
+    except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
+        failure = _cannot_write(target, error, newest(place))
+    try:
+        team.agree(failure)
+    finally:
+        if failure is not None and team.first:
+            shutil.rmtree(beside, ignore_errors=True)
+    if team.first:
+        if target.exists():
+            discard(target)
+        os.rename(beside, target)
+        write_text(place / LAST, target.name + "\n")
+    team.wait()
+    return target
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, team: Team) -> None:
+    if sharded:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer)
+    elif team.first:
+        save_file({name: t.to("cpu").contiguous() for name, t in tensors.items()}, folder / "state.safetensors")
+
+
+def _cannot_write(target: Path, error: BaseException, before: Path | None) -> UserError:
+    kept = f"the last good checkpoint is {before}" if before is not None else "there is no earlier one"
+    full = getattr(error, "errno", None) in FULL or any(
+        os.strerror(code) in str(error) or f"os error {code}" in str(error) for code in FULL
+    )
+    if full:
+        return UserError(
+            f"checkpoint {target} cannot be written: no space left on the disk; {kept}; free some space and run the same "
+            "command again"
+        )
+    reason = " ".join(str(error).split())[:300]
+    return UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; mend that and run the same command again")
+
+
+def load(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, team: Team
+) -> Position:
+    """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
+
+    Raises:
+        UserError: a file is missing or truncated, or the checkpoint holds other tensors.
+    """
+    data = read_state(folder)
+    try:
+        reader = dcp.HuggingFaceStorageReader(str(folder / TENSORS))
+        stored = reader.read_metadata().state_dict_metadata
+        _make_room(stored, module, optimizer)
+        wanted = tensors_of(module, optimizer, average)
+        _compare_names(folder, wanted, stored)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(wanted, storage_reader=reader, no_dist=not is_sharded(module))
+        states = load_file(folder / RNG)
+    except (OSError, SafetensorError, CheckpointException, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"checkpoint {folder} cannot be read ({reason}); delete it to go on from an earlier one") from error
+    own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{team.rank}.")}
+    if own:
+        set_random_state(own)
+    fields = {name: data[name] for name in Position.__dataclass_fields__}
+    fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
+    return Position(**fields)
+
+
+def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer the tensors that the checkpoint has for it: like the parameter, or small ones of their own."""
+    params = dict(module.named_parameters())
+    fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}
+    optimizer.state.clear()
+    for name, meta in stored.items():
+        if not name.startswith("optimizer."):
+            continue
+        parameter, key = name[len("optimizer.") :].rsplit(".", 1)
+        p = params.get(parameter)
+        if p is None or p not in fused:
+            continue
+        if tuple(meta.size) == tuple(p.shape):
+            optimizer.state[p][key] = torch.zeros_like(p, dtype=meta.properties.dtype).detach()
+        else:
+            device = p.device if fused[p] else "cpu"
+            optimizer.state[p][key] = torch.zeros(meta.size, dtype=meta.properties.dtype, device=device)
+
+
+def _compare_names(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    for name in sorted(wanted.keys() ^ stored.keys()):
+        where = "lacks" if name in wanted else "has"
+        raise UserError(f"checkpoint {folder} {where} {name!r}, unlike this configuration; was another model trained there?")
+    for name, tensor in wanted.items():
+        if tuple(stored[name].size) != tuple(tensor.shape):
+            raise UserError(
+                f"checkpoint {folder}: {name} has shape {list(stored[name].size)}, here it is {list(tensor.shape)}; was "
+                "another model trained there?"
+            )

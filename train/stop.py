@@ -1,0 +1,40 @@
+"""Being asked to stop: SIGTERM and Ctrl-C are noted, and the loop leaves after the step it is in."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop:
+    """While entered, the first signal is only noted in `number`; a second Ctrl-C interrupts at once.
+
+    Data workers that are forked meanwhile inherit the handler: they leave Ctrl-C to their parent, and die of SIGTERM as ever.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._pid = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.number == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.number = self.number or number
