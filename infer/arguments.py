@@ -1,0 +1,101 @@
+"""From the words of a command line to a command's options; mistakes become one line that names the closest.
+
+Errors of the parsing library are rewritten here: `error: unknown option --modle; did you mean --model?`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from argparse import ArgumentError
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from infer.options import AskOptions, BenchOptions
+from omni.errors import UserError
+
+COMMANDS: dict[str, type[Any]] = {"ask": AskOptions, "bench": BenchOptions}
+
+Command = AskOptions | BenchOptions
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of `python -m infer`, with one subcommand per entry of `COMMANDS`."""
+    settings: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
+    parser = ArgumentParser(prog="python -m infer", description="Talk to a speech language model.", **settings)
+    commands = parser.add_subcommands(metavar="COMMAND", title="commands")
+    for name, kind in COMMANDS.items():
+        help = (kind.__doc__ or "").strip()
+        command = ArgumentParser(description=help, **settings)
+        add_options(command, kind)
+        commands.add_subcommand(name, command, help=help.splitlines()[0])
+    return parser
+
+
+def add_options(parser: ArgumentParser, kind: type[Any]) -> None:
+    """One argument per field of a dataclass made with `option`."""
+    hints = typing.get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        more = dict(f.metadata)
+        positional = more.pop("positional", False)
+        several = isinstance(f.default, tuple)
+        if hints[f.name] is bool:
+            more["action"] = "store_true"
+        elif several:
+            more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
+        else:
+            more |= {"type": hints[f.name], "default": f.default}
+        parser.add_argument(f.name if positional else f"--{f.name}", **more)
+
+
+def parse(words: Sequence[str]) -> Command:
+    """The options of the command that the words name.
+
+    Raises:
+        UserError: an unknown command or option (naming the closest), or a value of the wrong type.
+        SystemExit: after `--help`.
+    """
+    if not words:
+        raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see python -m infer --help)")
+    try:
+        found = build_parser().parse_args(list(words))
+    except ArgumentError as error:
+        raise UserError(explain(str(error), words)) from error
+    name = found.subcommand
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in found[name].as_dict().items()}
+    return COMMANDS[name](**values)
+
+
+def explain(message: str, words: Sequence[str]) -> str:
+    """An error of the parser as one line in our words."""
+    if unknown := re.match(r"unrecognized arguments: (\S+)", message):
+        return _unknown_option(unknown[1], words)
+    if choice := re.search(r"invalid choice: '([^']*)'", message):
+        return f"command {choice[1]!r} is unknown; {_closest(choice[1], list(COMMANDS))}known: {', '.join(COMMANDS)}"
+    if value := re.match(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL):
+        name = value[1].split(".")[-1]
+        reason = " ".join(value[2].split())
+        if kind := re.search(r"Expected an? <class '(\w+)'>. Got value: (.*)", reason):
+            return f"--{name} is {kind[2]!r}; it must be of type {kind[1]}"
+        return f"--{name}: {reason}"
+    return " ".join(message.removeprefix("argument ").split())
+
+
+def _unknown_option(word: str, words: Sequence[str]) -> str:
+    option = word.split("=")[0]
+    kind = next((COMMANDS[w] for w in words if w in COMMANDS), None)
+    fields = dataclasses.fields(kind) if kind is not None else ()
+    known = [f"--{f.name}" for f in fields if not f.metadata.get("positional")]
+    if not option.startswith("-"):
+        return f"{word!r} is one word too many; see --help"
+    hint = _closest(option.replace("-", "_").replace("__", "--", 1), known)
+    return f"option {option} is unknown; {hint}see --help"
+
+
+def _closest(word: str, known: Sequence[str]) -> str:
+    close = [k for k in known if k.startswith(word)] or get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}? " if close else ""

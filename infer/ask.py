@@ -1,0 +1,224 @@
+"""`python -m infer ask`: questions in, text and sound out while they are made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from infer.device import cpu_threads, find_device, find_dtype
+from infer.options import DEFAULT_MODEL, AskOptions
+from infer.playback import Figures, Meter
+from infer.questions import Asked, choose_task, collect
+from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
+from omni.errors import UserError
+from omni.generate.results import AudioChunk, Event, TextDelta
+from omni.generate.sampling import Sampling
+from omni.generate.session import Session
+from omni.generate.speech_lm import SpeechLM
+from omni.tasks import Task
+
+PIPE = "-"
+
+
+@dataclass(frozen=True)
+class TurnReport:
+    """What `--json` says about a turn.
+
+    Attributes:
+        question: the file's name, `-` for standard input, or the text.
+        audio: the file that the answer was written to, None where there is none.
+        seconds: length of the answer's sound.
+        ended: `end`, `length` (a limit was reached) or `cache` (the conversation is full).
+    """
+
+    task: str
+    question: str
+    text: str
+    audio: str | None
+    seconds: float
+    first_text_ms: float | None
+    first_audio_ms: float | None
+    real_time_factor: float | None
+    underruns: int
+    ended: str
+
+
+def ask(options: AskOptions) -> None:
+    """Ask every question and hand over the answers.
+
+    Everything that can be checked without the model is checked first.
+
+    Raises:
+        UserError: something is wrong with the options, a question, the model folder or a place to write to.
+        BrokenPipeError: the reader of standard output went away.
+    """
+    sampling = {"audio": _audio_sampling(options), "text": _text_sampling(options)}
+    task = choose_task(options.task, spoken=not options.text)
+    device, dtype = find_device(options.device), find_dtype(options.dtype)
+    asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel)
+    places = _places(options, task, len(asked))
+    _check_model(options.model)
+    lm = SpeechLM.from_pretrained(options.model, device, dtype)
+    if task.audio and lm.codec is None:
+        raise UserError(
+            f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; put them into "
+            f"{options.model}/codec, or ask for text only with --task A1T2 or T1T2"
+        )
+
+    say = sys.stderr if options.out == PIPE else sys.stdout
+    with ExitStack() as stack:
+        stack.enter_context(cpu_threads(options.threads, lm.model))
+
+        def new_session() -> Session:
+            return stack.enter_context(
+                lm.session(
+                    sampling=sampling,
+                    seed=options.seed,
+                    max_seconds=options.max_seconds,
+                    max_tokens=options.max_tokens,
+                    text_assist=options.text_assist,
+                    overflow="forget" if options.forget else "end",
+                    context=options.context,
+                )
+            )
+
+        session = new_session()
+        for number, (question, place) in enumerate(zip(asked, places, strict=True)):
+            if number and not options.chat:
+                session.close()
+                session = new_session()
+            if len(asked) > 1 and not options.json:
+                print(f"[{number + 1}/{len(asked)}] {question.name}", file=say, flush=True)
+            _turn(session, question, task, place, options, say)
+
+
+def _turn(session: Session, question: Asked, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> None:
+    """Ask one question; its text, its sound and the report."""
+    rate = session.codec.sample_rate if session.codec is not None else 0
+    with Outputs(_outputs(options, place, rate) if task.audio else []) as outputs:
+        asked = question.take()
+        meter = Meter(rate)
+        events = session.ask(asked, task)
+        text, figures, ended = follow(events, meter, outputs, None if options.json else say)
+    spoken = figures.sound > 0
+    file = str(place) if place is not None and spoken else None
+    if options.json:
+        print(json.dumps(asdict(report(task, question, text, file, figures, ended)), ensure_ascii=False), flush=True)
+        return
+    if file is not None:
+        print(f"{file}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
+    if ended != "end":
+        print(REASONS[ended], file=say)
+    print(figures.line(), file=say, flush=True)
+
+
+REASONS = {
+    "length": "the answer was cut at the limit; see --max_seconds and --max_tokens",
+    "cache": "the answer was cut: the conversation fills the model's context; see --context and --forget",
+    "cancelled": "the answer was broken off",
+}
+
+
+def follow(
+    events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None
+) -> tuple[str, Figures, str]:
+    """Pass an answer on as it comes: text to `live`, sound to `outputs`. Returns the text, the figures and why it
+    ended.
+
+    The meter's clock is held while text and sound are being written.
+    """
+    pieces: list[str] = []
+    figures, ended = meter.figures(), "cancelled"
+    try:
+        for event in events:
+            if isinstance(event, TextDelta):
+                meter.text()
+                meter.clock.hold()
+                pieces.append(event.text)
+                if live is not None:
+                    print(event.text, end="", file=live, flush=True)
+            elif isinstance(event, AudioChunk):
+                meter.sound(len(event.samples))
+                meter.clock.hold()
+                outputs.write(event.samples)
+            else:
+                figures, ended = meter.figures(), event.reason
+            meter.clock.go_on()
+    finally:
+        if live is not None and pieces:
+            print(file=live, flush=True)
+    return "".join(pieces), figures, ended
+
+
+def report(task: Task, question: Asked, text: str, file: str | None, figures: Figures, ended: str) -> TurnReport:
+    """The figures of a turn in round numbers."""
+
+    def milliseconds(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds * 1e3, 1)
+
+    factor = figures.real_time_factor
+    return TurnReport(
+        task=task.name,
+        question=question.name,
+        text=text,
+        audio=file,
+        seconds=round(figures.sound, 3),
+        first_text_ms=milliseconds(figures.first_text),
+        first_audio_ms=milliseconds(figures.first_audio),
+        real_time_factor=None if factor is None else round(factor, 4),
+        underruns=figures.underruns,
+        ended=ended,
+    )
+
+
+def _audio_sampling(o: AskOptions) -> Sampling:
+    return Sampling(o.temperature, o.top_k, o.top_p, o.repetition_penalty)
+
+
+def _text_sampling(o: AskOptions) -> Sampling:
+    return Sampling(
+        temperature=o.temperature if o.text_temperature is None else o.text_temperature,
+        top_k=o.top_k if o.text_top_k is None else o.text_top_k,
+        top_p=o.top_p if o.text_top_p is None else o.text_top_p,
+        repetition_penalty=o.repetition_penalty if o.text_repetition_penalty is None else o.text_repetition_penalty,
+    )
+
+
+def _places(options: AskOptions, task: Task, questions: int) -> list[Path | None]:
+    """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
+    file."""
+    if options.json and options.out == PIPE:
+        raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
+    if options.speaker:
+        load_sounddevice()
+    if options.out == PIPE and not task.audio:
+        raise UserError(f"--out - wants sound, but --task {task.name} answers in text only; leave --out out")
+    if not task.audio or options.out == PIPE or (options.out is None and options.speaker):
+        return [None] * questions
+    given = Path(options.out or "answer.wav")
+    names = [given] if questions == 1 else [given.with_stem(f"{given.stem}-{n + 1}") for n in range(questions)]
+    return [check_place(str(name), options.files) for name in names]
+
+
+def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:
+    pace = rate if options.realtime else None
+    outputs: list[Output] = []
+    if place is not None:
+        outputs.append(WavOutput(place, rate))
+    if options.out == PIPE:
+        outputs.append(PipeOutput(sys.stdout.buffer))
+    if pace is not None:
+        outputs = [Paced(output, pace) for output in outputs]
+    if options.speaker:
+        outputs.append(Paced(SpeakerOutput(rate)))
+    return outputs
+
+
+def _check_model(folder: str) -> None:
+    if folder == DEFAULT_MODEL and not Path(folder).exists():
+        raise UserError(f"there is no model in {folder} yet; `make demo` trains one, or give --model FOLDER")

@@ -1,0 +1,84 @@
+"""What the command line can be told: one dataclass per command, whose fields are its options.
+
+Nothing heavy is imported here, so that `--help` and a mistyped option are answered at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DEFAULT_MODEL = "runs/nano/model"
+"""What `make demo` leaves."""
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field with its help; `more` goes to `ArgumentParser.add_argument`. A `bool` is a flag, a tuple takes
+    several values."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class AskOptions:
+    """Ask a model and get its answer while it is made.
+
+    Spoken questions are sound files, or raw PCM on standard input (`-`); written ones follow `--text`. Several are
+    independent questions, or with `--chat` the turns of one conversation.
+    """
+
+    files: tuple[str, ...] = option(
+        (), "sound files, or - for raw PCM (s16le, mono) on standard input", positional=True
+    )
+    text: tuple[str, ...] = option((), "written questions instead", metavar="TEXT")
+    model: str = option(DEFAULT_MODEL, "model folder")
+    task: str | None = option(None, "A1A2, A1T2, A1T1, T1A2, T1T2 or T1A1; A1A2 for sound and T1A2 for text by default")
+    chat: bool = option(False, "the questions are turns of one conversation")
+    input_rate: int = option(16000, "samples per second of raw PCM on standard input")
+    channel: int | None = option(None, "which channel of the files to hear, from 0; one or two are mixed by default")
+
+    out: str | None = option(
+        None, "WAV file for the answer (answer.wav by default), or - for raw PCM (s16le) on standard output"
+    )
+    speaker: bool = option(False, "play the answer")
+    realtime: bool = option(False, "write the sound no faster than it plays")
+    json: bool = option(False, "one JSON object per turn on standard output, and no other text there")
+
+    seed: int = option(0, "of the random draws")
+    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
+    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
+    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
+    repetition_penalty: float = option(1.0, "above 1, what was said becomes less likely")
+    text_temperature: float | None = option(None, "of the text stream, where it differs")
+    text_top_k: int | None = option(None, "of the text stream, where it differs")
+    text_top_p: float | None = option(None, "of the text stream, where it differs")
+    text_repetition_penalty: float | None = option(None, "of the text stream, where it differs")
+    text_assist: bool = option(False, "let a second row write the text of spoken answers (mini-omni's batch of two)")
+    max_seconds: float = option(30.0, "longest spoken answer")
+    max_tokens: int = option(512, "longest written answer, in tokens")
+    context: int | None = option(None, "positions of a conversation; by default the model's, 4096 at most")
+    forget: bool = option(False, "drop the oldest turns of a chat when it is full, instead of ending it")
+
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
+    dtype: str | None = option(None, "float32, bfloat16 or float16; as stored by default")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Measure streaming on this machine: first audio, steps against the reading of the weights, memory.
+
+    Weights are random (their values cost no time) unless `--model` names a folder.
+    """
+
+    preset: str = option("nano,qwen2-0.5b-omni", "presets to measure, with commas between them")
+    model: str | None = option(None, "measure this model folder instead")
+    full: bool = option(False, "also with the padded encoder and without text assist")
+    question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
+    seconds: float = option(2.0, "length of that noise")
+    answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")
+    repeat: int = option(3, "measurements of each figure, after one to warm up; the median is shown")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
+    json: bool = option(False, "one JSON object on standard output instead of tables")
+    debug: bool = option(False, "show the traceback of an error")

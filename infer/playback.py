@@ -1,0 +1,100 @@
+"""How an answer would have played: first audio, real-time factor and underruns.
+
+The clock starts when the question has ended: all of it is there and the model is loaded. It is held while the
+answer is being written to its file, pipe or loudspeaker, so that a slow reader is not mistaken for a slow model.
+
+- first audio, first text: time until the first exact samples (or characters) were handed out.
+- real-time factor: time until the answer was complete over the length of its sound; below 1 is faster than it plays.
+- underruns: a player that starts with the first chunk has played a chunk's samples `length / rate` seconds after it
+  began with them. Each time the next chunk arrives later than that, the player runs dry once, waits, and goes on
+  when it comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omni.generate.results import Clock
+
+
+class Player:
+    """A player that exists in numbers only."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self.sample_rate = sample_rate
+        self.underruns = 0
+        self._dry_at: float | None = None
+
+    def hear(self, samples: int, at: float) -> None:
+        """A chunk of that many samples arrives `at` seconds."""
+        if self._dry_at is None:
+            self._dry_at = at
+        elif at > self._dry_at:
+            self.underruns += 1
+            self._dry_at = at
+        self._dry_at += samples / self.sample_rate
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is said about an answer. Times in seconds; None where there was no text or no sound.
+
+    Attributes:
+        total: until the answer was complete.
+        sound: length of the answer.
+    """
+
+    first_text: float | None
+    first_audio: float | None
+    total: float
+    sound: float
+    underruns: int
+
+    @property
+    def real_time_factor(self) -> float | None:
+        return self.total / self.sound if self.sound else None
+
+    def line(self) -> str:
+        """One line for people."""
+        if self.first_audio is None or self.real_time_factor is None:
+            text = "no text" if self.first_text is None else f"first text {self.first_text * 1e3:.0f} ms"
+            return f"{text}, done after {self.total * 1e3:.0f} ms"
+        plural = "" if self.underruns == 1 else "s"
+        return (
+            f"first audio {self.first_audio * 1e3:.0f} ms, real-time factor {self.real_time_factor:.2f}, "
+            f"{self.underruns} underrun{plural}"
+        )
+
+
+class Meter:
+    """Takes the figures of one answer; made when the question has ended."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self.clock = Clock()
+        self.player = Player(sample_rate or 1)
+        self._first_text: float | None = None
+        self._first_audio: float | None = None
+        self._samples = 0
+
+    def text(self) -> None:
+        """Some text was handed out just now."""
+        if self._first_text is None:
+            self._first_text = self.clock.seconds
+
+    def sound(self, samples: int) -> None:
+        """A chunk of that many samples was handed out just now."""
+        now = self.clock.seconds
+        if self._first_audio is None:
+            self._first_audio = now
+        self._samples += samples
+        self.player.hear(samples, now)
+
+    def figures(self) -> Figures:
+        """The figures of the answer as far as it has come."""
+        return Figures(
+            first_text=self._first_text,
+            first_audio=self._first_audio,
+            total=self.clock.seconds,
+            sound=self._samples / self.player.sample_rate,
+            underruns=self.player.underruns,
+        )

@@ -1,0 +1,191 @@
+"""Where an answer's sound goes while it is made: a WAV file, a pipe, the loudspeaker.
+
+Dimensions: S samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
+
+from torch import Tensor
+
+from omni.audio.io import WavWriter, pcm16
+from omni.errors import UserError
+
+How = Literal["done", "stopped", "failed"]
+"""How an answer came to its end: whole, broken off by the user (what was written stays), or by an error (nothing
+stays)."""
+
+
+class Output(Protocol):
+    """Takes chunks [S] of one answer as they come."""
+
+    def write(self, samples: Tensor) -> None: ...
+
+    def end(self, how: How) -> None: ...
+
+
+class WavOutput:
+    """A WAV file; it appears when it is closed, and only if it holds a sample."""
+
+    def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
+        self._writer = WavWriter(path, sample_rate)
+
+    def write(self, samples: Tensor) -> None:
+        self._writer.append(samples)
+
+    def end(self, how: How) -> None:
+        if self._writer.samples and how != "failed":
+            self._writer.close()
+        else:
+            self._writer.abort()
+
+
+class PipeOutput:
+    """Raw PCM (s16le) into a stream, each chunk at once; answers follow one another, so the stream stays open."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def write(self, samples: Tensor) -> None:
+        self._stream.write(pcm16(samples))
+        self._stream.flush()
+
+    def end(self, how: How) -> None:
+        pass
+
+
+class SpeakerOutput:
+    """The default loudspeaker, through the optional package `sounddevice`.
+
+    Raises:
+        UserError: the package or its PortAudio library is missing, or no loudspeaker plays this rate.
+    """
+
+    def __init__(self, sample_rate: int) -> None:
+        device = load_sounddevice()
+        try:
+            self._stream = device.RawOutputStream(samplerate=sample_rate, channels=1, dtype="int16", latency="low")
+            self._stream.start()
+        except device.PortAudioError as error:
+            raise UserError(f"no loudspeaker plays {sample_rate} Hz ({error}); use --out answer.wav") from error
+
+    def write(self, samples: Tensor) -> None:
+        self._stream.write(pcm16(samples))
+
+    def end(self, how: How) -> None:
+        if how == "done":
+            self._stream.stop()  # plays what is left
+        else:
+            self._stream.abort()
+        self._stream.close()
+
+
+def load_sounddevice() -> Any:
+    """The `sounddevice` module; UserError naming the way to get it."""
+    try:
+        import sounddevice
+    except ImportError as error:
+        raise UserError('--speaker needs the package sounddevice: pip install "omni-speech[speaker]"') from error
+    except OSError as error:
+        raise UserError(
+            f"--speaker needs the PortAudio library ({error}): install it, or use --out answer.wav"
+        ) from error
+    return sounddevice
+
+
+class Paced:
+    """Passes chunks on in a thread of its own, so that what takes time to write (a loudspeaker) never holds up the
+    model.
+
+    Args:
+        output: where they go.
+        sample_rate: where given, a chunk is passed on no earlier than `ahead` seconds before a player that started
+            with the first chunk would need it.
+
+    What goes wrong in the thread is raised by the next `write`, or at the end.
+    """
+
+    def __init__(self, output: Output, sample_rate: int | None = None, ahead: float = 0.1) -> None:
+        self._output, self._rate, self._ahead = output, sample_rate, ahead
+        self._queue: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
+
+    def write(self, samples: Tensor) -> None:
+        self._check()
+        self._queue.put(samples)
+
+    def end(self, how: How) -> None:
+        if how != "done":
+            self._stop.set()
+        self._queue.put(None)
+        try:
+            self._thread.join()
+        except (KeyboardInterrupt, SystemExit):
+            self.end("stopped")
+            raise
+        self._output.end("failed" if self._error is not None else how)
+        if how == "done":
+            self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _pass_on(self) -> None:
+        due = time.monotonic()
+        while (samples := self._queue.get()) is not None and not self._stop.is_set():
+            if self._rate is not None:
+                now = time.monotonic()
+                if self._stop.wait(max(due - self._ahead - now, 0)):
+                    return
+                due = max(due, time.monotonic()) + len(samples) / self._rate
+            try:
+                self._output.write(samples)
+            except Exception as error:  # raised again in the caller's thread
+                self._error = error
+                return
+
+
+class Outputs:
+    """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them, an error makes them fail."""
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        self._outputs = outputs
+
+    def write(self, samples: Tensor) -> None:
+        for output in self._outputs:
+            output.write(samples)
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        how: How = "done" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+        with contextlib.ExitStack() as stack:
+            for output in self._outputs:
+                stack.callback(output.end, how)
+
+
+def check_place(path: str, inputs: Sequence[str]) -> Path:
+    """Where a WAV file is to be written; UserError where its folder is missing, or it is a folder or one of the
+    inputs."""
+    place = Path(path)
+    if not place.parent.is_dir():
+        raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
+    if place.is_dir():
+        raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
+    for given in inputs:
+        if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
+            raise UserError(f"--out {path!r} is also the question; write the answer to another file")
+    return place

@@ -1,0 +1,92 @@
+"""A model folder of a few kilobytes with random weights, which never ends an answer by itself, and ways to call the CLI."""
+
+from __future__ import annotations
+
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from infer.__main__ import main
+from infer.stand_in import silence_ends
+from omni.audio.encoder_config import EncoderConfig
+from omni.checkpoint.folder import save_folder
+from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+TINY = ModelConfig(
+    layout=Layout.preset("codec2"),
+    encoder=EncoderConfig(width=32, heads=2, layers=1),
+    adapter=AdapterConfig("linear", stack=2),
+    decoder=DecoderConfig(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, context=512),
+)
+
+
+def tiny_model(seed: int = 0) -> SpeechModel:
+    """Random weights, large enough that what was asked matters, and that `end` is seldom drawn."""
+    torch.manual_seed(seed)
+    model = SpeechModel(TINY).eval().requires_grad_(False)
+    for p in model.parameters():
+        if p.ndim >= 2:
+            p.mul_(4)
+    for head in (model.decoder.text_weight, model.decoder.audio_head.weight):
+        head.mul_(7)
+    silence_ends(model)
+    return model
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "tiny"
+    save_folder(place, TINY, tiny_model().state_dict(), Tokenizer.bytes())
+    return place
+
+
+@pytest.fixture(scope="session")
+def lm(folder) -> SpeechLM:
+    return SpeechLM.from_pretrained(folder)
+
+
+def write_question(path: Path, seconds: float = 0.6, seed: int = 0, rate: int = 16000, subtype: str = "PCM_16") -> Path:
+    noise = np.random.default_rng(seed).normal(0, 0.1, round(seconds * rate)).astype(np.float32)
+    soundfile.write(path, noise, rate, subtype=subtype)
+    return path
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out.decode()
+
+
+@pytest.fixture
+def run(folder, tmp_path, monkeypatch, capsysbinary):
+    """Run a command line in an empty folder, with the tiny model unless it names another; what it printed and returned."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> Done:
+        line = [str(w) for w in words]
+        if line[:1] == ["ask"] and "--model" not in line:
+            line += ["--model", str(folder)]
+        capsysbinary.readouterr()
+        code = main(line)
+        out, err = capsysbinary.readouterr()
+        return Done(code, out, err.decode())
+
+    return call
+
+

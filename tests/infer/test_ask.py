@@ -1,0 +1,211 @@
+"""The command line says and plays what the Python door does, in every way out of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import types
+
+import pytest
+import soundfile
+import torch
+
+from infer.ask import follow
+from infer.playback import Meter
+from infer.sound_out import Outputs, PipeOutput, WavOutput
+from omni.audio.io import pcm16, read_audio
+from omni.errors import UserError
+from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
+from omni.generate.sampling import Sampling
+from omni.generate.session import Session
+from tests.infer.conftest import write_question
+
+FIGURES = re.compile(r"first audio \d+ ms, real-time factor \d+\.\d\d, \d+ underruns?\n")
+
+
+def samples_of(path) -> bytes:
+    data, rate = soundfile.read(path, dtype="int16")
+    assert rate == 8000 and data.ndim == 1
+    return data.astype("<i2").tobytes()
+
+
+SETTINGS = {
+    "greedy": ([], Sampling(), {}),
+    "sampled": (["--temperature", "1", "--top_k", "20", "--seed", "3"], Sampling(1.0, 20), {"seed": 3}),
+    "assisted": (["--text_assist", "--temperature", "0.8"], Sampling(0.8), {"text_assist": True}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_answer_is_that_of_the_python_door(name, run, lm, tmp_path):
+    words, sampling, more = SETTINGS[name]
+    question = write_question(tmp_path / "q.wav")
+    done = run("ask", "q.wav", "--out", "a.wav", "--max_seconds", "0.8", *words)
+    wanted = lm.generate(question, sampling=sampling, max_seconds=0.8, **more)
+    assert done.code == 0, done.err
+    assert samples_of(tmp_path / "a.wav") == pcm16(wanted.audio)
+    assert done.text.startswith(wanted.text + "\n" if wanted.text else "")
+    assert len(FIGURES.findall(done.text)) == 1 and done.text.endswith(FIGURES.findall(done.text)[0])
+    assert "a.wav: 0.80 s" in done.text and done.err == ""
+
+
+def test_the_pipe_gets_the_samples_of_the_file_and_all_text_goes_to_standard_error(run, tmp_path):
+    write_question(tmp_path / "q.wav")
+    words = ["ask", "q.wav", "--max_seconds", "0.8"]
+    to_file, to_pipe = run(*words), run(*words, "--out", "-")
+    assert to_pipe.out == samples_of(tmp_path / "answer.wav")
+    assert to_pipe.err.splitlines()[0] == to_file.text.splitlines()[0]
+    assert FIGURES.search(to_pipe.err)
+
+
+@pytest.mark.parametrize("rate", [16000, 8000])
+def test_raw_sound_on_standard_input_is_heard_like_a_file(rate, run, tmp_path, monkeypatch):
+    question = write_question(tmp_path / "q.wav", rate=rate)
+    from_file = run("ask", "q.wav", "--max_seconds", "0.5", "--json")
+    stdin = types.SimpleNamespace(buffer=io.BytesIO(soundfile.read(question, dtype="int16")[0].tobytes()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    done = run("ask", "-", "--input_rate", rate, "--max_seconds", "0.5", "--json", "--out", "b.wav")
+    assert done.code == 0, done.err
+    assert json.loads(done.text)["text"] == json.loads(from_file.text)["text"]
+    assert samples_of(tmp_path / "b.wav") == samples_of(tmp_path / "answer.wav")
+
+
+def test_json_is_one_object_per_turn(run, tmp_path):
+    for name in ("a", "b"):
+        write_question(tmp_path / f"{name}.wav", seed=ord(name))
+    done = run("ask", "a.wav", "b.wav", "--json", "--max_seconds", "0.4")
+    turns = [json.loads(line) for line in done.text.splitlines()]
+    assert [t["question"] for t in turns] == ["a.wav", "b.wav"]
+    assert [t["audio"] for t in turns] == ["answer-1.wav", "answer-2.wav"]
+    for turn in turns:
+        assert turn["task"] == "A1A2" and turn["ended"] == "length" and turn["seconds"] == 0.4
+        assert turn["first_audio_ms"] > 0 and turn["real_time_factor"] > 0 and turn["underruns"] >= 0
+        assert len(samples_of(tmp_path / turn["audio"])) == 2 * 0.4 * 8000
+    keys = "task question text audio seconds first_text_ms first_audio_ms real_time_factor underruns ended"
+    assert set(turns[0]) == set(keys.split())
+
+
+def test_equal_seeds_repeat_and_others_differ(run, tmp_path):
+    def said(*words):
+        done = run("ask", "--text", "7 + 5?", "--temperature", "1", "--max_seconds", "0.8", "--json", *words)
+        return json.loads(done.text)["text"], samples_of(tmp_path / "answer.wav")
+
+    assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
+
+
+def test_the_text_can_be_sampled_otherwise_than_the_sound(run, lm, tmp_path):
+    run("ask", "--text", "hello", "--temperature", "1", "--text_temperature", "0", "--max_seconds", "0.8")
+    plan = {"audio": Sampling(1.0), "text": Sampling(0.0)}
+    wanted = lm.generate("hello", "T1A2", sampling=plan, max_seconds=0.8)
+    assert samples_of(tmp_path / "answer.wav") == pcm16(wanted.audio)
+
+
+@pytest.mark.parametrize("spoken", [True, False])
+def test_chat_turns_share_a_session_and_other_questions_do_not(spoken, run, lm, tmp_path):
+    task = "A1A2" if spoken else "T1A2"
+    if spoken:
+        questions = [str(write_question(tmp_path / f"{n}.wav", seed=n)) for n in range(2)]
+        words = ["ask", *questions]
+    else:
+        questions = ["one", "two"]
+        words = ["ask", "--text", *questions]
+    words += ["--max_seconds", "0.4", "--temperature", "1"]
+
+    def said():
+        return [samples_of(tmp_path / f"answer-{n}.wav") for n in (1, 2)]
+
+    options = {"sampling": Sampling(1.0), "max_seconds": 0.4}
+    alone = [pcm16(lm.generate(q, task, **options).audio) for q in questions]
+    assert run(*words).code == 0
+    assert said() == alone
+    assert run(*words, "--chat").code == 0
+    with lm.session(**options) as session:
+        together = [pcm16(session.answer(q, task).audio) for q in questions]
+    assert said() == together and together[0] == alone[0] and together[1] != alone[1]
+
+
+def test_a_written_answer_leaves_no_sound(run, tmp_path):
+    done = run("ask", "--text", "hi", "--task", "T1T2", "--max_tokens", "5")
+    assert done.code == 0
+    assert re.search(r"first text \d+ ms, done after \d+ ms\n$", done.text)
+    assert list(tmp_path.glob("*.wav")) == []
+
+
+# --- while it is being made -------------------------------------------------------------------------------------------
+
+
+def test_every_chunk_is_written_before_the_next_is_made(tmp_path, capsys):
+    pipe = io.BytesIO()
+    seen = []
+
+    def written() -> tuple[int, int, str]:
+        part = next(tmp_path.glob(".a.wav.part-*"))
+        return part.stat().st_size, len(pipe.getvalue()), capsys.readouterr().out
+
+    def events():
+        for n in range(4):
+            yield TextDelta(f"word{n} ")
+            yield AudioChunk(torch.full((8192,), n / 8))
+            seen.append(written())
+        yield Ended("end", Timings())
+
+    with Outputs([WavOutput(tmp_path / "a.wav", 8000), PipeOutput(pipe)]) as outputs:
+        text, figures, ended = follow(events(), Meter(8000), outputs, sys.stdout)
+    assert [pipe for _, pipe, _ in seen] == [2 * 8192 * n for n in (1, 2, 3, 4)]
+    sizes = [file for file, _, _ in seen]
+    assert sizes == sorted(set(sizes)) and sizes[0] > 44  # the file grows with every chunk
+    assert [out for _, _, out in seen] == [f"word{n} " for n in range(4)]
+    assert (text, ended, figures.sound) == ("word0 word1 word2 word3 ", "end", 4 * 8192 / 8000)
+    assert read_audio(tmp_path / "a.wav", 8000).tolist() == [n / 8 for n in range(4) for _ in range(8192)]
+
+
+def broken_off(error: BaseException, after: int):
+    """`Session.ask` whose answer is broken off by an exception after some chunks."""
+    real = Session.ask
+
+    def ask(self, *args, **kwargs):
+        chunks = 0
+        for event in real(self, *args, **kwargs):
+            if chunks == after:
+                raise error
+            chunks += isinstance(event, AudioChunk)
+            yield event
+
+    return ask
+
+
+def test_ctrl_c_leaves_the_part_that_was_heard(run, lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(Session, "ask", broken_off(KeyboardInterrupt(), after=3))
+    done = run("ask", "--text", "hello", "--max_seconds", "2")
+    assert done.code == 130 and "Traceback" not in done.err
+    monkeypatch.undo()
+    whole = lm.generate("hello", "T1A2", max_seconds=2)
+    assert samples_of(tmp_path / "answer.wav") == pcm16(whole.audio[: 3 * 320])
+
+
+def test_an_error_on_the_way_leaves_nothing(run, tmp_path, monkeypatch):
+    (tmp_path / "answer.wav").write_bytes(b"an older answer")
+    monkeypatch.setattr(Session, "ask", broken_off(UserError("the disk is full"), after=3))
+    done = run("ask", "--text", "hello", "--max_seconds", "2")
+    assert (done.code, done.err) == (2, "error: the disk is full\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["answer.wav"]
+    assert (tmp_path / "answer.wav").read_bytes() == b"an older answer"
+
+
+def test_a_reader_that_goes_away_is_no_traceback(run, monkeypatch):
+    def write(self, samples):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(PipeOutput, "write", write)
+    monkeypatch.setattr("infer.__main__._forget_output", lambda: None)
+    done = run("ask", "--text", "hello", "--max_seconds", "1", "--out", "-")
+    assert done.code == 141 and "Traceback" not in done.err
+
+
+def test_a_full_conversation_ends_with_a_reason(run, tmp_path):
+    done = run("ask", "--text", "hello", "--context", "20", "--json")
+    turn = json.loads(done.text)
+    assert turn["ended"] == "cache" and 0 < turn["seconds"] < 1
+    assert len(samples_of(tmp_path / "answer.wav")) == 2 * round(turn["seconds"] * 8000)

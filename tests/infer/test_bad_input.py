@@ -1,0 +1,156 @@
+"""Whatever is wrong is said in one line that names it, with exit code 2, and nothing half-written is left."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import types
+
+import numpy as np
+import pytest
+import soundfile
+
+from tests.infer.conftest import write_question
+
+
+def sound(name: str, tmp_path, data=None, rate: int = 16000, **more) -> str:
+    path = tmp_path / name
+    soundfile.write(path, np.zeros(1600, np.float32) if data is None else data, rate, **more)
+    return name
+
+
+def truncated(tmp_path) -> str:
+    whole = write_question(tmp_path / "whole.wav", seconds=2).read_bytes()
+    (tmp_path / "truncated.wav").write_bytes(whole[: len(whole) // 2])
+    return "truncated.wav"
+
+
+def plain(name: str, content: bytes, tmp_path) -> str:
+    (tmp_path / name).write_bytes(content)
+    return name
+
+
+QUESTIONS = {
+    "missing": (lambda p: "none.wav", "none.wav", "No such file"),
+    "empty": (lambda p: plain("empty.wav", b"", p), "empty.wav", "empty"),
+    "folder": (lambda p: (p / "d.wav").mkdir() or "d.wav", "d.wav", "folder"),
+    "text": (lambda p: plain("notes.wav", b"dear diary\n" * 100, p), "notes.wav", "not a sound file"),
+    "truncated": (truncated, "truncated.wav", "truncated"),
+    "no samples": (lambda p: sound("zero.wav", p, np.zeros(0, np.float32)), "zero.wav", "no samples"),
+    "nan": (lambda p: sound("nan.wav", p, np.full(1600, np.nan, np.float32), subtype="FLOAT"), "nan.wav", "NaN"),
+    "channels": (lambda p: sound("many.wav", p, np.zeros((1600, 8), np.float32)), "8 channels", "--channel"),
+    "long": (lambda p: sound("long.wav", p, np.zeros(31 * 16000, np.float32)), "31.0 s", "cut it"),
+    "hours": (lambda p: sound("hours.wav", p, np.zeros(3 * 3600 * 100, np.int16), rate=100), "10800 s", "cut it"),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_bad_question_is_refused(name, run, tmp_path):
+    make, *parts = QUESTIONS[name]
+    file = make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    check(run("ask", file), *parts)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+WORDS = {
+    "no command": ([], "no command", "ask"),
+    "unknown command": (["aks"], "'aks'", "did you mean ask?"),
+    "unknown option": (["ask", "q.wav", "--modle", "x"], "--modle", "did you mean --model?"),
+    "dashes": (["ask", "q.wav", "--text-assist"], "--text-assist", "did you mean --text_assist?"),
+    "abbreviation": (["ask", "q.wav", "--temp", "1"], "--temp", "did you mean --temperature?"),
+    "wrong type": (["ask", "q.wav", "--top_k", "many"], "--top_k", "'many'"),
+    "no value": (["ask", "q.wav", "--top_k"], "--top_k", "expected one argument"),
+    "unknown task": (["ask", "q.wav", "--task", "A1A3"], "'A1A3'", "did you mean A1A2"),
+    "task of the other kind": (["ask", "q.wav", "--task", "T1A2"], "T1A2", "sound was given"),
+    "spoken task for text": (["ask", "--text", "hi", "--task", "A1T2"], "A1T2", "--text was given"),
+    "no question": (["ask"], "no question", "--text"),
+    "empty text": (["ask", "--text", " "], "--text is empty"),
+    "both kinds": (["ask", "q.wav", "--text", "hi"], "together"),
+    "standard input twice": (["ask", "-", "-"], "twice"),
+    "input rate": (["ask", "-", "--input_rate", "0"], "--input_rate is 0"),
+    "temperature": (["ask", "q.wav", "--temperature", "-1"], "temperature", "-1"),
+    "top_p of text": (["ask", "q.wav", "--text_top_p", "2"], "top_p", "2"),
+    "channel": (["ask", "q.wav", "--channel", "3"], "channel 3"),
+    "seconds": (["ask", "q.wav", "--max_seconds", "0"], "max_seconds", "0"),
+    "context": (["ask", "q.wav", "--context", "10"], "positions", "10"),
+    "device": (["ask", "q.wav", "--device", "abacus"], "'abacus'"),
+    "dtype": (["ask", "q.wav", "--dtype", "int4"], "'int4'", "bfloat16"),
+    "threads": (["ask", "q.wav", "--threads", "-1"], "--threads is -1"),
+    "out folder": (["ask", "q.wav", "--out", "no/where.wav"], "no/where.wav", "folder"),
+    "out is a folder": (["ask", "q.wav", "--out", "."], "folder"),
+    "out is the question": (["ask", "q.wav", "--out", "q.wav"], "also the question"),
+    "out is a device": (["ask", "q.wav", "--out", "/dev/null"], "/dev/null", "not a file"),
+    "json in the pipe": (["ask", "q.wav", "--json", "--out", "-"], "standard output"),
+    "pipe without sound": (["ask", "q.wav", "--task", "A1T2", "--out", "-"], "text only"),
+    "default model": (["ask", "q.wav", "--model", "runs/nano/model"], "runs/nano/model", "make demo"),
+    "missing model": (["ask", "q.wav", "--model", "nowhere"], "nowhere", "does not exist"),
+    "model without config": (["ask", "q.wav", "--model", "."], "config.json"),
+    "unknown preset": (["bench", "--preset", "nanno"], "'nanno'", "did you mean 'nano'?"),
+    "bench repeat": (["bench", "--repeat", "0"], "--repeat is 0"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_bad_command_line_is_refused(name, run, tmp_path):
+    words, *parts = WORDS[name]
+    write_question(tmp_path / "q.wav")
+    check(run(*words), *parts)
+    assert [p.name for p in tmp_path.iterdir()] == ["q.wav"]
+
+
+def truncate(folder) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def swap_for_pickle(folder) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"PK\x03\x04" + weights.read_bytes()[4:])
+
+
+MODELS = {
+    "truncated": (truncate, "model.safetensors", "truncated"),
+    "pickle": (swap_for_pickle, "model.safetensors", "pickle"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors", "missing"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json", "missing"),
+    "config": (lambda f: (f / "config.json").write_text("{"), "config.json", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bad_model_is_refused(name, run, folder, tmp_path):
+    spoil, *parts = MODELS[name]
+    shutil.copytree(folder, tmp_path / "model")
+    spoil(tmp_path / "model")
+    check(run("ask", "--text", "hi", "--model", "model"), *parts)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("data", "part"), [(b"", "without a sample"), (b"abc", "3 bytes")])
+def test_bad_raw_sound_is_refused(data, part, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(data)))
+    check(run("ask", "-"), part)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chat_that_finds_no_room_says_so_after_the_turns_that_did(run, tmp_path):
+    done = run("ask", "--text", "hello there", "and now?", "--chat", "--context", "40", "--json")
+    assert done.code == 2 and len(done.text.splitlines()) == 1
+    assert "40" in done.err and done.err.startswith("error: ")
+    roomy = run("ask", "--text", "hello there", "and now?", "--chat", "--context", "40", "--json", "--forget")
+    assert roomy.code == 0 and len(roomy.text.splitlines()) == 2
+
+
+def test_debug_shows_the_traceback_above_the_line(run):
+    done = run("ask", "none.wav", "--debug")
+    assert done.code == 2 and "Traceback" in done.err and done.err.splitlines()[-1].startswith("error: 'none.wav'")
+
+
+def check(done, *parts: str) -> None:
+    """Exit code 2, nothing on standard output, one line that says what is wrong."""
+    assert done.code == 2, done
+    assert done.out == b""
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
+    for part in parts:
+        assert part in done.err, done.err

@@ -1,0 +1,177 @@
+"""The bench counts what it says it counts. Sizes are tiny here, and no figure is asked to be fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+from infer import bench as bench_module
+from infer.measure import PeakMemory, Reader
+from infer.stand_in import TimedCodec, random_lm, random_model
+from infer.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
+from omni.audio.snac import SnacCodec
+from omni.config import ModelConfig, preset
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.text import Tokenizer
+from tests.infer.conftest import TINY
+
+CPU = torch.device("cpu")
+
+SNAC = dataclasses.replace(TINY, layout=Layout.build([64] * 7, 300), codec="snac")
+
+
+def tiny_snac() -> SnacCodec:
+    """Frames of 1,024 samples, 23 a second."""
+    rates = [8, 8, 4]
+    return SnacCodec.random(encoder_dim=4, encoder_rates=rates, decoder_dim=32, decoder_rates=rates, codebook_size=64)
+
+
+@pytest.fixture
+def configs(monkeypatch) -> dict[str, ModelConfig]:
+    """Tiny models under the presets' names."""
+    known = {"nano": TINY, "qwen2-0.5b-omni": SNAC}
+    monkeypatch.setattr(bench_module, "preset", lambda name: known[name])
+    monkeypatch.setattr(bench_module, "NANO_BATCHES", (1, 3))
+    real = TimedCodec.__init__
+    monkeypatch.setattr("infer.stand_in.random_codec", lambda name, device: tiny_snac() if name == "snac" else None)
+    from omni.audio.codec import load_codec
+
+    monkeypatch.setattr(TimedCodec, "__init__", lambda self, inner: real(self, inner or load_codec("codec2")))
+    return known
+
+
+def make(config: ModelConfig) -> SpeechLM:
+    codec = tiny_snac() if config is SNAC else None
+    if codec is None:
+        return random_lm(config, CPU, torch.float32)
+    return SpeechLM(random_model(config, CPU, torch.float32), Tokenizer.bytes(), TimedCodec(codec))
+
+
+@pytest.fixture(params=["codec2", "snac"])
+def lm(request) -> SpeechLM:
+    return make(TINY if request.param == "codec2" else SNAC)
+
+
+@pytest.mark.parametrize("assist", [False, True])
+def test_random_models_never_end_an_answer(lm, assist):
+    answer = lm.generate(noise(0.3), max_seconds=0.5, text_assist=assist)
+    assert answer.ended == "length" and len(answer.tokens) == answer.timings.steps
+
+
+@pytest.mark.parametrize("assist", [False, True])
+def test_the_parts_of_first_audio_make_its_whole(lm, assist):
+    found = first_audio(lm, noise(0.3), assist, repeat=1)
+    parts = (found.encode, found.prefill, found.steps, found.codec)
+    assert all(part > 0 for part in parts)
+    assert sum(parts) == pytest.approx(found.total)
+    assert found.frame >= found.total
+
+
+def test_steps_until_sound_are_those_that_a_session_takes(lm):
+    """Counted by hand: ever more columns, until their frames give sound without a flush."""
+    found = first_audio(lm, noise(0.3), False, repeat=1).columns
+    wanted = next(n for n in itertools.count(1) if _sounds_after(lm, n))
+    assert found == wanted - 1  # the prefill writes the first column
+
+
+def _sounds_after(lm: SpeechLM, columns: int) -> bool:
+    frames = max(columns - lm.layout.max_delay, 0)
+    codes = torch.zeros(lm.layout.n_audio, frames, dtype=torch.long)
+    return len(lm.codec.stream().push(codes)) > 0
+
+
+def test_a_whole_answer_is_as_long_as_asked(lm):
+    figures = whole_answer(lm, noise(0.3), False, 0.5, repeat=2)
+    frames = -(-0.5 * lm.codec.frame_rate // 1)
+    assert figures.sound == pytest.approx(frames / lm.codec.frame_rate)
+    assert figures.real_time_factor == figures.total / figures.sound
+
+
+def test_steps_and_readings_are_of_the_same_weights(lm):
+    decoder, found = lm.model.decoder, steps_and_readings(lm, noise(0.3), True, False, rounds=2, each=2)
+    tables = (decoder.text_embedding.weight, decoder.audio_embedding.weight)
+    wanted = [p for p in decoder.parameters() if p.ndim == 2 and all(p is not table for table in tables)]
+    assert {id(p) for p in weights_of_a_step(lm)} == {id(p) for p in wanted}
+    assert found.bytes == 4 * sum(p.numel() for p in wanted)
+    assert found.ratio == found.reading / found.seconds > 0
+
+
+def test_a_tied_text_head_is_read_though_it_is_a_table():
+    model = preset("qwen3-0.6b")
+    decoder = dataclasses.replace(TINY.decoder, tie_text=True, qk_norm=model.decoder.qk_norm)
+    lm = make(dataclasses.replace(TINY, decoder=decoder))
+    assert any(p is lm.model.decoder.text_embedding.weight for p in weights_of_a_step(lm))
+
+
+def test_every_reader_reads_every_element():
+    matrices = [torch.rand(5, 7) + 0.1, torch.rand(3, 2) + 0.1]
+    reader = Reader(matrices)
+    assert reader.bytes == 4 * 41
+    from infer.measure import _READERS
+
+    for one in _READERS.values():
+        for matrix in matrices:
+            before = one(matrix).clone()
+            for i, j in itertools.product(*map(range, matrix.shape)):
+                changed = matrix.clone()
+                changed[i, j] += 1
+                assert not torch.equal(one(changed), before)
+    for _ in range(3):
+        reader.read()
+    assert reader.fastest.seconds == min(sorted(taken)[1] for taken in reader._seconds.values())
+
+
+def test_rows_in_real_time_stop_where_a_step_takes_longer_than_a_frame(lm, monkeypatch):
+    seconds = {1: 0.001, 2: 0.002, 4: 10.0, 8: 0.001}
+    runs = iter([s for s in seconds.values() for _ in range(8)])
+    monkeypatch.setattr("infer.streaming.seconds_of", lambda work, device: next(runs))
+    taken, fits = rows_in_real_time(lm, noise(0.3), tuple(seconds), compile=False)
+    assert taken == {1: 0.001, 2: 0.002, 4: 10.0} and fits == 2
+
+
+def test_peak_memory_sees_what_is_gone_again():
+    memory = PeakMemory(CPU)
+    size = memory.bytes + (64 << 20)  # past any earlier peak of this process
+    block = torch.ones(size // 4)
+    del block
+    slack = 16 << 20  # the kernel counts pages in batches
+    assert size - slack <= memory.bytes < size + slack
+
+
+def test_the_command_prints_every_table(configs, run):
+    words = ["bench", "--repeat", "1", "--seconds", "0.3", "--answer_seconds", "0.2", "--full"]
+    done = run(*words, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.text)
+    titles = [table["title"].split(":")[0] for table in found["tables"]]
+    once = ["streaming", "steps", "memory", "streaming", "streaming"]
+    assert titles == [*once[:2], "sessions", *once[2:], *once]
+    judged = [row["name"] for table in found["tables"] for row in table["rows"] if row["met"] is not None]
+    assert judged == [
+        "first exact sample",
+        "real-time factor",
+        "first exact sample",
+        "steps / readings",
+        "peak beyond the weights",
+    ]
+    assert all(isinstance(row["value"], (int, float)) for table in found["tables"] for row in table["rows"])
+    shown = run("bench", "--repeat", "1", "--seconds", "0.3", "--answer_seconds", "0.2", "--preset", "nano")
+    assert shown.code == 0 and "first exact sample" in shown.text and "threads" in shown.text
+
+
+def test_the_command_measures_a_folder(folder, run):
+    done = run("bench", "--model", folder, "--repeat", "1", "--answer_seconds", "0.2", "--json")
+    assert done.code == 0, done.err
+    assert str(folder) in json.loads(done.text)["tables"][0]["title"]
+
+
+@pytest.mark.parametrize(("name", "value", "met"), [("steps / readings", 0.9, True), ("steps / readings", 0.7, False),
+                                                    ("first exact sample", 0.9, False), ("memory", 0.7, True)])  # fmt: skip
+def test_targets_are_met_from_the_right_side(name, value, met):
+    assert bench_module.Row(name, value, target=0.8).met is met
+    assert bench_module.Row(name, value).met is None
