@@ -124,9 +124,7 @@ REASONS = {
 }
 
 
-def follow(
-    events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None
-) -> tuple[str, Figures, str]:
+def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None) -> tuple[str, Figures, str]:
     """Pass an answer on as it comes: text to `live`, sound to `outputs`. Returns the text, the figures and why it
     ended.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads, find_device
-from infer.measure import GIB, PeakMemory, load, peak_flops
+from infer.measure import GIB, PeakMemory, load
 from infer.options import BenchOptions
 from infer.stand_in import TimedCodec, random_lm
 from infer.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
@@ -27,6 +27,7 @@ from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
+from omni.hardware import peak_flops
 
 NANO_BATCHES = (1, 4, 16, 64, 256)
 
@@ -129,9 +130,7 @@ def _folder(options: BenchOptions, device: torch.device, folder: str) -> Iterato
     """A model folder, as its answers come."""
     lm = SpeechLM.from_pretrained(folder, device, compile=False)
     if lm.codec is None:
-        raise UserError(
-            f"{folder} has no weights of the codec {lm.config.codec!r}, so its first audio cannot be measured"
-        )
+        raise UserError(f"{folder} has no weights of the codec {lm.config.codec!r}, so its first audio cannot be measured")
     lm = SpeechLM(lm.model, lm.tokenizer, TimedCodec(lm.codec))
     with cpu_threads(options.threads, lm.model):
         name = "nano" if bytes_of(lm.model) < SMALL_MODEL else ""

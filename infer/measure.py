@@ -20,26 +20,6 @@ from torch import Tensor
 
 GIB = 1 << 30
 
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "4090": 165e12,
-    "3090": 71e12,
-}
-"""Dense bf16 FLOP/s from the makers' data sheets, by a part of the device's name."""
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak in bf16, where it is known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has nothing left to do."""
     if device.type == "cuda":

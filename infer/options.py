@@ -26,9 +26,7 @@ class AskOptions:
     independent questions, or with `--chat` the turns of one conversation.
     """
 
-    files: tuple[str, ...] = option(
-        (), "sound files, or - for raw PCM (s16le, mono) on standard input", positional=True
-    )
+    files: tuple[str, ...] = option((), "sound files, or - for raw PCM (s16le, mono) on standard input", positional=True)
     text: tuple[str, ...] = option((), "written questions instead", metavar="TEXT")
     model: str = option(DEFAULT_MODEL, "model folder")
     task: str | None = option(None, "A1A2, A1T2, A1T1, T1A2, T1T2 or T1A1; A1A2 for sound and T1A2 for text by default")

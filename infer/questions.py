@@ -9,6 +9,7 @@ Dimensions: S samples.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class PipeReader:
     def __init__(self, pipe: BinaryIO, rate: int) -> None:
         if rate < 1:
             raise UserError(f"--input_rate is {rate}; it must be at least 1 sample per second")
-        self._pipe, self._rate = pipe, rate
+        self._read, self._rate = _reader(pipe), rate
         self._limit = int(MAX_SECONDS * rate * 2)
         self._data = bytearray()
         self._error: OSError | None = None
@@ -51,7 +52,7 @@ class PipeReader:
 
     def _drain(self) -> None:
         try:
-            while len(self._data) <= self._limit and (block := self._pipe.read(1 << 14)):
+            while len(self._data) <= self._limit and (block := self._read(1 << 14)):
                 self._data += block
         except OSError as error:
             self._error = error
@@ -66,6 +67,16 @@ class PipeReader:
         if not self._data:
             raise UserError("standard input ended without a sample; pipe raw PCM (s16le, mono) into it")
         return from_pcm16(bytes(self._data), self._rate)
+
+
+def _reader(pipe: BinaryIO) -> Callable[[int], bytes]:
+    """How to read some bytes of a stream: past Python's buffer where there is a file descriptor, because a thread
+    that waits inside the buffer holds its lock, and the process could not end."""
+    try:
+        number = pipe.fileno()
+    except (OSError, AttributeError):
+        return pipe.read
+    return lambda size: os.read(number, size)
 
 
 def read_file(path: str, channel: int | None = None) -> Tensor:

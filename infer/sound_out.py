@@ -95,9 +95,7 @@ def load_sounddevice() -> Any:
     except ImportError as error:
         raise UserError('--speaker needs the package sounddevice: pip install "omni-speech[speaker]"') from error
     except OSError as error:
-        raise UserError(
-            f"--speaker needs the PortAudio library ({error}): install it, or use --out answer.wav"
-        ) from error
+        raise UserError(f"--speaker needs the PortAudio library ({error}): install it, or use --out answer.wav") from error
     return sounddevice
 
 

@@ -167,9 +167,11 @@ def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: 
         rounds: how often a few steps and a reading follow each other.
         each: steps at a time.
     """
-    runner = _answering(lm, sound, 2 if text_assist else 1, text_assist, length=1024, compile=compile)
+    warm_up = 3
+    room = rounds * each + warm_up
+    runner = _answering(lm, sound, 2 if text_assist else 1, text_assist, room, compile)
     device, reader = lm.model.device, Reader(weights_of_a_step(lm))
-    _steps(runner, 3)
+    _steps(runner, warm_up)
     taken: list[float] = []
     for _ in range(rounds):
         reader.read()
@@ -188,10 +190,9 @@ def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile
     assert codec is not None
     taken, fits = {}, 0
     for rows in sizes:
-        runner = _answering(lm, sound, rows, False, length=256, compile=compile)
+        runner = _answering(lm, sound, rows, False, 3 + 8, compile)
         streams = [codec.stream() for _ in range(rows)]
         frame = torch.zeros(lm.layout.n_audio, 1, dtype=torch.long)
-
         work = partial(_step_aloud, runner, streams, frame)
         for _ in range(3):
             work()
@@ -202,11 +203,18 @@ def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile
     return taken, fits
 
 
-def _answering(lm: SpeechLM, sound: Tensor, rows: int, text_assist: bool, length: int, compile: bool) -> Runner:
-    """A runner whose rows have heard the question and begin to answer; with text assist, row 1 writes for row 0."""
+def _answering(lm: SpeechLM, sound: Tensor, rows: int, text_assist: bool, room: int, compile: bool) -> Runner:
+    """A runner whose rows have heard the question and can answer for `room` steps; with text assist, row 1 writes for
+    row 0. UserError where the model's context is too short for that."""
     model = lm.model
     (features,) = model.encode_clips([sound])
     columns = prompt(model.layout, Turn(TASK, features=len(features)))
+    length = len(columns) + room
+    if length > model.config.decoder.context:
+        raise UserError(
+            f"{room} steps after a question of {len(columns)} positions do not fit the model's context of "
+            f"{model.config.decoder.context}; lower --repeat, or ask something shorter"
+        )
     runner = Runner(model, rows, length, compile=compile)
     packed = pack(model.layout, [columns] * rows, [features] * rows)
     hidden = prefill(model, runner.cache, range(rows), packed, runner.chunk)

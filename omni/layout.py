@@ -75,9 +75,7 @@ class Stream:
         if self.role not in ("predicted", "given"):
             raise UserError(f"layout: stream role {self.role!r} is unknown; use 'predicted' or 'given'")
         if self.rows and self.rows < self.size + self.specials:
-            raise UserError(
-                f"layout: {self.rows} table rows cannot hold {self.size} ids and {self.specials} special ids"
-            )
+            raise UserError(f"layout: {self.rows} table rows cannot hold {self.size} ids and {self.specials} special ids")
 
     @property
     def vocabulary(self) -> int:
@@ -441,8 +439,6 @@ class Cursor:
             has_text=text_on & ~text_ends & (text < sizes[a]),
             done=done,
         )
-        cursor = replace(
-            self, step=self.step + 1, text_ended=text_ended, audio_end=audio_end, history=history, done=done
-        )
+        cursor = replace(self, step=self.step + 1, text_ended=text_ended, audio_end=audio_end, history=history, done=done)
         cursor.__dict__["_constants"] = self._constants
         return cursor, push

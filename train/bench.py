@@ -22,10 +22,10 @@ from torch import Tensor
 
 from omni.config import preset
 from omni.errors import UserError
+from omni.hardware import peak_flops
 from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
 from train.data.lanes import remember
-from train.flops import peak_flops
 from train.memory import PeakMemory
 from train.objective import LinearCrossEntropy
 

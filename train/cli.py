@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
 from omni.errors import UserError
-from train.errors import Told
 
 COMMANDS = {
     "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
@@ -42,17 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise UserError(f"command {arguments[0]!r} is unknown; {hint}known: {', '.join(COMMANDS)}")
         return importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
-    except Told:
-        return 0
     except UserError as error:
         if debug:
             raise
+        if _helper():  # all processes of a run fail alike; the first one reports
+            return 0
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
-        print(f"error: {error.filename or 'a file'} cannot be written ({error.strerror}); mend that and run again", file=sys.stderr)
+        what = error.filename or "a file"
+        print(f"error: {what} cannot be written ({error.strerror}); mend that and run again", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _helper() -> bool:
+    """Whether this is another than the first process of a run."""
+    return any(int(os.environ.get(name) or 0) > 0 for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))

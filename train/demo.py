@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torchaudio.functional as AF
 from torch import Tensor
 from tqdm import tqdm
 
@@ -164,7 +162,7 @@ def converse(lm: SpeechLM, source: SpokenDigits, folder: Path) -> dict[str, Any]
                 written += event.text
                 print(event.text, end="", flush=True)
             elif isinstance(event, AudioChunk):
-                wav.write(event.samples)
+                wav.append(event.samples)
             elif isinstance(event, Ended):
                 timings = event.timings
     assert timings is not None
@@ -215,9 +213,8 @@ def write_report(folder: Path, examined: Examination, talk: dict[str, Any]) -> s
     ]
     width = max(len(name) for name, _ in lines)
     table = "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines)
-    files = "\n".join(
-        f"  {(folder / name)}" for name in ("question.wav", "answer.wav", "curves.png", "report.md") if name == "report.md" or (folder / name).exists()
-    )
+    found = [name for name in ("question.wav", "answer.wav", "curves.png", "spectrogram.png") if (folder / name).exists()]
+    files = "\n".join(f"  {folder / name}" for name in (*found, "report.md"))
     text = f"{table}\n\nfiles\n{files}\n"
     (folder / "report.md").write_text(f"# What the model can do\n\n```\n{text}```\n", encoding="utf-8")
     data = {

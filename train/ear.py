@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torchaudio.functional as AF
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from omni.audio.io import resample
 from omni.audio.mel import log_mel
 from omni.errors import UserError
 
@@ -20,7 +20,7 @@ from omni.errors import UserError
 def describe(audio: Tensor, sample_rate: int) -> Tensor:
     """Log-mel frames [T, n_mels] of a recording [S], one every 20 ms, without their mean (level and colour of the channel)."""
     if sample_rate != 16000:
-        audio = AF.resample(audio, sample_rate, 16000)
+        audio = resample(audio, sample_rate, 16000)
     if audio.numel() < 800:
         audio = torch.nn.functional.pad(audio, (0, 800 - audio.numel()))
     mel = log_mel(audio)[:, ::2].T
@@ -75,7 +75,7 @@ class Sphinx:
     def hear(self, audio: Tensor, sample_rate: int) -> str:
         """The words heard in a recording [S]; empty where the grammar fits nothing."""
         if sample_rate != 16000:
-            audio = AF.resample(audio, sample_rate, 16000)
+            audio = resample(audio, sample_rate, 16000)
         quiet = torch.zeros(4000)
         audio = torch.cat([quiet, audio / audio.abs().max().clamp_min(1e-3) * 0.7, quiet])
         self._decoder.start_utt()

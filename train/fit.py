@@ -23,13 +23,12 @@ from train.data.batch import Batch
 from train.data.build import build_alignment, build_pipeline
 from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
-from train.errors import Told
 from train.flops import StepFlops
 from train.initial import Initial, build_initial
 from train.loop import Loop, Outcome, Parts
 from train.objective import Objective, targets
 from train.optim import describe
-from train.parallel import build_fabric
+from train.parallel import build_fabric, launch
 from train.parse import read_fit_config
 from train.shelf import write_text
 from train.validation import build_validator
@@ -56,21 +55,16 @@ def fit(config: FitConfig) -> Outcome | None:
     """Run a configuration in all of its processes. None in the processes that only help.
 
     Raises:
-        UserError: whatever is wrong with configuration, data or disk; `Told` where another process reports it.
+        UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
     fabric = build_fabric(config.fabric)
-    fabric.launch()
+    launch(fabric)
     folder = Path(config.run_folder)
     try:
-        try:
-            if config.resume == "restart" and fabric.global_rank == 0:
-                clear(folder)
-            fabric.barrier()
-            loop = prepare(config, fabric, folder)
-        except UserError as error:
-            if fabric.global_rank > 0:  # all processes prepare alike: the first reports what is wrong
-                raise Told(str(error)) from error
-            raise
+        if config.resume == "restart" and fabric.global_rank == 0:
+            clear(folder)
+        fabric.barrier()
+        loop = prepare(config, fabric, folder)
         outcome = loop.run()
         return outcome if fabric.global_rank == 0 else None
     finally:
@@ -81,12 +75,11 @@ def fit(config: FitConfig) -> Outcome | None:
 def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     """Build everything a run needs, in every process alike."""
     initial = build_initial(with_alignment(config).model, config.seed)
-    parts = build_parts(config, initial, fabric, folder)
     plain = plain_config(config)
+    loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
     if fabric.global_rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "config.yaml", _yaml(plain))
-    return Loop(config, plain, parts, fabric, folder)
+    return loop
 
 
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
@@ -94,30 +87,30 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     model = initial.model
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
-    validator = None
-    if fabric.global_rank == 0:
-        validator = build_validator(
-            config.validation,
-            config.data,
-            model.config,
-            initial.tokenizer,
-            initial.codec,
-            fabric.device,
-            config.fabric.precision,
-            folder,
-        )
+    validator = build_validator(
+        config.validation,
+        config.data,
+        model.config,
+        initial.tokenizer,
+        initial.codec,
+        fabric.device,
+        config.fabric.precision,
+        folder,
+    )
 
     def export(weights: dict[str, Tensor]) -> Path:
         save_folder(folder / MODEL, model.config, weights, initial.tokenizer, codec_folder=initial.codec_folder)
         return folder / MODEL
 
+    objective = Objective(model, config.objective)
     return Parts(
-        objective=Objective(model, config.objective),
+        objective=objective,
         micro_batches=config.data.micro_batches,
         steps=lambda lanes, start, states: _steps(pipeline, config, lanes, start, states),
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
+        idle=objective.idle,
         flops=StepFlops(model),
         validate=validator,
         export=export,
@@ -184,12 +177,12 @@ def dry_run(config: FitConfig) -> str:
     learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
-    whole = sum(p.numel() for p in model.parameters())
+    whole, data = sum(p.numel() for p in model.parameters()), config.data
     return "\n".join(
         [
             f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M learn",
             f"optimizer: {describe(parameter_groups(learning, config.optimizer))}",
-            f"step: {config.data.micro_batches} micro-batches of {config.data.packing.rows} x {config.data.packing.length} columns",
+            f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} columns",
             draw(batch, model.layout, initial.tokenizer),
         ]
     )

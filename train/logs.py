@@ -112,5 +112,7 @@ def _wandb_run(project: str, folder: Path, config: Any) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise UserError(f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out") from error
+        raise UserError(
+            f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out"
+        ) from error
     return wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=config)

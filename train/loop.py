@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
+from omni.hardware import peak_flops
 from train import shelf, state
 from train.config import FitConfig
 from train.data.lanes import merge, remember
 from train.data.loader import process_lanes
 from train.feed import Batch, Feed, Step
-from train.flops import peak_flops
 from train.logs import METRICS, Logs
 from train.meter import Meter
 from train.optim import Average, build_optimizer, set_learning_rate, set_trainable
@@ -38,11 +38,13 @@ class Parts:
     """What a run trains, on what, and what is done with it.
 
     Attributes:
-        objective: module with `forward(batch, denominators) -> Losses`; its `model` is what is validated and exported.
+        objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
+            is used; its `model` is what is validated and exported.
         micro_batches: of one step, over all processes.
         steps: from this process's lanes, the first step and the lanes' states: the micro-batches of each step, without end.
         targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
         streams, tasks: names, in the order of `Losses.sums`.
+        idle: parameters that do not learn at that share of the budget.
         flops: work of a batch with so many targets.
         validate: figures of the model with these weights after so many steps.
         export: writes the finished model and says where it is.
@@ -56,6 +58,7 @@ class Parts:
     targets: Callable[[Batch], Tensor]
     streams: Sequence[str]
     tasks: Sequence[str]
+    idle: Callable[[float], Iterable[nn.Parameter]] = lambda progress: ()
     flops: Callable[[Batch, Tensor], float] | None = None
     validate: Callable[[dict[str, Tensor], int], Figures] | None = None
     export: Callable[[dict[str, Tensor]], Path] | None = None
@@ -170,15 +173,17 @@ class Loop:
     def _train(self, step: Step) -> None:
         """Forward and backward of every micro-batch, then one step of the optimizer.
 
-        Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence
-        the factor.
+        Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes,
+        hence the factor.
         """
-        denominators = step.denominators.to(self.fabric.device, non_blocking=True)
+        denominators, progress = step.denominators.to(self.fabric.device, non_blocking=True), self._used()
         for i, batch in enumerate(step.batches):
             with self.fabric.no_backward_sync(self.module, enabled=i + 1 < len(step.batches)):
-                losses = self.module(batch.to(self.fabric.device), denominators)
+                losses = self.module(batch.to(self.fabric.device), denominators, progress)
                 self.fabric.backward(losses.total * self.team.world)
             self.meter.add(losses)
+        for p in self.parts.idle(progress):
+            p.grad = None
         if self.config.clip is not None:
             self.norm = self.fabric.clip_gradients(
                 self.module, self.stepper, max_norm=self.config.clip, error_if_nonfinite=False
@@ -281,7 +286,8 @@ class Loop:
         if position.validated[0] != position.step:
             position.figures = {}
         position.scaler = self.fabric.strategy.precision.state_dict()
-        whole = replace(position, lanes=merge(self.team.gather(position.lanes)))
+        own = {key: lane for key, lane in position.lanes.items() if lane["lane"] in self.lanes}
+        whole = replace(position, lanes=merge(self.team.gather(own)))  # others' may date from the last start
         self.saved = state.save(
             self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team
         )
@@ -298,8 +304,9 @@ class Loop:
             return
         if self.config.resume != "force":
             for key, old, new in shelf.differences(shelf.read_state(found)["config"], self.plain):
+                now, before = shelf.brief(new), shelf.brief(old)
                 raise UserError(
-                    f"{key} is {shelf.brief(new)}, but the run in {self.folder} was started with {shelf.brief(old)}; set it back, choose another "
+                    f"{key} is {now}, but the run in {self.folder} was started with {before}; set it back, choose another "
                     "--run_folder, or say --resume restart (start over) or --resume force (go on all the same)"
                 )
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

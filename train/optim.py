@@ -1,8 +1,8 @@
 """Optimizers: which parameters learn, in which groups, by which rule, and the running average of the weights.
 
-Rules stand in the registry `RULES`: AdamW (Loshchilov and Hutter 2019) for every parameter, or Muon (Jordan et al. 2024) for the
-hidden matrices and AdamW for the rest. Several rules make one `Optimizer`, so that it is stepped, clipped, saved and
-resumed like one.
+Rules stand in the registry `RULES`: AdamW (Loshchilov and Hutter 2019) for every parameter, or Muon (Jordan et al. 2024)
+for the hidden matrices and AdamW for the rest. Several rules make one `Optimizer`, so that it is stepped, clipped, saved
+and resumed like one.
 """
 
 from __future__ import annotations

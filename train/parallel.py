@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from train.config import FabricConfig
-from train.errors import Told
 
 T = TypeVar("T")
 
@@ -33,6 +32,8 @@ def build_fabric(config: FabricConfig) -> Fabric:
     """
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     devices, num_nodes = placement(config, os.environ)
+    if os.environ.get("LT_STRATEGY", "").startswith("fsdp"):
+        raise UserError("`fabric run --strategy fsdp` is another, older one: leave it out there, and set fabric.strategy fsdp")
     strategy: Any = config.strategy
     if strategy == "fsdp":
         strategy = ModelParallelStrategy(shard, timeout=PATIENCE)
@@ -48,12 +49,22 @@ def build_fabric(config: FabricConfig) -> Fabric:
         )
     except (ValueError, RuntimeError, ImportError, TypeError) as error:  # Fabric raises all of these for bad combinations
         reason = " ".join(str(error).split())
-        if int(os.environ.get("LT_CLI_USED", "0")):
+        if _by_fabric_run():
             reason += " (give each setting once: to `fabric run` or in the configuration)"
         raise UserError(
             f"fabric: accelerator {config.accelerator}, devices {devices}, strategy {config.strategy}, precision "
             f"{config.precision} cannot be had here: {reason}"
         ) from error
+
+
+def launch(fabric: Fabric) -> None:
+    """Start the run's other processes, unless somebody has: under `fabric run` they are there already."""
+    if not _by_fabric_run():
+        fabric.launch()
+
+
+def _by_fabric_run() -> bool:
+    return bool(int(os.environ.get("LT_CLI_USED", "0")))
 
 
 def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | str, int]:
@@ -147,15 +158,11 @@ class Team:
             dist.barrier(group=self.group)
 
     def agree(self, error: UserError | None) -> None:
-        """Raise everywhere where any process failed: the first reports it, the others raise `Told`."""
+        """Raise everywhere where any process failed: its own error, or the first other's."""
         messages = self.gather(None if error is None else str(error))
-        failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
-        if not failed:
-            return
-        rank, message = failed[0]
-        if not self.first:
-            raise Told(message) from error
-        raise error or UserError(f"{message} (process {rank})")
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise error or UserError(f"{message} (process {rank})")
 
 
 @torch.no_grad()
@@ -185,6 +192,3 @@ def compile_blocks(module: nn.Module) -> None:
             for block in part:
                 block.compile()
 
-
-def parameter_count(parameters: Sequence[Tensor]) -> int:
-    return sum(p.numel() for p in parameters)

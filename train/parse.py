@@ -7,7 +7,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Union
@@ -94,7 +94,7 @@ def _read_yaml(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         near = sorted(str(p) for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
         close = get_close_matches(str(file), near, n=1, cutoff=0.3)
-        hint = f"did you mean {close[0]}?" if close else "give a YAML file such as configs/demo.yaml"
+        hint = f"did you mean {close[0]}?" if close else "give a YAML file such as configs/nano.yaml"
         raise UserError(f"configuration {file} does not exist; {hint}")
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
         hints = typing.get_type_hints(kind)
         for key, value in data.items():
             if key not in hints:
-                raise UserError(f"{where}: unknown key {_dotted(path, key)}; {_hint(_dotted(path, key))}")
+                raise UserError(f"{where}: unknown key {_dotted(path, key)}; {_hint(path, key, hints)}")
             check_keys(hints[key], value, where, _dotted(path, key))
     elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
         for i, value in enumerate(data):
@@ -137,7 +137,7 @@ def check_path(kind: Any, path: str) -> None:
         hints = typing.get_type_hints(here)
         part = part.rstrip("+")
         if part not in hints:
-            raise UserError(f"unknown option --{path}; {_hint(path)}")
+            raise UserError(f"unknown option --{path}; {_hint(*path.rpartition('.')[::2], hints)}")
         here = hints[part]
 
 
@@ -153,12 +153,12 @@ def _dotted(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _hint(path: str) -> str:
-    """What may have been meant by a key that does not exist."""
+def _hint(path: str, key: str, siblings: Iterable[str]) -> str:
+    """What may have been meant by a key that does not exist: one beside it, or one of that name elsewhere."""
+    near = [_dotted(path, name) for name in get_close_matches(str(key), list(siblings), n=2, cutoff=0.7)]
     known = list(all_keys(FitConfig))
-    last = path.rsplit(".", 1)[-1]
-    same = [key for key in known if key.rsplit(".", 1)[-1] == last]
-    close = same or get_close_matches(path, known, n=2, cutoff=0.6) or get_close_matches(last, known, n=2, cutoff=0.5)
+    same = [name for name in known if name.rsplit(".", 1)[-1] == key]
+    close = near or same or get_close_matches(_dotted(path, key), known, n=2, cutoff=0.5)
     return f"did you mean {' or '.join(close[:2])}?" if close else "see python -m train fit --help"
 
 

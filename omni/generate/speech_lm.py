@@ -1,10 +1,10 @@
 """`SpeechLM`: the Python door to a trained model.
 
-    lm = SpeechLM.from_pretrained("runs/demo/model")
-    answer = lm.generate("question.wav")                     # text and sound
-    for event in lm.stream("question.wav"): ...              # as they come
-    with lm.session() as session:                            # several turns over one cache
-        for event in session.ask("question.wav"): ...
+lm = SpeechLM.from_pretrained("runs/demo/model")
+answer = lm.generate("question.wav")                     # text and sound
+for event in lm.stream("question.wav"): ...              # as they come
+with lm.session() as session:                            # several turns over one cache
+    for event in session.ask("question.wav"): ...
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from omni.audio.codec import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.batch import Batch
+from omni.generate.options import Options
 from omni.generate.question import SAMPLE_RATE, Question, read_question
 from omni.generate.results import Answer, Event
 from omni.generate.sampling import GREEDY, SamplingPlan
-from omni.generate.session import Options, Session
+from omni.generate.session import Session
 from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
@@ -46,7 +47,8 @@ class SpeechLM:
         compile: run decoding steps through `torch.compile`.
 
     Raises:
-        UserError: the tokenizer has more ids than the text stream, or the codec's codebooks are not the layout's.
+        UserError: the tokenizer has more ids than the text stream, or the codec's codebooks are not the
+            layout's.
     """
 
     def __init__(
@@ -194,10 +196,7 @@ class SpeechLM:
         for name, given in (("tasks", tasks), ("seeds", seeds)):
             if len(given) != len(questions):
                 raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
-        asked = [
-            read_question(q, t, self.model, self.tokenizer, sample_rate)
-            for q, t in zip(questions, tasks, strict=True)
-        ]
+        asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
         options = Options(sampling, max_seconds=max_seconds, max_tokens=max_tokens)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         return batch.answer(asked, seeds, batch_size)
@@ -218,6 +217,8 @@ class SpeechLM:
         return Runner(self.model, rows, length, graph=self._graph, compile=self._compile)
 
     def _give(self, runner: Runner) -> None:
+        if len(runner.rows) > 2 and self.model.device.type == "cpu":
+            return  # a batch's cache is large, and without captured graphs quickly made
         runner.cache.reset()
         with self._lock:
             self._idle = [*self._idle, runner][-IDLE_RUNNERS:]

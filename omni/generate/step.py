@@ -1,13 +1,14 @@
 """The step runner: the rows of one cache advance together, one column each.
 
-One step feeds every row's column, takes the hidden state to the heads, samples, and lets the layout's cursor say what is fed
-next. Everything a step decides is packed into one tensor and copied to the host once; on a GPU that copy is read one step
-late, so that the device always has work. A row that is done is fed nowhere (position -1) from then on, without waiting for
-the host to notice.
+One step feeds every row's column, takes the hidden state to the heads, samples, and lets the layout's cursor
+say what is fed next. Everything a step decides is packed into one tensor and copied to the host once; on a
+GPU that copy is read one step late, so that the device always has work. A row that is done is fed nowhere
+(position -1) from then on, without waiting for the host to notice.
 
-Rows are slots of the cache: `begin` puts answers into neighbouring slots, `leave` empties a slot, and a row that is dropped
-leaves a smaller batch. On CUDA a step is captured as a graph for each shape it takes (`_Plan`); the tensors a graph reads
-and writes belong to the runner and stay where they are. The eager path runs the very same code.
+Rows are slots of the cache: `begin` puts answers into neighbouring slots, `leave` empties a slot, and a row
+that is dropped leaves a smaller batch. On CUDA a step is captured as a graph for each shape it takes
+(`_Plan`); the tensors a graph reads and writes belong to the runner and stay where they are. The eager path
+runs the very same code.
 
 Dimensions: B rows, K streams, A audio streams, W width.
 """
@@ -16,68 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from omni.generate.sampling import Mode, Sampler, Sampling
+from omni.generate.rows import Row, Start, Written
+from omni.generate.sampling import Mode, Sampler
 from omni.layout import Cursor
 from omni.model.decoder import Hidden
 from omni.model.kv_cache import KVCache
 from omni.model.speech_model import SpeechModel
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a row begins its answer.
-
-    Attributes:
-        text, audio: the streams it answers on.
-        position: where the prompt's last column stands in the cache.
-        settings: sampling of each stream.
-        key: of its random numbers (`seed_key`).
-        partner: slot of the row that writes its text (text assist), None where it writes itself.
-    """
-
-    text: bool
-    audio: bool
-    position: int
-    settings: tuple[Sampling, ...]
-    key: int = 0
-    partner: int | None = None
-
-
-@dataclass(eq=False)
-class Row:
-    """A row from its first column until it leaves.
-
-    Attributes:
-        slot: its place in the cache.
-        position: where its next column will be fed (counted on the host, so it may be one past the end of a row that is done).
-        needs_text, needs_audio: heads it still asks for.
-        partner: slot of the row whose text it takes.
-        live: it has not left.
-        done: its answer is complete.
-    """
-
-    slot: int
-    position: int
-    needs_text: bool
-    needs_audio: bool
-    partner: int | None = None
-    live: bool = True
-    done: bool = False
-
-
-class Written(NamedTuple):
-    """What one step wrote on one row: the column that is fed next, a finished frame, a text token, and whether that was all."""
-
-    column: tuple[int, ...]
-    frame: list[int] | None
-    text: int | None
-    done: bool
 
 
 class _Plan(NamedTuple):
@@ -157,9 +107,7 @@ class Runner:
         """
         slots = slice(first, first + len(starts))
         rows = [Row(first + i, s.position, s.text, s.audio, s.partner) for i, s in enumerate(starts)]
-        fresh = Cursor.start(
-            self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device
-        )
+        fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device)
         for name in Cursor.TENSORS:
             getattr(self._cursor, name)[slots] = getattr(fresh, name)
         device = self._position.device
@@ -257,9 +205,7 @@ class Runner:
         audio_mode, text_mode = self._sampler.modes(range(first, stop))
         visible = self._visible(max(row.position for row in live) + 1)
         mode = Mode()
-        return _Plan(
-            first, stop, text, audio, coupled, audio_mode if audio else mode, text_mode if text else mode, visible
-        )
+        return _Plan(first, stop, text, audio, coupled, audio_mode if audio else mode, text_mode if text else mode, visible)
 
     def _visible(self, positions: int) -> int:
         """How many slots a step looks at: few different numbers, fewer still where each costs a graph."""
@@ -332,7 +278,7 @@ class Runner:
                 self._forward(plan)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._forward(plan)
         self._pool = self._pool or graph.pool()
         for tensor, value in zip(state, saved, strict=True):

@@ -31,9 +31,7 @@ def slow(model: SpeechModel, speaks: Turn, writes: Turn) -> tuple[torch.Tensor, 
         for p, tokens in zip(prompts, rows, strict=True):
             none = torch.full((tokens.shape[1] - len(p),), -1)
             logits = last_logits(model, tokens, features, torch.cat([p.feature_index, none]))
-            ids.append(
-                [int(x.masked_fill(~allowed[k, : len(x)], float("-inf")).argmax()) for k, x in enumerate(logits)]
-            )
+            ids.append([int(x.masked_fill(~allowed[k, : len(x)], float("-inf")).argmax()) for k, x in enumerate(logits)])
         ids[0][a] = ids[1][a]
         for i in range(2):
             cursors[i], push = cursors[i].push(torch.tensor([ids[i]]))
@@ -78,13 +76,13 @@ def test_assisted_answers_equal_the_slow_way(
 
     with lm.session(text_assist=True, max_seconds=1.0) as session:
         events = list(session.ask(question, task))
-        assert session._turn is not None
-        mine = torch.tensor(session._turn.reply.columns).T[:, :STEPS]
+        assert session._last is not None
+        mine = torch.tensor(session._last.reply.columns).T[:, :STEPS]
         assert torch.equal(mine, columns[:, : mine.shape[1]])
         assert list(session.history[0].text or ()) == text
         assert "".join(e.text for e in events if isinstance(e, TextDelta)) == lm.tokenizer.decode(text)
         # A column is fed for each but the last; the text row goes with the column that ends the text.
-        assert batches == [2] * len(text) + [1] * (len(session._turn.reply.columns) - 1 - len(text))
+        assert batches == [2] * len(text) + [1] * (len(session._last.reply.columns) - 1 - len(text))
 
     alone = lm.generate(question, task, max_seconds=1.0)
     assert list(alone.tokens) != text  # the assist matters

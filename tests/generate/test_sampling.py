@@ -119,9 +119,7 @@ def test_draws_follow_the_distribution(name: str, over: str) -> None:
     steps = torch.arange(n) if over == "steps" else torch.full((n,), 3)
     streams = range(n) if over == "streams" else range(1, 2)
     u = uniform(keys[:1] if over == "streams" else keys, steps[:1] if over == "streams" else steps, streams)
-    drawn = draw(
-        logits.expand(n, 1, vocabulary), *columns(setting, n), u.view(n, 1), mode_of([setting], vocabulary)
-    )
+    drawn = draw(logits.expand(n, 1, vocabulary), *columns(setting, n), u.view(n, 1), mode_of([setting], vocabulary))
     counts = torch.bincount(drawn.flatten(), minlength=vocabulary).double()
     statistic, bound = chi_square(counts, theirs(setting, logits)[0])
     assert statistic < bound
@@ -136,9 +134,7 @@ def test_neighbouring_keys_draw_independently() -> None:
     pairs = [(grid[:-1], grid[1:]), (grid[:, :-1], grid[:, 1:]), (grid[:, :, :-1], grid[:, :, 1:])]
     for a, b in pairs:
         cell = (a * 10).long() * 10 + (b * 10).long()
-        statistic, bound = chi_square(
-            torch.bincount(cell.flatten(), minlength=100).double(), torch.full((100,), 0.01)
-        )
+        statistic, bound = chi_square(torch.bincount(cell.flatten(), minlength=100).double(), torch.full((100,), 0.01))
         assert statistic < bound
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -70,8 +69,8 @@ def ask(lm: SpeechLM, session: Session, begun: list[tuple[Tensor, int]], turn: i
     history = session.history
     events = session.ask(*ASKED[turn % 5])
     first = next(events)
-    assert session._turn is not None
-    expected = plain_hidden(lm, history, session._turn.exchange.turn)
+    assert session._last is not None
+    expected = plain_hidden(lm, history, session._last.exchange.turn)
     torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
     return chain([first], events)
 
@@ -127,7 +126,7 @@ def close_the_iterator(session: Session, events: Iterator[Event]) -> None:
     taken = first_frames(events, 2)
     events.close() if hasattr(events, "close") else session.cancel()  # type: ignore[attr-defined]
     session.cancel()
-    session._settle()
+    session._settle(session._last)
     check_delivered(session, taken)
 
 
@@ -164,7 +163,7 @@ def cancel_at_once(session: Session, events: Iterator[Event]) -> None:
 def check_delivered(session: Session, taken: list[Event], later: bool = False) -> None:
     """The last turn of the history is what the events gave: whole frames of the sound, and the text."""
     if later:
-        session._settle()
+        session._settle(session._last)
     turn = session.history[-1]
     samples = torch.cat([e.samples for e in taken if isinstance(e, AudioChunk)])
     frames = len(samples) // 4
@@ -240,10 +239,10 @@ def test_one_answer_at_a_time(lm: SpeechLM) -> None:
     session = lm.session()
     events = session.ask("one", "T1T2")
     next(events)
-    session._turn.running = True  # type: ignore[union-attr]  # as if another thread were inside
+    session._last.busy = True  # type: ignore[union-attr]  # as if another thread were inside
     with pytest.raises(UserError, match="another thread"):
         session.ask("two", "T1T2")
-    session._turn.running = False  # type: ignore[union-attr]
+    session._last.busy = False  # type: ignore[union-attr]
     session.close()
     with pytest.raises(UserError, match="closed"):
         session.ask("three", "T1T2")
@@ -284,10 +283,10 @@ def test_forgetting_drops_the_oldest_turns(layout: Layout, begun: list[tuple[Ten
             events = session.ask(*asked)
             kept = session.history
             next(events)
-            assert session._turn is not None
-            expected = plain_hidden(lm, kept, session._turn.exchange.turn)
+            assert session._last is not None
+            expected = plain_hidden(lm, kept, session._last.exchange.turn)
             torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
-            assert len(session._turn.keys) <= 48 or not kept
+            assert len(session._last.keys) <= 48 or not kept
             list(events)
             lengths.append(len(session.history))
         assert max(lengths) < 6 and len(session.history) >= 1

@@ -36,9 +36,7 @@ def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str,
     lm = make_lm(layout, **shape)
     seeds = [5, 5, 7, 8, 9, -1]
     limits: dict[str, Any] = {"sampling": sampling, "max_seconds": 0.6, "max_tokens": 12}
-    alone = [
-        lm.generate(q, t, seed=s, **limits) for q, t, s in zip(QUESTIONS, TASKS, seeds, strict=True)
-    ]
+    alone = [lm.generate(q, t, seed=s, **limits) for q, t, s in zip(QUESTIONS, TASKS, seeds, strict=True)]
     for batch_size in (6, 4):
         together = lm.generate_batch(QUESTIONS, TASKS, seed=seeds, batch_size=batch_size, **limits)
         for mine, theirs in zip(together, alone, strict=True):
@@ -82,8 +80,8 @@ def test_sound_comes_with_the_first_frame_that_can_be_exact(layout: Layout, monk
     with lm.session(sampling=Sampling(1.0, top_k=2), max_seconds=0.8) as session:
         for event in session.ask("hello", "T1A1"):
             if isinstance(event, AudioChunk):
-                assert session._turn is not None and lm.codec is not None
-                columns = len(session._turn.reply.columns)
+                assert session._last is not None and lm.codec is not None
+                columns = len(session._last.reply.columns)
                 assert columns == layout.max_delay + 1 + lm.codec.lookahead
                 assert len(event.samples) == lm.codec.frame_samples and event.exact
                 break

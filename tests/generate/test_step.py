@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.generate.prefill import pack, prefill, prefill_fork
+from omni.generate.rows import Row, Start, Written
 from omni.generate.sampling import GREEDY, Sampling, per_stream, seed_key
-from omni.generate.step import Row, Runner, Start, Written
+from omni.generate.step import Runner
 from omni.layout import Cursor, Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, find_task, prompt
@@ -44,7 +45,8 @@ def slow(model: SpeechModel, which: int, steps: int) -> list[Written]:
     layout, a = model.layout, model.layout.n_audio
     columns, allowed = ask(layout, which), layout.allowed()
     tokens, begun = columns.tokens, start(layout, which)
-    cursor, out = Cursor.start(layout, [begun.text], [begun.audio]), []
+    cursor = Cursor.start(layout, [begun.text], [begun.audio])
+    out: list[Written] = []
     while len(out) < steps and not (out and out[-1].done):
         logits = last_logits(model, tokens, None, torch.full((tokens.shape[1],), -1))
         ids = [int(x.masked_fill(~allowed[k, : len(x)], float("-inf")).argmax()) for k, x in enumerate(logits)]
@@ -187,9 +189,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_reads_the_device_once_whatever_the_rows_and_streams(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout
-) -> None:
+def test_a_step_reads_the_device_once_whatever_the_rows_and_streams(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
     lists = []
     tolist = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda self: lists.append(self.shape) or tolist(self))
@@ -208,7 +208,7 @@ def test_a_step_reads_the_device_once_whatever_the_rows_and_streams(
 def test_a_row_that_is_done_writes_nothing_more(layout: Layout) -> None:
     """The host may notice an end late: until then the row is fed at position -1."""
     runner = Runner(make_model(layout), 1, 200)
-    (row,) = begin(runner, [0], sampling=Sampling(2.0))
+    begin(runner, [0], sampling=Sampling(2.0))
     done_at = None
     for _ in range(150):
         runner.step()
@@ -220,12 +220,27 @@ def test_a_row_that_is_done_writes_nothing_more(layout: Layout) -> None:
     assert len(said) == done_at and said[-1].done and not any(w.done for w in said[:-1])
 
 
+def test_a_row_that_left_writes_nothing_more(layout: Layout) -> None:
+    """A slot before live rows is stepped along, but what its cache holds stays for the next turn."""
+    runner = Runner(make_model(layout), 2, 200)
+    first, _ = begin(runner, [0, 1])
+    for _ in range(3):
+        runner.step()
+    runner.leave(first)
+    kept = [t[0].clone() for t in (runner.cache.positions, runner.cache.keys.transpose(0, 1))]
+    for _ in range(5):
+        runner.step()
+    now = [t[0] for t in (runner.cache.positions, runner.cache.keys.transpose(0, 1))]
+    assert torch.equal(now[0], kept[0]) and torch.equal(now[1][:, kept[0] >= 0], kept[1][:, kept[0] >= 0])
+    assert {row.slot for row, _ in runner.results()} == {1}
+
+
 def test_moving_up_keeps_what_a_row_says() -> None:
     model = make_model(LAYOUTS["pad"])
     runner = Runner(model, 4, 80)
     rows = begin(runner, range(4))
     runner.step()
-    said = {row: [] for row in rows}
+    said: dict[Row, list[Written]] = {row: [] for row in rows}
     for row, written in runner.results():
         said[row].append(written)
     runner.leave(rows[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,5 +87,3 @@ def run(folder, tmp_path, monkeypatch, capsysbinary):
         return Done(code, out, err.decode())
 
     return call
-
-

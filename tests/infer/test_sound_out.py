@@ -161,6 +161,14 @@ def test_a_pipe_into_a_pipe(folder, lm, tmp_path):
     assert b"first audio" in err
 
 
+def test_an_error_does_not_wait_for_the_pipe_to_end(tmp_path):
+    with start("nowhere", tmp_path, "-", stdin=subprocess.PIPE) as process:
+        err = process.stderr.read().decode()
+        process.wait(timeout=120)
+    assert process.returncode == 2, err
+    assert err.startswith("error: ") and "nowhere" in err and err.count("\n") == 1
+
+
 def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
     with start(folder, tmp_path, "--text", "hi", "--out", "-", "--realtime") as process:
         assert len(process.stdout.read(640)) == 640  # the first frame, long before the last

@@ -12,7 +12,6 @@ from torch import nn
 
 from omni.errors import UserError
 from omni.model.kv_cache import FunctionalKVCache, KVCache
-
 from tests.close import assert_near
 
 from .conftest import random_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,11 @@ MODELS = {
         Layout.build([12, 12, 6, 8], 256, specials=8), ENCODER, AdapterConfig("linear", stack=2), DECODER, codec="toy4"
     ),
     "mini-omni": ModelConfig(
-        Layout.build([16] * 7, 256, specials=5, fill="sampled"), ENCODER, AdapterConfig("gated", hidden=24), DECODER, codec="toy7"
+        Layout.build([16] * 7, 256, specials=5, fill="sampled"),
+        replace(ENCODER, hop=320),
+        AdapterConfig("gated", hidden=24),
+        DECODER,
+        codec="toy7",
     ),
 }
 TASKS = {"A1A2": 0.4, "A1T1": 0.3, "T1A2": 0.2, "T1T2": 0.1}
@@ -92,7 +98,15 @@ def maker_of(model: ModelConfig, **options) -> ExampleMaker:
 
 
 def pipeline_of(
-    model: ModelConfig, sizes=(None, 7), weights=(2, 1), turns: int = 1, repeat: int = 1, packing=None, seed: int = 3, **options
+    model: ModelConfig,
+    sizes=(None, 7),
+    weights=(2, 1),
+    turns: int = 1,
+    repeat: int = 1,
+    packing: PackingConfig | None = None,
+    seed: int = 3,
+    kept: int = 99,
+    **options,
 ) -> Pipeline:
     """A mixture of an endless and a small finite source."""
     codec = codec_of(model)
@@ -103,4 +117,5 @@ def pipeline_of(
         maker_of(model, **options),
         packing or PackingConfig(rows=2, length=160, buffer=6),
         seed,
+        kept,
     )

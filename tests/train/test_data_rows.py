@@ -77,7 +77,7 @@ def test_a_reference_may_not_leave_the_folder(tmp_path, path):
     with pytest.raises(UserError, match=r"row 1: audio .* leaves the data's folder"):
         write_rows(tmp_path / "in" / "data.parquet", [rows(1)[0], row])
     assert list((tmp_path / "in").iterdir()) == []
-    with pytest.raises(UserError, match="leaves the data's folder"):
+    with pytest.raises(UserError, match=r"leaves the data's folder"):
         Sound(path=path, folder=tmp_path / "in").load(16000)
 
 
@@ -85,13 +85,19 @@ def test_a_link_may_not_lead_out_of_the_folder(tmp_path):
     (tmp_path / "in").mkdir()
     soundfile.write(tmp_path / "q.wav", [0.0] * 10, 16000)
     (tmp_path / "in" / "q.wav").symlink_to(tmp_path / "q.wav")
-    with pytest.raises(UserError, match="leaves the data's folder"):
+    with pytest.raises(UserError, match=r"leaves the data's folder"):
         Sound(path="q.wav", folder=tmp_path / "in").load(16000)
 
 
 @pytest.mark.parametrize(
     ("task", "field"),
-    [("A1T1", "question_text"), ("A1T2", "answer_text"), ("A1A2", "question_audio"), ("A1A2", "answer_codes"), ("T1T2", "question_text")],
+    [
+        ("A1T1", "question_text"),
+        ("A1T2", "answer_text"),
+        ("A1A2", "question_audio"),
+        ("A1A2", "answer_codes"),
+        ("T1T2", "question_text"),
+    ],
 )
 def test_what_a_task_lacks_is_named(task, field):
     whole = rows(1)[0].turns[0]
@@ -110,29 +116,29 @@ def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
     assert torch.equal(Codes("snac", by_level, "levels").for_codec(codec), streams)
     assert not torch.equal(Codes("snac", by_level).for_codec(codec), streams)
     assert sorted(CODE_ORDERS["snac"]["levels"]) == list(range(7))
-    with pytest.raises(UserError, match="order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
+    with pytest.raises(UserError, match=r"order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
         Codes("snac", streams, "sideways").for_codec(codec)
-    with pytest.raises(UserError, match="are of the codec 'codec2', the model speaks 'snac'"):
+    with pytest.raises(UserError, match=r"are of the codec 'codec2', the model speaks 'snac'"):
         Codes("codec2", streams).for_codec(codec)
-    with pytest.raises(UserError, match="snac"):
+    with pytest.raises(UserError, match=r"snac"):
         Codes("snac", streams[:4]).for_codec(codec)
-    with pytest.raises(UserError, match="code 99 in stream 3, frame 1"):
+    with pytest.raises(UserError, match=r"code 99 in stream 3, frame 1"):
         Codes("snac", streams.index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(99))).for_codec(codec)
 
 
 def test_broken_files_are_refused_with_their_names(tmp_path):
     with pytest.raises(UserError, match=r"gone.parquet does not exist"):
         StoredRows(tmp_path / "gone.parquet")
-    with pytest.raises(UserError, match="holds no .parquet file"):
+    with pytest.raises(UserError, match=r"holds no .parquet file"):
         StoredRows(tmp_path)
     write_rows(tmp_path / "data.parquet", rows(3))
     whole = (tmp_path / "data.parquet").read_bytes()
     (tmp_path / "data.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="data.parquet is not a whole Parquet file") as error:
+    with pytest.raises(UserError, match=r"data.parquet is not a whole Parquet file") as error:
         StoredRows(tmp_path / "data.parquet")
     assert "\n" not in str(error.value)
     (tmp_path / "data.parquet").write_text("hello")
-    with pytest.raises(UserError, match="not a whole Parquet file"):
+    with pytest.raises(UserError, match=r"not a whole Parquet file"):
         StoredRows(tmp_path)
 
 
@@ -140,20 +146,20 @@ def test_other_formats_are_refused(tmp_path):
     write_rows(tmp_path / "data.parquet", rows(3))
     table = pq.read_table(tmp_path / "data.parquet")
     pq.write_table(table.drop_columns(["turns"]), tmp_path / "other.parquet")
-    with pytest.raises(UserError, match="other.parquet has no column 'turns'"):
+    with pytest.raises(UserError, match=r"other.parquet has no column 'turns'"):
         StoredRows(tmp_path / "other.parquet")
     pq.write_table(table.set_column(0, "version", [["1"] * 3]), tmp_path / "other.parquet")
-    with pytest.raises(UserError, match="column 'version' is string, not int32"):
+    with pytest.raises(UserError, match=r"column 'version' is string, not int32"):
         StoredRows(tmp_path / "other.parquet")
     write_rows(tmp_path / "none.parquet", [])
-    with pytest.raises(UserError, match="has no rows"):
+    with pytest.raises(UserError, match=r"has no rows"):
         StoredRows(tmp_path / "none.parquet")
 
 
 def test_rows_of_another_version_or_without_turns_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"data.parquet row 2: .* is of version 7"):
         write_rows(tmp_path / "data.parquet", [*rows(2), replace(rows(1)[0], version=7)])
-    with pytest.raises(UserError, match="row 0: .* has no turns"):
+    with pytest.raises(UserError, match=r"row 0: .* has no turns"):
         write_rows(tmp_path / "data.parquet", [Row(())])
     write_rows(tmp_path / "data.parquet", rows(2))
     table = pq.read_table(tmp_path / "data.parquet")
@@ -161,7 +167,7 @@ def test_rows_of_another_version_or_without_turns_are_refused(tmp_path):
     pq.write_table(later, tmp_path / "later.parquet")
     stored = StoredRows(tmp_path / "later.parquet", tmp_path / "cache")
     assert stored[0].version == 1
-    with pytest.raises(UserError, match="later.parquet row 1 is of version 2"):
+    with pytest.raises(UserError, match=r"later.parquet row 1 is of version 2"):
         stored[1]
 
 
@@ -177,7 +183,7 @@ def test_a_full_disk_leaves_nothing_behind_and_what_was_there(tmp_path, monkeypa
     write_rows(tmp_path / "data.parquet", rows(2))
     before = (tmp_path / "data.parquet").read_bytes()
     monkeypatch.setattr(pq.ParquetWriter, "write_table", _FullDisk(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(UserError, match="no space left to write .*data.parquet"):
+    with pytest.raises(UserError, match=r"no space left to write .*data.parquet"):
         write_rows(tmp_path / "data.parquet", rows(3))
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["data.parquet"]

@@ -42,4 +42,4 @@ def test_sphinx_hears_a_spoken_number():
     ear = Sphinx(["one", "two", "three", "four", "seven"])
     audio, rate = synthesise("seven", voice="en-us")
     assert ear.hear(audio, rate) == "seven"
-    assert ear.hear(torch.zeros(8000), 16000) in ("", *"one two three four seven".split())
+    assert ear.hear(torch.zeros(8000), 16000) in ("", *["one", "two", "three", "four", "seven"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +133,33 @@ def test_what_is_not_trainable_stays_and_has_no_state(tmp_path: Path) -> None:
         "average.model.audio_embedding.weight",
         "average.model.audio_head.weight",
     }
+
+
+def test_what_is_idle_does_not_learn_yet(tmp_path: Path) -> None:
+    """For the first half of the budget; Muon and weight decay would move it even without a gradient."""
+    torch.manual_seed(0)
+    before = ToyModel().state_dict()
+    parts = toy_parts()
+    idle = list(parts.objective.model.blocks.parameters())
+    seen: list[float] = []
+
+    def resting(progress: float) -> list[nn.Parameter]:
+        seen.append(progress)
+        return idle if progress < 0.5 else []
+
+    def stop(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    optimizer = OptimizerConfig(name="muon", weight_decay=0.5)
+    config = toy_config(tmp_path, optimizer=optimizer)
+    parts = replace(parts, idle=resting, steps=toy_parts(stop).steps)
+    _, half = toy_fit(config, parts)
+    moved = {name.split(".")[0] for name, t in before.items() if not t.equal(half[f"model.model.{name}"])}
+    assert moved == {"audio_embedding", "text_embedding", "audio_head", "text_head"}
+    _, whole = toy_fit(config, replace(toy_parts(), idle=lambda progress: []))
+    assert all(not t.equal(whole[f"model.model.{name}"]) for name, t in before.items())
+    assert seen == [0.0, 0.125, 0.25, 0.375]
 
 
 def test_no_space_left_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:

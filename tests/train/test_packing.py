@@ -87,9 +87,8 @@ def test_a_batch_holds_exactly_its_examples(name, turns):
             assert (batch.targets[r, :, used:] == IGNORE).all() and (batch.feature_index[r, used:] == -1).all()
             for number in range(max(numbers[:used]) + 1):
                 at = (batch.segments[r, :used] == number).nonzero().squeeze(1)
-                example = next(
-                    e for e in examples.values() if len(e.columns) == len(at) and torch.equal(e.columns.tokens, batch.tokens[r][:, at])
-                )
+                tokens = batch.tokens[r][:, at]
+                example = next(e for e in examples.values() if torch.equal(e.columns.tokens, tokens))
                 examples.pop(example.draw)
                 found += 1
                 assert torch.equal(batch.targets[r][:, at], example.columns.targets)
@@ -140,13 +139,13 @@ def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
     lane = Lane(pipeline_of(model, packing=PackingConfig(rows=2, length=2, buffer=4, too_long="skip")), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.data.lanes._GIVE_UP", 50)
-        with pytest.raises(UserError, match="50 examples one after another are longer than packing.length 2"):
+        with pytest.raises(UserError, match=r"50 examples one after another are longer than packing.length 2"):
             lane.batch()
 
 
 @pytest.mark.parametrize("wrong", [dict(rows=0), dict(length=0), dict(buffer=0), dict(too_long="cut")])
 def test_shapes_that_cannot_be_are_refused(wrong):
-    with pytest.raises(UserError, match=f"packing.{next(iter(wrong))}"):
+    with pytest.raises(UserError, match=rf"packing.{next(iter(wrong))}"):
         PackingConfig(**wrong)
 
 

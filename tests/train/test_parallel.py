@@ -78,9 +78,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     together = [
         {"folder": str(top / "ddp"), "fabric": ddp},
         {"folder": str(top / "ddp-stopped"), "fabric": ddp, **stop},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, "kill": ["SIGINT", 5]},
         {"folder": str(top / "ddp-stopped"), "fabric": ddp},
         {"folder": str(top / "fsdp"), "fabric": fsdp},
         {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **stop},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, "kill": ["SIGINT", 5]},
         {"folder": str(top / "fsdp-stopped"), "fabric": fsdp},
         {"folder": str(top / "sharded-then-one"), "fabric": fsdp, **stop},
         {"folder": str(top / "one-then-two"), "fabric": ddp},
@@ -162,7 +164,7 @@ def test_impossible_combinations_are_one_line(tmp_path: Path, monkeypatch: pytes
         build_fabric(FabricConfig(accelerator="cpu", devices=1))
     monkeypatch.setenv("LT_DEVICES", "1")
     assert build_fabric(FabricConfig(accelerator="cpu")).world_size == 1
-    with pytest.raises(UserError, match="4 micro-batches a step cannot be shared by 3"):
+    with pytest.raises(UserError, match=r"4 micro-batches a step cannot be shared by 3"):
         from train.data.loader import process_lanes
 
         process_lanes(4, 0, 3)
@@ -174,5 +176,5 @@ def test_muon_refuses_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     from train import optim
 
     monkeypatch.setattr(optim, "DTensor", torch.nn.Parameter)
-    with pytest.raises(UserError, match="use optimizer.name adamw, or strategy ddp"):
+    with pytest.raises(UserError, match=r"use optimizer\.name adamw, or strategy ddp"):
         optim.parameter_groups(list(ToyModel().named_parameters()), OptimizerConfig(name="muon"))

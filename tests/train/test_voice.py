@@ -13,7 +13,7 @@ from omni.errors import UserError
 from train.data import voice
 from train.data.voice import SAMPLE_RATE, check_voice, languages, synthesise, variants
 
-VOICES = ["en-us+f3", "en-gb-scotland+m2", "en-us+whisper", "en-gb-x-rp+klatt4"]
+VOICES = ["en-us+f3", "en-gb-scotland+m2", "en-us+whisper", "en-gb-x-rp+klatt4", "en-us+Reed"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,8 @@ def test_what_was_said_before_changes_nothing(name, said):
 
 def test_threads_and_forked_processes_say_the_same(said):
     with ThreadPoolExecutor(4) as pool:
-        for name, audio in zip(VOICES * 3, pool.map(lambda v: synthesise("what is three plus five", v)[0], VOICES * 3)):
+        spoken = pool.map(lambda v: synthesise("what is three plus five", v)[0], VOICES * 3)
+        for name, audio in zip(VOICES * 3, spoken, strict=True):
             assert torch.equal(audio, said[name])
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(_checksum, VOICES) == [_sum(said[name]) for name in VOICES]

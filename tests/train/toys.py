@@ -77,7 +77,7 @@ class ToyObjective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: ToyBatch, denominators: Tensor) -> Losses:
+    def forward(self, batch: ToyBatch, denominators: Tensor, progress: float = 1.0) -> Losses:
         hidden = self.model(batch.tokens)
         total = hidden.new_zeros(())
         sums, counts = hidden.new_zeros(len(TASKS), 2), hidden.new_zeros(len(TASKS), 2)

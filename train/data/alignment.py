@@ -18,7 +18,8 @@ class Alignment:
     """Ids of a transcript.
 
     Args:
-        kind: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text stream's own.
+        kind: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
+            stream's own.
         words: the vocabulary of `words`; a text with another word has no transcript.
         tokenizer: of the text stream, for `tokens`.
 

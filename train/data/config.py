@@ -54,8 +54,8 @@ class DataConfig:
         alignment: how questions are spelt for the encoder's alignment head, see `Alignment`; `none` without one.
         words: of the alignment `words`, besides those of the synthetic sources.
         augment: changes to what is heard; null for none.
-        sound_anew: where utterances come back (`digits.reuse`), their sound is changed anew each time; otherwise only their features
-            are, which costs a third.
+        sound_anew: where utterances come back (`digits.reuse`), their sound is changed anew each time; otherwise only their
+            features are, which costs a third.
         workers: processes that make batches, for each process that trains; 0 makes them there.
         prefetch: steps each of them works ahead.
         cache: folder for the Arrow copy of stored data; null for that of `datasets`.

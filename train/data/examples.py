@@ -6,7 +6,7 @@ Dimensions: M mel bands, F mel frames, C columns, A audio streams, S samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,19 +16,20 @@ from omni.audio.encoder_features import features, split
 from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.tasks import TASKS, Columns, Turn, example, find_task, join
+from omni.tasks import TASKS, Columns, Turn, find_task, join
 from omni.text import Tokenizer
 from train.data.alignment import Alignment
 from train.data.augment import AugmentConfig, augment_audio, augment_mel
+from train.data.columns import turn_columns
 from train.data.keys import torch_dice
-from train.data.row import Row, RowTurn
+from train.data.row import Row, RowTurn, Sound
 
 _TASK_INDEX = {name: i for i, name in enumerate(TASKS)}
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What the encoder hears at once: log-mel [M, F], the encoder frames it becomes, and its transcript's ids (may be empty)."""
+    """What the encoder hears at once: log-mel [M, F], the encoder frames it becomes, and its transcript's ids (maybe none)."""
 
     mel: Tensor
     frames: int
@@ -63,9 +64,14 @@ class Prepared:
     def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
         self.row = row
         self.kept_as = kept_as
-        self.audio: dict[int, Tensor] = {}
         self.heard: dict[int, list[tuple[Tensor, int]]] = {}
         self.codes: dict[int, Tensor] = {}
+
+    def forget_sound(self, number: int) -> None:
+        """Let go of a question's samples, once only its features are wanted: they are twice as large."""
+        turns = list(self.row.turns)
+        turns[number] = replace(turns[number], question_audio=Sound())
+        self.row = replace(self.row, turns=tuple(turns))
 
 
 class ExampleMaker:
@@ -104,7 +110,8 @@ class ExampleMaker:
             raise UserError(f"the data's codec is {codec.name!r}, the model speaks {model.codec!r}; use one for both")
         if len(tokenizer) > model.layout.text.size:
             raise UserError(
-                f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; use the model's own"
+                f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
+                "use the model's own tokenizer"
             )
         if self.alignment.size != model.ctc:
             raise UserError(
@@ -126,9 +133,9 @@ class ExampleMaker:
                 raise UserError(f"{prepared.row.where}, turn {number}: {error}") from error
             turns.append(ids)
             clips += heard
-        parts = [example(self.model.layout, [turn]) for turn in turns]  # turns do not overlap: joined, they are the whole
-        task = [torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)]
-        return Example(draw, join(parts), torch.cat(task), tuple(clips), prepared.row.where)
+        parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: joined, they are the whole
+        task = torch.tensor([_TASK_INDEX[name] for part, name in zip(parts, tasks, strict=True) for _ in range(len(part))])
+        return Example(draw, parts[0] if len(parts) == 1 else join(parts), task, tuple(clips), prepared.row.where)
 
     def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:
         task = find_task(name)
@@ -149,28 +156,31 @@ class ExampleMaker:
 
     def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
         """The question's clips, changed as this draw has it."""
-        if number not in prepared.audio and turn.question_audio is not None:
-            prepared.audio[number] = turn.question_audio.load(SAMPLE_RATE)
+        assert turn.question_audio is not None
         if prepared.kept_as is None or (self.sound_anew and self.augment is not None):
-            heard = self._hear(prepared.audio[number], "sound", draw, number)
+            heard = self._hear(turn.question_audio.load(SAMPLE_RATE), "sound", draw, number)
         else:
             if number not in prepared.heard:
-                prepared.heard[number] = self._hear(prepared.audio[number], "kept", *prepared.kept_as, number)
+                audio = turn.question_audio.load(SAMPLE_RATE)
+                prepared.heard[number] = self._hear(audio, "kept", *prepared.kept_as, number)
+                prepared.forget_sound(number)
             heard = prepared.heard[number]
         transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
         clips = []
         for piece, (mel, frames) in enumerate(heard):
             if self.augment is not None:
-                dice = torch_dice(self.seed, "features", draw, number, piece)
-                mel = augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1]))
+                mel, frames = self._vary(mel, frames, "features", draw, number, piece)
             clips.append(Clip(mel, frames, transcript))
         return clips
 
     def _hear(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
         """Log-mel [M, F] and encoder frames of each window of a question [S], its sound changed as the key has it."""
-        if self.augment is not None:
-            audio = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
         encoder, stack = self.model.encoder, self.model.adapter.stack
+        if self.augment is not None:
+            encoder.clips(len(audio))  # what is too long is refused as it is, not as it is changed
+            changed = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
+            if len(changed) <= encoder.max_samples or len(audio) > encoder.max_samples:
+                audio = changed  # otherwise only being slowed down would take it out of the window
         pieces = split(audio, encoder)
         if len(pieces) > 1 and encoder.positions % stack:
             raise UserError(
@@ -178,6 +188,17 @@ class ExampleMaker:
                 f"which adapter.stack {stack} does not divide: cut it, or change one of them"
             )
         return [(features(piece, encoder), encoder.frames(len(piece))) for piece in pieces]
+
+    def _vary(self, mel: Tensor, frames: int, *key: int | str) -> tuple[Tensor, int]:
+        """A clip's log-mel [M, F] and encoder frames, changed as the key has it."""
+        assert self.augment is not None
+        encoder, dice = self.model.encoder, torch_dice(self.seed, *key)
+        if encoder.mode == "padded":
+            return augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1])), frames
+        changed = augment_mel(mel, self.augment, dice)
+        if changed.shape[1] > 2 * encoder.positions:  # as in `_hear`
+            return mel, frames
+        return changed, encoder.frames(changed.shape[1] * encoder.hop)
 
     def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
         """Codes [A, F] of the answer: the row's own, or made of its audio."""

@@ -11,6 +11,8 @@ import random
 
 import torch
 
+_64 = (1 << 64) - 1
+
 
 def key(*parts: int | str) -> int:
     """A 63-bit number that depends on all parts and on nothing else (BLAKE2b of their text)."""
@@ -31,17 +33,26 @@ def torch_dice(*parts: int | str) -> torch.Generator:
 def shuffled(index: int, size: int, *parts: int | str) -> int:
     """Where `index` in [0, size) goes in the permutation named by `parts`: a bijection of [0, size), without a table.
 
-    A four-round Feistel network over the smallest square of a power of two that holds `size`, walked until the number is in range
-    (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the cycle-walking method).
+    An eight-round Feistel network over the smallest square of a power of two that holds `size`, walked until the number is in
+    range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the cycle-walking method).
     """
     if not 0 <= index < size:
         raise IndexError(f"index {index} is outside [0, {size})")
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
+    name = key(*parts)
     while True:
         left, right = index >> half, index & mask
-        for turn in range(4):
-            left, right = right, left ^ (key(turn, right, *parts) & mask)
+        for turn in range(1, 9):
+            left, right = right, left ^ (_mixed(name + right + (turn << 48)) & mask)
         index = left << half | right
         if index < size:
             return index
+
+
+def _mixed(number: int) -> int:
+    """64 well mixed bits (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators": SplitMix64)."""
+    z = (number + 0x9E3779B97F4A7C15) & _64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
+    return z ^ (z >> 31)

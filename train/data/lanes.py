@@ -1,11 +1,13 @@
 """Lanes: packers that go on exactly where they stood, whatever the number of processes.
 
-One optimizer step takes `lanes` micro-batches over all processes, micro-batch j from lane j. Each lane is split into `ways` sub-lanes that take
-turns, step s belonging to sub-lane s mod ways, so that as many data workers can work ahead. Sub-lane i of lane j is a packer of its own over the draws
+One optimizer step takes `lanes` micro-batches over all processes, micro-batch j from lane j. Each lane is split into `ways`
+sub-lanes that take turns, step s belonging to sub-lane s mod ways, so that as many data workers can work ahead. Sub-lane i of
+lane j is a packer of its own over the draws
 
     n = j + lanes * (i + ways * k),    k = 0, 1, 2, ...
 
-and its state is plain data: the next draw and the draws that wait in its buffer. On resume the waiting ones are made again; nothing is replayed.
+and its state is plain data: the next draw and the draws that wait in its buffer. On resume the waiting ones are made again;
+nothing is replayed.
 """
 
 from __future__ import annotations

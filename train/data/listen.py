@@ -11,7 +11,8 @@ from train.data.batch import Batch
 def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, columns: int = 24) -> str:
     """Draw the examples of a packed row as text, each with its task and columns (at most `columns` of them at either end).
 
-    A star marks a cell whose token is learnt, i.e. predicted from the column before it; `~` stands under columns that hold encoder features.
+    A star marks a cell whose token is learnt (predicted from the column before it); `~` stands under columns that hold encoder
+    features.
     """
     segments, out = batch.segments[row].cpu(), []
     used = int((batch.task[row] >= 0).sum())

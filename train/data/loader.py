@@ -1,7 +1,7 @@
 """The loader: one step's micro-batches at a time, made by data workers, resumable after any step.
 
-torchdata's `StatefulDataLoader` runs the workers. The state of the data does not stay with it: it travels inside each batch, so that it can move to
-another number of processes (a loader's snapshot belongs to one process and its workers).
+torchdata's `StatefulDataLoader` runs the workers. The state of the data does not stay with it but travels inside each batch,
+so that it can move to another number of processes (a loader's snapshot belongs to one process and its workers).
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class _Steps(IterableDataset):
         self.ways = ways
         self.start = start
         self.states = states
-        self.end, self.tell = multiprocessing.Pipe(duplex=False)
-        """Something to read, which nobody reads, when the program ends: workers that ignore signals have to be told."""
+        self.end: Connection | None = None  # has something to read, which nobody reads, once the program ends
 
     def __iter__(self) -> Iterator[list[Batch] | _Failure]:
         info = get_worker_info()
@@ -119,8 +118,10 @@ class StepLoader:
         steps = _Steps(pipeline, micro_batches, mine, self.ways, start_step, dict(self.states))
         self._loader: Any = _data_loader(steps, self.workers, prefetch, torch.cuda.is_available() if pin is None else pin)
         self._iterator: Iterator[list[Batch] | _Failure] | None = None
-        # Of what runs at the program's end, this comes before the processes are waited for.
-        multiprocessing.util.Finalize(self, steps.tell.send_bytes, (b"end",), exitpriority=100)
+        if self.workers:
+            # Workers ignore signals, so they are told when the program ends; and before it waits for them, hence the priority.
+            steps.end, tell = multiprocessing.Pipe(duplex=False)
+            multiprocessing.util.Finalize(self, _end_workers, (steps.end, tell), exitpriority=100)
 
     def __iter__(self) -> StepLoader:
         return self
@@ -146,7 +147,9 @@ class StepLoader:
 def process_lanes(micro_batches: int, rank: int, world: int) -> range:
     """The lanes of process `rank` of `world`; UserError where they do not divide evenly."""
     if micro_batches % world:
-        raise UserError(f"{micro_batches} micro-batches a step cannot be shared by {world} processes; make it a multiple of {world}")
+        raise UserError(
+            f"{micro_batches} micro-batches a step cannot be shared by {world} processes; make it a multiple of {world}"
+        )
     each = micro_batches // world
     return range(rank * each, (rank + 1) * each)
 
@@ -169,21 +172,31 @@ def _data_loader(steps: _Steps, workers: int, prefetch: int, pin: bool) -> Any:
         )
 
 
+def _end_workers(end: Connection, tell: Connection) -> None:
+    tell.send_bytes(b"end")
+    tell.close()
+    end.close()
+
+
 def _as_it_is(item: Any) -> Any:
     return item
 
 
 def _begin_worker(_: int) -> None:
-    """A worker uses one thread, leaves signals to the run (which saves first), and ends when the run does, however that ended."""
+    """A worker uses one thread, leaves signals to the run (which saves first), and ends when the run does, however it ended."""
     torch.set_num_threads(1)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     info = get_worker_info()
-    assert info is not None
-    threading.Thread(target=_follow, args=(os.getppid(), info.dataset.end), daemon=True).start()
+    assert info is not None and isinstance(info.dataset, _Steps) and info.dataset.end is not None
+    done = threading.Event()
+    # Not a daemon, which would be torn down with the interpreter: the worker's own end asks it to leave, then waits for it.
+    threading.Thread(target=_follow, args=(os.getppid(), info.dataset.end, done)).start()
+    multiprocessing.util.Finalize(None, done.set, exitpriority=100)
 
 
-def _follow(parent: int, end: Connection) -> None:
-    while os.getppid() == parent and not end.poll(1.0):
-        pass
-    os._exit(0)
+def _follow(parent: int, end: Connection, done: threading.Event) -> None:
+    """Ends this process when its parent has ended, or says that it is about to."""
+    while not done.is_set():
+        if end.poll(0.2) or os.getppid() != parent:
+            os._exit(0)

@@ -1,7 +1,8 @@
 """Which row is draw number n, and for which task: pure functions of (seed, n).
 
-Sources are mixed in exact proportion: in any block of draws each source has its share, up to one row. A finite source is gone through in
-epochs, each a full permutation of its rows; an endless one is asked for row n. Tasks are drawn by weight, and the weights may change with n (a curriculum).
+Sources are mixed in exact proportion: in any run of blocks of draws each source has its share, up to one row per source. A
+finite source is gone through in epochs, each a full permutation of its rows; an endless one is asked for row n. Tasks are drawn
+by weight, and the weights may change with n (a curriculum).
 """
 
 from __future__ import annotations

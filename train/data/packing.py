@@ -1,8 +1,9 @@
 """Filling rows of a fixed length with whole examples.
 
-A row starts with the example that has waited longest and takes, of the others in the buffer, those whose lengths fill the rest best:
-the exact solution of the subset-sum problem, with sets of reachable sums as the bits of Python's integers (a few microseconds an
-example). Among equally full choices older examples go first, so nothing waits for long and the order stays close to that of the draws.
+A row starts with the example that has waited longest and takes, of the others in the buffer, those whose lengths fill the rest
+best: the exact solution of the subset-sum problem, with sets of reachable sums as the bits of Python's integers (a microsecond
+an example). Among equally full choices older examples go first, so nothing waits for long and the order stays close to that of
+the draws.
 """
 
 from __future__ import annotations

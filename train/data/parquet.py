@@ -1,7 +1,7 @@
 """Rows in Parquet files: written beside and renamed, read by index through Hugging Face `datasets`.
 
-`datasets` keeps an Arrow copy of the files in its cache folder (`HF_HOME`) and maps it into memory, so that any row is at hand without
-reading the others, and all workers share the pages.
+`datasets` keeps an Arrow copy of the files in its cache folder (`HF_HOME`) and maps it into memory, so that any row is at hand
+without reading the others, and all workers share the pages.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def _count(file: Path) -> int:
     wanted = features().arrow_schema
     for field in wanted:
         if field.name not in schema.names:
-            raise UserError(f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first")
+            raise UserError(
+                f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
+            )
         found = schema.field(field.name).type
         if found != field.type:
             raise UserError(

@@ -8,7 +8,9 @@
     task       string    a task that all turns are meant for, "" to leave it to the mixture
     turns      list of
         question_text   string
-        question_audio  {bytes, path}     FLAC (or any file that soundfile reads), or a path relative to the Parquet file's folder
+        question_audio  {bytes, path}
+                            bytes   FLAC, or any other file that soundfile reads
+                            path    instead of bytes: relative to the folder of the Parquet file
         answer_text     string
         answer_audio    {bytes, path}
         answer_codes    {codec, order, frames}

@@ -1,14 +1,13 @@
 """The nano model's endless source: spoken questions about digits, made as they are drawn.
 
-Two kinds: adding or subtracting two numbers from 0 to 9, and reading a string of one to four digits back. espeak-ng asks in many voices,
-speeds and pitches; one voice answers, through the codec. Utterance number u is a pure function of (seed, u).
+Two kinds: adding or subtracting two numbers from 0 to 9, and reading a string of one to four digits back. espeak-ng asks in
+many voices, speeds and pitches; one voice answers, through the codec. Utterance number u is a pure function of (seed, u).
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,19 +22,25 @@ from train.data.row import Codes, Row, RowTurn, Sound
 from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 
 NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen"
-).split()
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+)
 RATE = 16000
 """Sample rate of the questions."""
 
 _ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp")
 _VARIANTS = ("f1", "f3", "f5", "m1", "m2", "m4", "m5", "m6", "m8")
-_RARE_VARIANTS = tuple(
-    "Alex Alicia Andrea Andy Annie Denis Gene Gene2 Jacky Lee Michael Mike Reed Storm adam anika announcer antonio aunty belinda "
-    "benjamin boris caleb david ed edward grandma grandpa ian iven iven2 john klatt klatt2 klatt3 linda max norbert pablo paul "
-    "quincy rob robert shelby steph steph2 travis victor zac".split()
+_RARE_VARIANTS = (
+    *("Alex", "Alicia", "Andrea", "Andy", "Annie", "Denis", "Gene", "Gene2", "Jacky", "Lee"),
+    *("Michael", "Mike", "Reed", "Storm", "adam", "anika", "announcer", "antonio", "aunty", "belinda"),
+    *("benjamin", "boris", "caleb", "david", "ed", "edward", "grandma", "grandpa", "ian", "iven"),
+    *("iven2", "john", "klatt", "klatt2", "klatt3", "linda", "max", "norbert", "pablo", "paul"),
+    *("quincy", "rob", "robert", "shelby", "steph", "steph2", "travis", "victor", "zac"),
 )
-_HELD_OUT = ("en-us+f2", "en-us+m3", "en-us+f4", "en-gb+m7", "en-gb+f4", "en-gb+m3", "en-gb-scotland+f4", "en-gb-scotland+m3")
+_HELD_OUT = (
+    *("en-us+f2", "en-us+m3", "en-us+f4", "en-gb+m7", "en-gb+f4", "en-gb+m3"),
+    *("en-gb-scotland+f4", "en-gb-scotland+m3"),
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,9 @@ class SpokenDigitsConfig:
         taught = {*self.variants, *self.rare_variants}
         for voice in self.held_out:
             if voice.partition("+")[2] in taught:
-                raise UserError(f"digits.held_out names {voice!r}, but its variant speaks in training: take it out of one of them")
+                raise UserError(
+                    f"digits.held_out names {voice!r}, but its variant speaks in training: take it out of one of them"
+                )
         for name, low in (("rate", 80), ("pitch", 0), ("pitch_range", 0), ("silence", 0)):
             first, last = getattr(self, name)
             if not low <= first <= last:
@@ -155,8 +162,8 @@ class SpokenDigits:
     def identity(self, index: int) -> int:
         """Number of the utterance that draw `index` uses: draws that share it have equal rows.
 
-        In a block of reuse * distance draws, each of `distance` utterances returns after `distance` draws. Where that is a multiple
-        of the lanes, an utterance always returns to the same lane and worker, which then still has it.
+        In a block of reuse * distance draws, each of `distance` utterances returns after `distance` draws. Where that is a
+        multiple of the sub-lanes, an utterance always returns to the same one, and so to the worker that still has it.
         """
         block, place = divmod(index, self.config.reuse * self.config.reuse_distance)
         return block * self.config.reuse_distance + place % self.config.reuse_distance
@@ -192,7 +199,7 @@ class SpokenDigits:
 
     def answers(self) -> list[str]:
         """Every answer that there is, as it is spoken."""
-        numbers = ["minus " + NUMBERS[n] for n in range(9, 0, -1)] + NUMBERS
+        numbers = ["minus " + NUMBERS[n] for n in range(9, 0, -1)] + list(NUMBERS)
         lengths = [n for n, weight in enumerate(self.config.lengths, 1) if weight > 0]
         strings = [" ".join(s) for n in lengths for s in itertools.product(NUMBERS[:10], repeat=n)]
         return list(dict.fromkeys([*numbers, *strings]))

@@ -1,8 +1,9 @@
 """Speech by espeak-ng, the same samples for the same words whatever was said before.
 
-The library keeps state from one utterance to the next (phases, flutter, noise), so that a voice never says a sentence twice alike.
-Here every utterance opens the library afresh and closes it again (0.2 ms), with its noise seeded: a sound depends on text and
-voice alone, which exact resume stands on. Nothing is left open between utterances, so a process may fork at any time.
+The library keeps state from one utterance to the next (phases, flutter, noise), so that a voice never says a sentence twice
+alike. Here every utterance opens the library afresh and closes it again (half a millisecond), with its noise seeded: a sound
+depends on text and voice alone, which exact resume stands on. Nothing is left open between utterances, so a process may fork at
+any time.
 
 espeak-ng (GPL-3) is an optional part, reached as the library that the package `espeakng-loader` brings along. The functions
 called are those of its `speak_lib.h` and `espeak_ng.h`, version 1.52.
@@ -87,6 +88,7 @@ def synthesise(
     with _lock, _opened() as library:
         library.espeak_SetSynthCallback(callback)
         library.espeak_ng_SetRandSeed(ctypes.c_long(_NOISE_SEED))
+        _system().srand(_NOISE_SEED)  # the breath of some voices comes from the C library's generator
         if library.espeak_SetVoiceByName(name.encode()) != 0:
             raise UserError(f"espeak-ng cannot load the voice {voice!r}: reinstall espeakng-loader")
         for parameter, value in ((_RATE, rate), (_PITCH, pitch), (_PITCH_RANGE, pitch_range)):
@@ -138,11 +140,11 @@ def _opened() -> Iterator[ctypes.CDLL]:
         yield library
         library.espeak_Terminate()
     finally:
-        _loader_of_libraries().dlclose(ctypes.c_void_p(library._handle))
+        _system().dlclose(ctypes.c_void_p(library._handle))
 
 
 @functools.cache
-def _loader_of_libraries() -> ctypes.CDLL:
+def _system() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
@@ -162,7 +164,7 @@ def _loader():  # type: ignore[no-untyped-def]  # a module that may not be there
     try:
         import espeakng_loader
     except ImportError as error:
-        raise UserError('speech by espeak-ng needs the package espeakng-loader: pip install "omni[demo]"') from error
+        raise UserError('speech by espeak-ng needs the package espeakng-loader: pip install "omni-speech[demo]"') from error
     return espeakng_loader
 
 

@@ -1,0 +1,49 @@
+"""How answers are made: sampling, limits and policies, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from omni.audio.codec import AudioCodec
+from omni.errors import UserError
+from omni.generate.sampling import GREEDY, SamplingPlan
+from omni.tasks import Task
+
+
+@dataclass(frozen=True)
+class Options:
+    """How answers are made.
+
+    Attributes:
+        sampling: one `Sampling`, or one per stream or kind.
+        seed: of the random draws; the turns of a conversation draw differently.
+        max_seconds: longest spoken answer.
+        max_tokens: longest answer of a task that only writes (and, without a codec, most frames of a spoken
+            one).
+        text_assist: let a second row write the text of spoken answers.
+        overflow: what a question does that finds no room in the cache. `end`: it is refused with a UserError.
+            `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
+            is left).
+    """
+
+    sampling: SamplingPlan = GREEDY
+    seed: int = 0
+    max_seconds: float = 30.0
+    max_tokens: int = 512
+    text_assist: bool = False
+    overflow: Literal["end", "forget"] = "end"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_seconds < float("inf"):
+            raise UserError(f"max_seconds is {self.max_seconds}; it must be positive")
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if self.overflow not in ("end", "forget"):
+            raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
+
+    def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> tuple[int, int]:
+        """Most frames and most columns of an answer; one column is for the end."""
+        frames = self.max_tokens if codec is None else max(1, ceil(self.max_seconds * codec.frame_rate - 1e-9))
+        return frames, (frames + max_delay if task.audio else self.max_tokens) + 1

@@ -1,0 +1,60 @@
+"""What the step runner takes and gives for a row: how it starts, where it stands, what a step wrote on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from omni.generate.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a row begins its answer.
+
+    Attributes:
+        text, audio: the streams it answers on.
+        position: where the prompt's last column stands in the cache.
+        settings: sampling of each stream.
+        key: of its random numbers (`seed_key`).
+        partner: slot of the row that writes its text (text assist), None where it writes itself.
+    """
+
+    text: bool
+    audio: bool
+    position: int
+    settings: tuple[Sampling, ...]
+    key: int = 0
+    partner: int | None = None
+
+
+@dataclass(eq=False)
+class Row:
+    """A row from its first column until it leaves.
+
+    Attributes:
+        slot: its place in the cache.
+        position: where its next column will be fed (counted on the host, so it may be one past the end of a
+            row that is done).
+        needs_text, needs_audio: heads it still asks for.
+        partner: slot of the row whose text it takes.
+        live: it has not left.
+        done: its answer is complete.
+    """
+
+    slot: int
+    position: int
+    needs_text: bool
+    needs_audio: bool
+    partner: int | None = None
+    live: bool = True
+    done: bool = False
+
+
+class Written(NamedTuple):
+    """What one step wrote on one row: the column that is fed next, a finished frame, a text token, and whether that was all."""
+
+    column: tuple[int, ...]
+    frame: list[int] | None
+    text: int | None
+    done: bool

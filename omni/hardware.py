@@ -1,0 +1,30 @@
+"""What a device could do at best: the other side of MFU (model FLOPs utilisation)."""
+
+from __future__ import annotations
+
+import torch
+
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "T4": 65e12,
+}
+"""Dense half-precision tensor-core FLOP/s by a part of the device's name (the makers' data sheets)."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of a device in half precision; None where it is not known (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,93 @@
+"""The command line: help, and one clear line with exit code 2 for every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omni.errors import UserError
+from train.cli import COMMANDS, main
+from train.parse import read_fit_config
+
+YAML = """
+budget: {steps: 2}
+model: {preset: nano}
+data:
+  sources:
+    - {kind: spoken-digits, digits: {arithmetic: 0.5}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(YAML)
+    return str(path)
+
+
+def test_help_is_quick_and_names_the_commands() -> None:
+    """Nothing heavy is imported for it."""
+    code = "import sys; from train.cli import main; code = main(['--help']); assert 'torch' not in sys.modules; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["fti", "x.yaml"], "command 'fti' is unknown; did you mean 'fit'?"),
+        (["fit", "FILE", "--optimizer.lrr", "1"], "unknown option --optimizer.lrr; did you mean optimizer.lr"),
+        (["fit", "FILE", "--learning_rate", "1"], "unknown option --learning_rate"),
+        (["fit", "FILE", "--lr=1"], "unknown option --lr; did you mean optimizer.lr?"),
+        (["fit", "FILE", "--optimizer.lr", "fast"], "optimizer.lr: expected a number, got fast"),
+        (["fit", "FILE", "--optimizer.name", "adan"], "optimizer.name: expected one of 'adamw', 'muon', got adan"),
+        (["fit", "FILE", "--budget.steps", "0"], "budget.steps is 0; it must be at least 1"),
+        (["fit", "FILE", "stray"], "argument 'stray' stands alone"),
+        (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),
+        (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),
+        (["fit", "FILE", "--fabric.accelerator", "abacus", "--run_folder", "TMP"], "fabric: accelerator abacus"),
+        (["evaluate", "TMP/nothing"], "give the run's configuration with --config"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], line: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [a.replace("FILE", file).replace("TMP", str(tmp_path / "run")) for a in arguments]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert line in err and err.startswith("error: ") and err.count("\n") == 1, err
+    assert not out
+    with pytest.raises(UserError):
+        main([*words, "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (YAML.replace("arithmetic", "arithmatic"), r"unknown key data\.sources\[0\]\.digits\.arithmatic; did you mean"),
+        (YAML.replace("preset", "presett"), r"unknown key model\.presett; did you mean model\.preset"),
+        (YAML + "optimiser: {lr: 1}\n", r"unknown key optimiser; did you mean"),
+        (YAML + "clip: [\n", "is not valid YAML"),
+        ("- a\n", "holds list; it must be a mapping"),
+        (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps: .*two"),
+    ],
+)
+def test_mistakes_in_the_file(text: str, line: str, file: str) -> None:
+    Path(file).write_text(text)
+    with pytest.raises(UserError, match=line):
+        read_fit_config([file])
+
+
+def test_overrides_of_every_kind(file: str) -> None:
+    config, name = read_fit_config(
+        ["--config", file, "--optimizer.lr=3e-4", "--trainable", "[adapter.*, 're:decoder\\..*']", "--ema", "0.9",
+         "--model.decoder.layers", "3", "--fabric.devices", "2", "--clip", "null", "--data.packing.rows", "4"]
+    )  # fmt: skip
+    assert name == "tiny"
+    assert (config.optimizer.lr, config.ema, config.clip, config.fabric.devices) == (3e-4, 0.9, None, 2)
+    assert config.trainable == ("adapter.*", "re:decoder\\..*")
+    assert config.model.decoder == {"layers": 3} and config.data.packing.rows == 4

@@ -1,0 +1,148 @@
+"""Configurations: every recipe is complete and can be read; the model part resolves as documented."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni.checkpoint.folder import save_folder
+from omni.config import ModelConfig, from_dict, preset, to_dict
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from train.config import CheckpointConfig, FitConfig, ModelSection, OptimizerConfig, ValidationConfig
+from train.fit import clear, plain_config
+from train.initial import build_initial, changed, check_fits, choose_tokenizer
+from train.optim import parameter_groups
+from train.parse import read_fit_config
+from train.patterns import match_names
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(CONFIGS.rglob("*.yaml"))
+SMALL = {
+    "encoder": {"width": 32, "heads": 2, "layers": 1},
+    "decoder": {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp_width": 64},
+}
+
+
+def small(**changes: object) -> ModelSection:
+    return ModelSection(**{"preset": "nano", **SMALL, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model folder of a small model."""
+    place = tmp_path_factory.mktemp("models") / "small"
+    torch.manual_seed(5)
+    config = changed(preset("nano"), small())
+    save_folder(place, config, SpeechModel(config).state_dict(), Tokenizer.bytes())
+    return str(place)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
+def test_every_recipe_can_be_read_and_names_parameters_that_exist(recipe: Path) -> None:
+    config, name = read_fit_config([str(recipe)])
+    assert isinstance(config, FitConfig) and name == recipe.stem
+    section = dataclasses.replace(config.model, init_from=None)
+    with torch.device("meta"):
+        model = SpeechModel(changed(preset(str(config.model.preset)), section))
+    names = [name for name, _ in model.named_parameters()]
+    learning = match_names(config.trainable, names, "trainable")
+    assert learning
+    parameter_groups([(n, p) for n, p in model.named_parameters() if n in learning], config.optimizer)
+
+
+def test_the_stages_train_what_the_authors_say() -> None:
+    """Stage 1 the adapter and the new audio tables and heads, stage 2 the language model, stage 3 everything."""
+    parts = {}
+    for stage in (1, 2, 3):
+        config, _ = read_fit_config([str(CONFIGS / "mini-omni" / f"stage{stage}.yaml")])
+        with torch.device("meta"):
+            names = [name for name, _ in SpeechModel(preset("qwen2-0.5b-omni")).named_parameters()]
+        parts[stage] = {".".join(n.split(".")[:2]) for n in match_names(config.trainable, names, "trainable")}
+        assert config.optimizer.lr * config.schedule.final == pytest.approx(4e-6)
+        if stage > 1:
+            assert config.model.init_from == f"runs/mini-omni-stage{stage - 1}/model"
+    assert parts[1] == {"adapter.project", "decoder.audio_embedding", "decoder.audio_head"}
+    assert parts[2] == {"decoder.blocks", "decoder.norm", "decoder.text_embedding", "decoder.text_head"}
+    assert parts[3] >= parts[1] | parts[2] | {"encoder.whisper"}
+
+
+def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
+    import yaml
+
+    for recipe in RECIPES:
+        config, _ = read_fit_config([str(recipe), "--optimizer.lr", "0.25", "--trainable", "[adapter.*]"])
+        assert config.optimizer.lr == 0.25 and config.trainable == ("adapter.*",)
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(plain_config(config)))
+        assert read_fit_config([str(file)])[0] == config
+
+
+def test_overrides_change_the_preset_only_where_they_say() -> None:
+    base = preset("nano")
+    config = changed(base, ModelSection(preset="nano", decoder={"layers": 7}, ctc=30))
+    assert config == dataclasses.replace(base, ctc=30, decoder=dataclasses.replace(base.decoder, layers=7))
+    with pytest.raises(UserError, match=r"model\.decoder: unknown key 'layerz'; did you mean 'layers'"):
+        changed(base, ModelSection(preset="nano", decoder={"layerz": 7}))
+    with pytest.raises(UserError, match="neither preset nor init_from"):
+        ModelSection()
+
+
+def test_random_weights_depend_on_the_seed_only() -> None:
+    a, b, c = (build_initial(small(), seed).model.state_dict() for seed in (1, 1, 2))
+    assert all(t.equal(b[name]) for name, t in a.items())
+    assert any(not t.equal(c[name]) for name, t in a.items())
+
+
+@pytest.mark.parametrize("with_preset", [False, True])
+def test_init_from_gives_the_weights_of_the_folder(folder: str, with_preset: bool) -> None:
+    stored = build_initial(ModelSection(init_from=folder), 0).model.state_dict()
+    section = small(init_from=folder) if with_preset else ModelSection(init_from=folder)
+    initial = build_initial(dataclasses.replace(section, ctc=12), 0)
+    assert initial.config.ctc == 12
+    state = initial.model.state_dict()
+    assert all(state[name].equal(t) for name, t in stored.items())
+    assert {name for name in state if name not in stored} == {"alignment_head.weight", "alignment_head.bias"}
+    assert all(p.requires_grad for p in initial.model.parameters())
+
+
+def test_a_configuration_that_does_not_fit_names_the_field(folder: str) -> None:
+    with pytest.raises(UserError, match=r"model\.decoder\.layers is 2, but the weights in .*small are of a model with 1"):
+        build_initial(small(init_from=folder, decoder={**SMALL["decoder"], "layers": 2}), 0)
+    with pytest.raises(UserError, match=r"model\.layout\.fill is 'sampled', but .* 'pad'"):
+        build_initial(ModelSection(init_from=folder, layout={"fill": "sampled"}), 0)
+    stored = changed(preset("nano"), small())
+    shorter = from_dict(ModelConfig, {**to_dict(stored), "decoder": {**to_dict(stored)["decoder"], "context": 64}})
+    check_fits(stored, shorter, folder)  # no weight depends on it
+
+
+def test_a_tokenizer_is_needed_where_bytes_do_not_fit() -> None:
+    assert len(choose_tokenizer(small(), preset("nano"))) == 256
+    with pytest.raises(UserError, match=r"model\.tokenizer is missing: the text stream has 151936 ids"):
+        choose_tokenizer(ModelSection(preset="qwen3-0.6b"), preset("qwen3-0.6b"))
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: OptimizerConfig(lr=-1.0), "optimizer.lr is -1.0"),
+        (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last is 0"),
+        (lambda: ValidationConfig(rows=0), "validation.rows is 0"),
+    ],
+)
+def test_impossible_values_name_their_key(make, key: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match=key):
+        make()
+
+
+def test_restarting_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for name in ("metrics.csv", "curves.png", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "model").mkdir()
+    clear(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "notes.txt"]
