@@ -41,6 +41,9 @@ def test_the_check_can_fail():
 
 
 def test_importing_omni_brings_no_launcher_along():
-    code = "import sys, omni; from omni import SpeechLM; print([m for m in ('lightning_fabric','jsonargparse','train','infer') if m in sys.modules])"
+    code = (
+        "import sys, omni; from omni import SpeechLM; "
+        "print([m for m in ('lightning_fabric', 'jsonargparse', 'train', 'infer') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -54,7 +54,8 @@ def test_offline_delay_equals_slow_reference_and_has_an_inverse(name, words, fra
     layout = LAYOUTS[name]
     text, codes = random_answer(layout, words, frames, seed=1)
     tokens, _ = layout.delayed(text, codes)
-    assert tokens.tolist() == slow_delay(layout, None if text is None else text.tolist(), None if codes is None else codes.tolist())
+    said = None if text is None else text.tolist()
+    assert tokens.tolist() == slow_delay(layout, said, None if codes is None else codes.tolist())
     back_text, back_codes = layout.undelayed(tokens)
     assert back_text.tolist() == ([] if text is None else text.tolist())
     assert back_codes.tolist() == ([[]] * layout.n_audio if codes is None else codes.tolist())

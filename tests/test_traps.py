@@ -99,7 +99,7 @@ def test_checkpointing_through_a_functional_cache_recomputes_nothing_twice(model
     torch.cat(parts, 1).square().sum().backward()
     for (name, a), b in zip(twin.named_parameters(), decoder.parameters(), strict=True):
         if a.grad is not None:
-            assert_near(b.grad, a.grad, 1e-5, name)
+            assert_near(b.grad, a.grad, 1e-3, name)  # sums of squares: fp32 rounding; the trap is off by a third
 
 
 def test_talking_in_the_middle_of_training_changes_nothing(model):

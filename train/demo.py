@@ -147,7 +147,7 @@ def _ear() -> Sphinx | None:
 
 def converse(lm: SpeechLM, source: SpokenDigits, folder: Path) -> dict[str, Any]:
     """Ask one held-out question aloud, stream the answer to `answer.wav`, and say how quick it was."""
-    row = source.held_out(2, seed=7)[0]
+    row = source.held_out(2, seed=7)[1]
     turn = row.turns[0]
     assert turn.question_audio is not None and lm.codec is not None
     question = turn.question_audio.load(16000)

@@ -100,14 +100,14 @@ class Loop:
         self.team = Team(fabric)
         self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
         self.objective = parts.objective
-        set_trainable(self.objective.model, config.trainable)
+        set_trainable(self.objective.get_submodule("model"), config.trainable)
         if config.fabric.compile:
             compile_blocks(self.objective)
         self.module = fabric.setup_module(self.objective)
         learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
         self.optimizer = build_optimizer(own_names, config.optimizer)
-        self.stepper = fabric.setup_optimizers(self.optimizer)
+        self.stepper: Any = fabric.setup_optimizers(self.optimizer)
         self.average = Average(learning, config.ema) if config.ema is not None else None
         self.meter = Meter(parts.tasks, parts.streams, fabric.device, self.team)
         self.position = state.Position()

@@ -162,6 +162,8 @@ def targets(batch: Batch) -> Tensor:
 class Objective(nn.Module):
     """Model and losses. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap nothing else)."""
 
+    stream_weights: Tensor
+
     def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None) -> None:
         super().__init__()
         self.model = model

@@ -160,11 +160,11 @@ def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, 
         lr = own.lr if own.lr is not None else config.muon_lr if rule == "muon" else config.lr
         decay = own.weight_decay if own.weight_decay is not None else config.weight_decay
         decay = decay if p.ndim >= 2 else 0.0
-        group = groups.setdefault(
+        members = groups.setdefault(
             (rule, lr, decay),
             {"params": [], "rule": rule, "lr": lr, "base_lr": lr, "weight_decay": decay},
         )
-        group["params"].append(p)
+        members["params"].append(p)
     return list(groups.values())
 
 

@@ -29,6 +29,7 @@ def random_state() -> dict[str, Tensor]:
 def set_random_state(state: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate((3, tuple(state["python"].tolist()), None))
-    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), int(state["numpy_position"])))
+    words = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, int(state["numpy_position"]), 0, 0.0))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

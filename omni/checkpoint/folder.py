@@ -132,7 +132,7 @@ def load_folder(
             "is it the tokenizer of another model?"
         )
     own = path / CODEC
-    place = codec_folder or (own if own.is_dir() else None)
+    place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
     codec = load_codec(config.codec, place, device=device) if place is not None or config.codec == "codec2" else None
     return LoadedFolder(model, tokenizer, config, codec)
 

@@ -41,9 +41,7 @@ class SpeechModel(nn.Module):
             model = cls(config)
         check_state(state, model.state_dict(), where)
         model.load_state_dict(state, assign=True)
-        for module in model.modules():
-            if hasattr(module, "reset_buffers"):
-                module.reset_buffers()
+        model.decoder.reset_buffers()
         return model
 
     @property

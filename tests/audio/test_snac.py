@@ -290,7 +290,7 @@ def test_configurations_that_do_not_fit() -> None:
 
 def test_without_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "snac", None)
-    with pytest.raises(UserError, match=r'pip install "omni\[snac\]"'):
+    with pytest.raises(UserError, match=r'pip install "omni-speech\[snac\]"'):
         load_codec("snac", folder)
 
 

@@ -15,26 +15,27 @@ TEXT = 40
 LAYOUT = Layout.build([6, 6], TEXT - 5, specials=5)
 
 
+def rope(theta: float, **more) -> dict:
+    return {"rope_type": "default", "rope_theta": theta} | more
+
+
 def families():
-    common = dict(vocab_size=TEXT, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-                  num_key_value_heads=2, rms_norm_eps=1e-6, max_position_embeddings=128, attn_implementation="eager")  # fmt: skip
+    common = dict(
+        vocab_size=TEXT, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-6, max_position_embeddings=128, attn_implementation="eager",
+    )  # fmt: skip
     ours = dict(width=32, layers=3, heads=4, kv_heads=2, mlp_width=48, norm_eps=1e-6, combine="sum")
-    yield "qwen2", transformers.Qwen2Config(**common, rope_parameters={"rope_type": "default", "rope_theta": 1e6}), DecoderConfig(
-        **ours, qkv_bias=True, rope_base=1e6
+    qwen2 = transformers.Qwen2Config(**common, rope_parameters=rope(1e6))
+    yield "qwen2", qwen2, DecoderConfig(**ours, qkv_bias=True, rope_base=1e6)
+    qwen3 = transformers.Qwen3Config(**common, head_dim=16, rope_parameters=rope(1e6))
+    yield "qwen3", qwen3, DecoderConfig(**ours, head_dim=16, qk_norm=True, rope_base=1e6)
+    stretched = rope(
+        5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
     )
-    yield "qwen3", transformers.Qwen3Config(
-        **common, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
-    ), DecoderConfig(**ours, head_dim=16, qk_norm=True, rope_base=1e6)
-    yield "llama3", transformers.LlamaConfig(
-        **common,
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    ), DecoderConfig(**ours, rope_base=5e5, rope_scaling=RopeScaling(factor=8.0, original_context=16))  # fmt: skip
-    yield "mistral", transformers.MistralConfig(
-        **common, sliding_window=5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-    ), DecoderConfig(**ours, window=5)
+    llama3 = transformers.LlamaConfig(**common, rope_parameters=stretched)
+    yield "llama3", llama3, DecoderConfig(**ours, rope_base=5e5, rope_scaling=RopeScaling(factor=8.0, original_context=16))
+    mistral = transformers.MistralConfig(**common, sliding_window=5, rope_parameters=rope(1e4))
+    yield "mistral", mistral, DecoderConfig(**ours, window=5)
 
 
 FAMILIES = {name: (theirs, ours) for name, theirs, ours in families()}

@@ -203,10 +203,10 @@ def test_alignment_loss_is_torch_ctc():
     batch = pack(model, [make_examples(model, ["A1T1", "A1A2"])], 64)
     losses = Objective(model, ObjectiveConfig(ctc_weight=0.5))(batch, targets(batch))
     heard = model.hear(batch.mels, batch.mel_lengths, batch.frames).split(batch.frames)
-    wanted = sum(
-        F.ctc_loss(model.alignment_head(h).log_softmax(-1)[:, None], torch.tensor([ids]), (len(h),), (len(ids),), reduction="sum")
-        for h, ids in zip(heard, batch.transcripts, strict=True)
-    )
+    wanted = torch.zeros(())
+    for h, ids in zip(heard, batch.transcripts, strict=True):
+        scores = model.alignment_head(h).log_softmax(-1)[:, None]
+        wanted = wanted + F.ctc_loss(scores, torch.tensor([ids]), (len(h),), (len(ids),), reduction="sum")
     torch.testing.assert_close(losses.ctc_sum, wanted.detach(), rtol=1e-5, atol=1e-4)
     plain_total = Objective(model)(batch, targets(batch)).total
     torch.testing.assert_close(losses.total, plain_total + 0.5 * wanted / 8, rtol=1e-5, atol=1e-5)

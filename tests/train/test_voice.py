@@ -98,5 +98,5 @@ def test_mistakes_are_named(wrong, named):
 
 def test_without_the_package_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
-    with pytest.raises(UserError, match=r"pip install \"omni\[demo\]\""):
+    with pytest.raises(UserError, match=r"pip install \"omni-speech\[demo\]\""):
         voice._loader()
