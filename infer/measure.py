@@ -20,6 +20,7 @@ from torch import Tensor
 
 GIB = 1 << 30
 
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has nothing left to do."""
     if device.type == "cuda":

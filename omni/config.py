@@ -208,9 +208,7 @@ def _nano() -> ModelConfig:
         layout=Layout.preset("codec2"),
         encoder=ENCODER_PRESETS["nano"],
         adapter=AdapterConfig("mlp", hidden=192, stack=2),
-        decoder=DecoderConfig(
-            width=192, layers=4, heads=3, kv_heads=1, mlp_width=512, context=1024, qk_norm=True
-        ),
+        decoder=DecoderConfig(width=192, layers=4, heads=3, kv_heads=1, mlp_width=512, context=1024, qk_norm=True),
         codec="codec2",
     )
 

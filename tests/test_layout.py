@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from omni.cursor import Cursor
 from omni.errors import UserError
-from omni.layout import Cursor, Layout, Stream
+from omni.layout import Layout, Stream
 
 LAYOUTS = {
     "codec2": Layout.preset("codec2"),

@@ -134,6 +134,7 @@ def objective(
 
 # --- training step -----------------------------------------------------------------------------------------------------
 
+
 def decoder_step(device: torch.device, name: str, rows: int, length: int, compiled: bool, repeat: int = 5) -> list[Row]:
     """A whole training step of a preset's decoder and losses on random columns (AdamW, all positions supervised)."""
     config = preset(name)
@@ -220,7 +221,7 @@ def data(file: str, steps: int = 40, rounds: int = 3) -> list[Row]:
             pipeline, config.data.micro_batches, start_step=done, states=states, workers=config.data.workers,
             prefetch=config.data.prefetch,
         )  # fmt: skip
-        batches = iter(loader)
+        batches = loader
         warm, _ = run(batches, 10)  # fills the queue and warms up
         seen, seconds = run(batches, steps)
         live.append(seconds / steps)

@@ -118,9 +118,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     )
 
 
-def _steps(
-    pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]
-) -> Iterator[list[Batch]]:
+def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
     data = config.data
     return iter(StepLoader(pipeline, data.micro_batches, lanes, data.workers, start, states, prefetch=data.prefetch))
 

@@ -12,6 +12,7 @@ from omni.model.speech_model import SpeechModel
 if TYPE_CHECKING:
     from train.data.batch import Batch
 
+
 class StepFlops:
     """FLOPs of a forward and backward pass of a packed batch, counted as Kaplan et al. 2020 do: 2 a weight and position
     forward, twice that backward; attention by the pairs that see each other; heads only where a target stands. A frozen

@@ -54,9 +54,7 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
     codec_folder = Path(section.codec_folder) if section.codec_folder else None
     if section.init_from is None:
         config = changed(preset(str(section.preset)), section)
-        return Initial(
-            SpeechModel(config), choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder
-        )
+        return Initial(SpeechModel(config), choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
     loaded = load_folder(section.init_from, codec_folder=codec_folder)
     base = preset(section.preset) if section.preset is not None else loaded.config
     config = changed(base, section)

@@ -92,9 +92,7 @@ class Loop:
         folder: where everything of the run is written.
     """
 
-    def __init__(
-        self, config: FitConfig, plain: Mapping[str, Any], parts: Parts, fabric: Fabric, folder: Path
-    ) -> None:
+    def __init__(self, config: FitConfig, plain: Mapping[str, Any], parts: Parts, fabric: Fabric, folder: Path) -> None:
         self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
         self.place = folder / "checkpoints"
         self.team = Team(fabric)
@@ -288,9 +286,7 @@ class Loop:
         position.scaler = self.fabric.strategy.precision.state_dict()
         own = {key: lane for key, lane in position.lanes.items() if lane["lane"] in self.lanes}
         whole = replace(position, lanes=merge(self.team.gather(own)))  # others' may date from the last start
-        self.saved = state.save(
-            self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team
-        )
+        self.saved = state.save(self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team)
         if self.team.first:
             shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.mode)
 
@@ -342,4 +338,3 @@ class Loop:
                 say(f"  {label:<12}{path}")
         for picture in sorted(self.folder.glob("*.png")):
             say(f"  {picture.stem:<12}{picture}")
-

@@ -38,9 +38,7 @@ class PeakMemory:
         while not self._stop.wait(self.every):
             self._top = max(self._top, self._process.memory_info().rss)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.cuda:
             torch.cuda.synchronize()
             self.peak = torch.cuda.max_memory_allocated() - self.start

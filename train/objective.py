@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
@@ -198,8 +199,9 @@ class Objective(nn.Module):
         weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
         aligned = torch.tensor(float(sum(map(len, batch.transcripts))), device=ctc.device)
         if progress < self.config.align_first:
-            # All parameters take part, at no effect, so that every process has the same backward pass.
-            asleep = sum(p.flatten()[:1].float().sum() for p in self.idle(progress) if p.requires_grad)
+            # Under DDP all parameters must take part, at no effect; sharded ones (FSDP2) may be left out.
+            idle = [p for p in self.idle(progress) if p.requires_grad and not isinstance(p, DTensor)]
+            asleep = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
             return Losses(weighted + 0 * (features.sum() + asleep), none, none, ctc.detach(), aligned)
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)

@@ -207,4 +207,3 @@ def describe(groups: Iterable[Mapping[str, Any]]) -> str:
         for g in groups
     ]
     return "; ".join(parts)
-

@@ -191,4 +191,3 @@ def compile_blocks(module: nn.Module) -> None:
         if isinstance(part, nn.ModuleList):
             for block in part:
                 block.compile()
-

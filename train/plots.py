@@ -84,9 +84,7 @@ def _line(
         axis.plot(x, y, style, color=color, label=label, linewidth=width, marker=marker, markersize=3.5)
 
 
-def spectrograms(
-    file: Path, question: tuple[Tensor, int] | None, answer: tuple[Tensor, int], asked: str, said: str
-) -> Path:
+def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[Tensor, int], asked: str, said: str) -> Path:
     """Draw the spectrograms of a question and its answer, one above the other on the same axes.
 
     Args:

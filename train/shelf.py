@@ -119,6 +119,7 @@ def brief(value: Any) -> str:
 
 # --- files ----------------------------------------------------------------------------------------------------------------
 
+
 def write_text(file: Path, text: str) -> None:
     """Write a small file beside and rename it."""
     beside = file.with_name(f".{file.name}.writing")

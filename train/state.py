@@ -146,9 +146,7 @@ def _cannot_write(target: Path, error: BaseException, before: Path | None) -> Us
     return UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; mend that and run the same command again")
 
 
-def load(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, team: Team
-) -> Position:
+def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, team: Team) -> Position:
     """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
 
     Raises:

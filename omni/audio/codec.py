@@ -60,9 +60,7 @@ class AudioCodec(ABC):
         UserError for another rate, another shape or type, or samples that are not finite.
         """
         if sample_rate is not None and sample_rate != self.sample_rate:
-            raise UserError(
-                f"{self.name} encodes {self.sample_rate} Hz, not {sample_rate} Hz: resample the audio first"
-            )
+            raise UserError(f"{self.name} encodes {self.sample_rate} Hz, not {sample_rate} Hz: resample the audio first")
         if audio.ndim != 1 or not audio.is_floating_point():
             raise UserError(
                 f"{self.name} encodes mono floating-point audio [samples], not {audio.dtype} "
@@ -71,9 +69,7 @@ class AudioCodec(ABC):
         finite = torch.isfinite(audio)
         if not bool(finite.all()):
             first = int((~finite).nonzero()[0])
-            raise UserError(
-                f"audio for {self.name}: sample {first} is {float(audio[first])}; mend or drop the recording"
-            )
+            raise UserError(f"audio for {self.name}: sample {first} is {float(audio[first])}; mend or drop the recording")
         if audio.numel() == 0:
             return torch.empty(len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
         with self._plain():
@@ -95,8 +91,7 @@ class AudioCodec(ABC):
         sizes = self.codebook_sizes
         if codes.ndim != 2 or codes.shape[0] != len(sizes):
             raise UserError(
-                f"{self.name} takes codes [{len(sizes)} streams, frames], not {list(codes.shape)}: "
-                "pass one row per stream"
+                f"{self.name} takes codes [{len(sizes)} streams, frames], not {list(codes.shape)}: pass one row per stream"
             )
         if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
             raise UserError(f"{self.name} takes integer codes, not {codes.dtype}: convert them first")
@@ -211,9 +206,7 @@ def _load_snac(folder: Path | None, device: torch.device) -> AudioCodec:
     from omni.audio.snac import SnacCodec
 
     if folder is None:
-        raise UserError(
-            "codec snac needs a folder with the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz"
-        )
+        raise UserError("codec snac needs a folder with the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz")
     return SnacCodec.from_folder(folder, device)
 
 

@@ -38,9 +38,7 @@ class SpeechEncoder(nn.Module):
         self.config = config
         self.checkpointing = False
         self.whisper = AudioEncoder(config.n_mels, config.positions, config.width, config.heads, 0)
-        self.whisper.blocks = nn.ModuleList(
-            EncoderBlock(config.width, config.heads) for _ in range(config.layers)
-        )
+        self.whisper.blocks = nn.ModuleList(EncoderBlock(config.width, config.heads) for _ in range(config.layers))
         self.whisper.ln_post = nn.LayerNorm(config.width)
 
     def frames(self, samples: int) -> int:
@@ -61,9 +59,7 @@ class SpeechEncoder(nn.Module):
         mels, lengths = encoder_features.collate([self.features(clip) for clip in clips])
         return self(mels, lengths, [self.frames(clip.shape[0]) for clip in clips])
 
-    def forward(
-        self, mels: Tensor, mel_lengths: Sequence[int] | Tensor, frames: Sequence[int] | Tensor
-    ) -> Tensor:
+    def forward(self, mels: Tensor, mel_lengths: Sequence[int] | Tensor, frames: Sequence[int] | Tensor) -> Tensor:
         """Encode N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
 
         mel_lengths: F of each clip; what lies behind it in `mels` is never read. frames: encoder frames

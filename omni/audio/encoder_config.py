@@ -45,9 +45,7 @@ class EncoderConfig:
         if self.heads < 1 or self.layers < 1:
             raise UserError(f"encoder.heads={self.heads}, encoder.layers={self.layers}: both start at 1")
         if self.width < 4 or self.width % 2 or self.width % self.heads:
-            raise UserError(
-                f"encoder.width={self.width}: it must be even, at least 4 and divisible by heads={self.heads}"
-            )
+            raise UserError(f"encoder.width={self.width}: it must be even, at least 4 and divisible by heads={self.heads}")
         if not 1 <= self.hop <= WINDOW or SAMPLE_RATE % (2 * self.hop):
             raise UserError(
                 f"encoder.hop={self.hop}: it must divide {SAMPLE_RATE // 2} and be at most {WINDOW}, as 160 and 320"

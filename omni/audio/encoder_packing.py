@@ -67,9 +67,7 @@ class Packing:
 
 
 @torch.compiler.disable  # host arithmetic on lengths that differ in every batch
-def pack(
-    mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, ratio: float, device: torch.device
-) -> Packing:
+def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, ratio: float, device: torch.device) -> Packing:
     """Plan a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out `mel_stride`
     frames apart.
 
@@ -111,9 +109,7 @@ def _groups(tokens: list[int], ratio: float, device: torch.device) -> list[Atten
         place = mask = None
         if tokens[start] < longest:
             lengths = torch.tensor(tokens[start:end], dtype=torch.long)
-            place = _to(
-                (torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device
-            )
+            place = _to((torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device)
             mask = _to((torch.arange(longest) < lengths[:, None])[:, None, None, :], device)
         groups.append(AttentionGroup(sum(tokens[start:end]), clips, longest, place, mask))
         start = end

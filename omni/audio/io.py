@@ -107,8 +107,7 @@ def read_audio(
     finite = np.isfinite(samples)
     if not finite.all():
         raise UserError(
-            f"{name} holds NaN or infinity at {int(finite.argmin()) / rate:.3f} s: mend it, "
-            "or write it again as 16-bit PCM"
+            f"{name} holds NaN or infinity at {int(finite.argmin()) / rate:.3f} s: mend it, or write it again as 16-bit PCM"
         )
     return resample(torch.from_numpy(samples), rate, sample_rate, name=name)
 
@@ -213,13 +212,10 @@ def _sound_file(file: str | BinaryIO, name: str) -> soundfile.SoundFile:
         return soundfile.SoundFile(file)
     except soundfile.SoundFileError as error:
         raise UserError(
-            f"{name} is not a sound file that can be read, or its beginning is damaged: "
-            "convert it to WAV, FLAC, OGG or MP3"
+            f"{name} is not a sound file that can be read, or its beginning is damaged: convert it to WAV, FLAC, OGG or MP3"
         ) from error
     except TypeError as error:  # what soundfile raises for a name that ends in .raw
-        raise UserError(
-            f"{name} has no header: give raw PCM with its sample rate instead, or convert it to WAV"
-        ) from error
+        raise UserError(f"{name} has no header: give raw PCM with its sample rate instead, or convert it to WAV") from error
 
 
 def _check(file: BinaryIO, name: str) -> None:
@@ -248,9 +244,7 @@ def _check(file: BinaryIO, name: str) -> None:
     file.seek(start)
 
 
-def _decode(
-    file: soundfile.SoundFile, name: str, max_seconds: float | None, channel: int | Literal["mix"]
-) -> np.ndarray:
+def _decode(file: soundfile.SoundFile, name: str, max_seconds: float | None, channel: int | Literal["mix"]) -> np.ndarray:
     """All samples `[S]` float32 of the chosen channel, block by block."""
     blocks: list[np.ndarray] = [np.zeros(0, np.float32)]
     total = 0
@@ -259,8 +253,7 @@ def _decode(
             block = file.read(_BLOCK, dtype="float32", always_2d=True)  # [S, C]
         except soundfile.SoundFileError as error:
             raise UserError(
-                f"{name} is damaged or cut short after {total / file.samplerate:.2f} s: download or "
-                "convert it again"
+                f"{name} is damaged or cut short after {total / file.samplerate:.2f} s: download or convert it again"
             ) from error
         if not len(block):
             return np.concatenate(blocks)
@@ -278,6 +271,4 @@ def _truncated(name: str, found: float, promised: float) -> UserError:
 
 
 def _too_long(name: str, seconds: float, limit: float) -> UserError:
-    return UserError(
-        f"{name} lasts {seconds:.1f} s or more and the limit is {limit:g} s: cut it, or raise max_seconds"
-    )
+    return UserError(f"{name} lasts {seconds:.1f} s or more and the limit is {limit:g} s: cut it, or raise max_seconds")

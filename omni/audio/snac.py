@@ -163,10 +163,7 @@ def to_levels(codes: Tensor, strides: Sequence[int] = (4, 2, 1)) -> list[Tensor]
     """Codes `[K, F]` as one sequence per level in order of time: `[F]`, `[2 F]` and `[4 F]` for (4, 2, 1)."""
     of_stream = stream_levels(strides)
     if codes.ndim != 2 or codes.shape[0] != len(of_stream):
-        raise UserError(
-            f"SNAC codes are [{len(of_stream)} streams, frames], not {list(codes.shape)}: "
-            "pass one row per stream"
-        )
+        raise UserError(f"SNAC codes are [{len(of_stream)} streams, frames], not {list(codes.shape)}: pass one row per stream")
     rows = [[k for k, level in enumerate(of_stream) if level == wanted] for wanted in range(len(strides))]
     return [codes[row].t().reshape(-1) for row in rows]
 
@@ -178,12 +175,8 @@ def from_levels(levels: Sequence[Tensor], strides: Sequence[int] = (4, 2, 1)) ->
     lengths = [level.shape[0] for level in levels]
     frames = lengths[0] if lengths else 0
     if lengths != [frames * count for count in per_frame]:
-        raise UserError(
-            f"SNAC levels of lengths {lengths} are not whole frames of {per_frame} codes: cut them to some"
-        )
-    columns = [
-        iter(level.reshape(frames, count).unbind(1)) for level, count in zip(levels, per_frame, strict=True)
-    ]
+        raise UserError(f"SNAC levels of lengths {lengths} are not whole frames of {per_frame} codes: cut them to some")
+    columns = [iter(level.reshape(frames, count).unbind(1)) for level, count in zip(levels, per_frame, strict=True)]
     return torch.stack([next(columns[level]) for level in of_stream])
 
 
@@ -240,9 +233,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{path} is truncated or holds more than tensors ({reason}): fetch it again"
-        ) from error
+        raise UserError(f"{path} is truncated or holds more than tensors ({reason}): fetch it again") from error
     if not isinstance(weights, dict):
         raise UserError(f"{path} holds a {type(weights).__name__}, not a state dict: fetch it again")
     return weights

@@ -24,9 +24,7 @@ from omni.errors import UserError
 
 Encoding = Literal["pcm16", "float32"]
 
-_UNKNOWN = (
-    0xFFFFFFFF  # the size that stands in the header until the writer closes: players then read to the end
-)
+_UNKNOWN = 0xFFFFFFFF  # the size that stands in the header until the writer closes: players then read to the end
 _LIMIT = 0xFFFFFF00  # bytes of data that a RIFF header can count
 
 
@@ -40,9 +38,7 @@ def pcm16(audio: Tensor) -> bytes:
     return levels.to(torch.int16).numpy().astype("<i2").tobytes()
 
 
-def write_wav(
-    path: str | os.PathLike[str], audio: Tensor, sample_rate: int, *, encoding: Encoding = "pcm16"
-) -> Path:
+def write_wav(path: str | os.PathLike[str], audio: Tensor, sample_rate: int, *, encoding: Encoding = "pcm16") -> Path:
     """Write mono `[S]` as a WAV file and return its path. Errors: those of `WavWriter`."""
     with WavWriter(path, sample_rate, encoding=encoding) as writer:
         writer.append(audio)
@@ -61,9 +57,7 @@ class WavWriter:
     of that name, no rights), no space left, NaN or infinity in the sound, more than a WAV file can count (4
     GiB)."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], sample_rate: int, *, encoding: Encoding = "pcm16"
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], sample_rate: int, *, encoding: Encoding = "pcm16") -> None:
         if not 1 <= sample_rate < 1 << 30:
             raise UserError(f"{os.fspath(path)!r}: {sample_rate} Hz is not a sample rate")
         if encoding not in ("pcm16", "float32"):
@@ -76,9 +70,7 @@ class WavWriter:
         # A link keeps pointing at its file. A device must not be replaced by a file of its name.
         self._place = Path(os.path.realpath(self.path))
         if self._place.exists() and not self._place.is_file():
-            raise UserError(
-                f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file"
-            )
+            raise UserError(f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file")
         self._part = self._place.with_name(f".{self._place.name}.part-{os.getpid()}-{id(self):x}")
         self._file: BinaryIO | None = None
         try:
@@ -134,9 +126,7 @@ class WavWriter:
     def __enter__(self) -> WavWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
         else:

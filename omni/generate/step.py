@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from omni.cursor import Cursor
 from omni.generate.rows import Row, Start, Written
 from omni.generate.sampling import Mode, Sampler
-from omni.layout import Cursor
 from omni.model.decoder import Hidden
 from omni.model.kv_cache import KVCache
 from omni.model.speech_model import SpeechModel

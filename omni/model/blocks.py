@@ -36,17 +36,16 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 
 
 def rope_table(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, 1, T, D] in fp32 for positions [B, T]."""
+    """cos and signed sin [B, 1, T, D] in fp32 for positions [B, T]; the sign is minus in the first half (see `rotate`)."""
     angle = positions[:, None, :, None].float() * frequencies
-    angle = torch.cat([angle, angle], dim=-1)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [B, H, T, D] by its positions; halves of the head are the two coordinates."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
+    """Turn x [B, H, T, D] by its positions; the halves of a head are the two coordinates."""
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -63,16 +62,15 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(d, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
         b, t, _ = x.shape
         q = self.q(x).view(b, t, self.heads, self.head_dim)
         k = self.k(x).view(b, t, self.kv_heads, self.head_dim)
         v = self.v(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope)
+        turned = rotate(torch.cat([q, k], dim=2).transpose(1, 2), *rope)
+        q, k = turned.split([self.heads, self.kv_heads], dim=1)
         if cache is not None:
             k, v = cache.update(layer, k, v)
         if q.dtype != v.dtype:
@@ -113,8 +111,6 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, mask, cache, layer)
         return x + self.mlp(self.mlp_norm(x))

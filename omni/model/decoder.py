@@ -107,9 +107,7 @@ class Decoder(nn.Module):
         """Hidden states of columns; see `SpeechModel.forward`."""
         if (input_pos is None) != (cache is None):
             given, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
-            raise ValueError(
-                f"{given} was given without {absent}: give both to generate over a cache, or neither to train"
-            )
+            raise ValueError(f"{given} was given without {absent}: give both to generate over a cache, or neither to train")
         x = self.embed(tokens, features, feature_index)
         if input_pos is not None and cache is not None:
             mask: Tensor | None = cache.attend_to(input_pos)

@@ -44,9 +44,7 @@ def codec(request: pytest.FixtureRequest) -> AudioCodec:
 def random_codes(codec: AudioCodec, frames: int, seed: int = 0) -> Tensor:
     """In-range codes [K, F]; every other frame of Codec2 is unvoiced, so that its noise is heard."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.stack(
-        [torch.randint(0, size, (frames,), generator=generator) for size in codec.codebook_sizes]
-    )
+    codes = torch.stack([torch.randint(0, size, (frames,), generator=generator) for size in codec.codebook_sizes])
     if codec.name == "codec2":
         codes[3, ::2] = 0
     return codes

@@ -26,9 +26,7 @@ def codec() -> Codec2Codec:
 
 def random_codes(frames: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack(
-        [torch.randint(0, size, (frames,), generator=generator) for size in (512, 512, 16, 64)]
-    )
+    return torch.stack([torch.randint(0, size, (frames,), generator=generator) for size in (512, 512, 16, 64)])
 
 
 def voice(seconds: float = 1.2) -> Tensor:

@@ -59,9 +59,7 @@ def run(encoder: SpeechEncoder, sounds: list[Tensor]) -> Tensor:
 
 @CONFIGS
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 100.0])
-def test_variable_equals_whisper_on_each_clip(
-    config: EncoderConfig, ratio: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variable_equals_whisper_on_each_clip(config: EncoderConfig, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # The grouping of an accelerator (masked groups) must give what the grouping of a CPU gives.
     monkeypatch.setattr("omni.audio.encoder.EQUAL_LENGTHS", ratio)
     encoder = SpeechEncoder(config)
@@ -175,9 +173,7 @@ def test_long_sound_is_refused_or_split_and_never_cut(mode: Any) -> None:
 
 @CONFIGS
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
-def test_checkpointing_changes_no_gradient(
-    config: EncoderConfig, ratio: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpointing_changes_no_gradient(config: EncoderConfig, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omni.audio.encoder.EQUAL_LENGTHS", ratio)
     encoder = SpeechEncoder(config)
     gradients = []

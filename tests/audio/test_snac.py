@@ -23,12 +23,8 @@ from omni.audio.snac_noise import KeyedNoise, mix32
 from omni.audio.snac_steps import Noise
 from omni.errors import UserError
 
-MINI_OMNI = dict(
-    SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50
-)
-ODD = dict(
-    MINI_OMNI, encoder_rates=[2, 3], decoder_dim=16, decoder_rates=[3, 2], vq_strides=[2, 1], depthwise=False
-)
+MINI_OMNI = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50)
+ODD = dict(MINI_OMNI, encoder_rates=[2, 3], decoder_dim=16, decoder_rates=[3, 2], vq_strides=[2, 1], depthwise=False)
 
 
 def package_model(config: dict[str, Any], seed: int = 0) -> SNAC:
@@ -125,9 +121,7 @@ def test_decoding_equals_the_packages_with_the_same_noise(config: dict[str, Any]
         if isinstance(module, NoiseBlock):
             give_noise(module, next(keys))
     expected = package_decode(model, codec, codes)
-    torch.testing.assert_close(
-        codec.decode(codes, seed=5), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
-    )
+    torch.testing.assert_close(codec.decode(codes, seed=5), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert not torch.allclose(codec.decode(codes, seed=6), expected, atol=1e-3)
 
 
@@ -274,9 +268,7 @@ def test_folders_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_configurations_that_do_not_fit() -> None:
-    with pytest.raises(
-        UserError, match="unknown key 'vq_stride' in the SNAC config: did you mean 'vq_strides'"
-    ):
+    with pytest.raises(UserError, match="unknown key 'vq_stride' in the SNAC config: did you mean 'vq_strides'"):
         SnacCodec.random(vq_stride=[4, 2, 1])
     with pytest.raises(UserError, match="attn_window_size 32 cannot be streamed"):
         SnacCodec.random(**MINI_OMNI | {"attn_window_size": 32})

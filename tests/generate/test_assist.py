@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from omni.cursor import Cursor
 from omni.generate.results import TextDelta
 from omni.generate.step import Runner
-from omni.layout import Cursor, Layout
+from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, prompt
 from tests.generate.conftest import last_logits, make_lm, tone

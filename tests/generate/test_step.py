@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from omni.cursor import Cursor
 from omni.generate.prefill import pack, prefill, prefill_fork
 from omni.generate.rows import Row, Start, Written
 from omni.generate.sampling import GREEDY, Sampling, per_stream, seed_key
 from omni.generate.step import Runner
-from omni.layout import Cursor, Layout
+from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, find_task, prompt
 from tests.generate.conftest import LAYOUTS, last_logits, make_model

@@ -53,9 +53,7 @@ def test_help_is_quick_and_names_the_commands() -> None:
         (["evaluate", "TMP/nothing"], "give the run's configuration with --config"),
     ],
 )
-def test_mistakes(
-    arguments: list[str], line: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [a.replace("FILE", file).replace("TMP", str(tmp_path / "run")) for a in arguments]
     assert main(words) == 2
     out, err = capsys.readouterr()

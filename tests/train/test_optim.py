@@ -86,9 +86,7 @@ def test_several_rules_are_one_optimizer_also_after_loading(name: str) -> None:
             others.append(BatchedMuon(group["params"], lr=3e-2, weight_decay=group["weight_decay"]))
         else:
             decay = group["weight_decay"]
-            others.append(
-                torch.optim.AdamW(group["params"], lr=1e-2, betas=config.betas, weight_decay=decay, fused=True)
-            )
+            others.append(torch.optim.AdamW(group["params"], lr=1e-2, betas=config.betas, weight_decay=decay, fused=True))
     for step in range(4):
         gradients(model, step)
         gradients(apart, step)

@@ -84,14 +84,8 @@ class AugmentConfig:
             drawn = getattr(self, key)
             if drawn is None:
                 continue
-            if (
-                len(drawn) != 2
-                or not all(isfinite(x) for x in drawn)
-                or not low <= drawn[0] <= drawn[1] <= high
-            ):
-                raise UserError(
-                    f"augment.{key}={drawn}: give lowest and highest, between {low:g} and {high:g}"
-                )
+            if len(drawn) != 2 or not all(isfinite(x) for x in drawn) or not low <= drawn[0] <= drawn[1] <= high:
+                raise UserError(f"augment.{key}={drawn}: give lowest and highest, between {low:g} and {high:g}")
         for key in ("noise_probability", "noise_file_probability", "feature_noise_probability", "time_fraction"):
             if not 0.0 <= getattr(self, key) <= 1.0:
                 raise UserError(f"augment.{key}={getattr(self, key)}: give a number from 0 to 1")
@@ -99,9 +93,7 @@ class AugmentConfig:
             if getattr(self, key) < 0:
                 raise UserError(f"augment.{key}={getattr(self, key)}: it cannot be below 0")
         if self.noise_folder is not None and self.noise_snr_db is None:
-            raise UserError(
-                f"augment.noise_folder={self.noise_folder!r} without noise_snr_db: say how loud the noise is"
-            )
+            raise UserError(f"augment.noise_folder={self.noise_folder!r} without noise_snr_db: say how loud the noise is")
 
 
 def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
@@ -143,9 +135,7 @@ def coloured_noise(samples: int, colour: float, generator: Generator) -> Tensor:
     return torch.fft.irfft(spectrum * shape)[:samples]
 
 
-def augment_mel(
-    mel: Tensor, config: AugmentConfig, generator: Generator, *, frames: int | None = None
-) -> Tensor:
+def augment_mel(mel: Tensor, config: AugmentConfig, generator: Generator, *, frames: int | None = None) -> Tensor:
     """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean: `[M, F']`.
 
     F' differs from F only under `warp_speed`. frames: how many frames hold sound, where the features fill a padded
@@ -187,9 +177,7 @@ def _vary(mel: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
 
 
 def _uniform(bounds: Range, generator: Generator) -> float:
-    return bounds[0] + (bounds[1] - bounds[0]) * float(
-        torch.rand((), generator=generator, dtype=torch.float64)
-    )
+    return bounds[0] + (bounds[1] - bounds[0]) * float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
 def _integer(high: int, generator: Generator) -> int:
