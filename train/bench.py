@@ -25,7 +25,6 @@ from omni.errors import UserError
 from omni.hardware import peak_flops
 from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
-from train.data.lanes import remember
 from train.memory import PeakMemory
 from train.objective import LinearCrossEntropy
 
@@ -184,7 +183,8 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
 def data(file: str, steps: int = 40, rounds: int = 3) -> list[Row]:
     """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
 
-    The loader's workers run during the first kind only, as in a run; kinds alternate, so that a machine's moods meet both.
+    Kinds alternate, so that a machine's moods meet both; while batches are at hand, the loader's workers fill their queue and
+    then wait.
     """
     from train.data.build import build_pipeline
     from train.data.loader import StepLoader
@@ -214,25 +214,19 @@ def data(file: str, steps: int = 40, rounds: int = 3) -> list[Row]:
         return seen, time.perf_counter() - start
 
     live, at_hand, examples, positions, used = [], [], 0, 0, 0
-    states: dict[str, Any] = {}
-    for turn in range(rounds):
-        done = turn * (steps + 10)
-        loader = StepLoader(
-            pipeline, config.data.micro_batches, start_step=done, states=states, workers=config.data.workers,
-            prefetch=config.data.prefetch,
-        )  # fmt: skip
-        batches = loader
-        warm, _ = run(batches, 10)  # fills the queue and warms up
-        seen, seconds = run(batches, steps)
+    loader = StepLoader(
+        pipeline, config.data.micro_batches, workers=config.data.workers, prefetch=config.data.prefetch
+    )  # fmt: skip
+    for _ in range(rounds):
+        run(loader, 10)  # warms up, and empties the queue that filled while nothing was drawn
+        seen, seconds = run(loader, steps)
         live.append(seconds / steps)
-        for step in (*warm, *seen):
-            remember(states, step)
-        batches.close()
         at_hand.append(run(iter(seen), steps)[1] / steps)
         flat = [batch for step in seen for batch in step]
         examples += sum(b.examples for b in flat)
         positions += sum(b.segments.numel() for b in flat)
         used += sum(b.positions for b in flat)
+    loader.close()
     made, given = statistics.median(live), statistics.median(at_hand)
     return [
         Row("step, batches at hand", given * 1e3, "ms"),
