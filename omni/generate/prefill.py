@@ -62,7 +62,7 @@ def pack(layout: Layout, prompts: Sequence[Columns], features: Sequence[Tensor],
     return Prompt(tokens, position, torch.cat(list(features)) if features else None, index)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def prefill(model: SpeechModel, cache: KVCache, rows: range, prompt: Prompt, chunk: int = 512) -> Hidden:
     """Write prompts into neighbouring rows of the cache, `chunk` columns at a time; hidden states of the last, [B, 1, W]."""
     view = cache.select(rows)
@@ -98,7 +98,7 @@ class _Fork:
         return self.cache.update(layer, k, v)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def prefill_fork(model: SpeechModel, cache: KVCache, prompt: Prompt, other: Tensor, chunk: int = 512) -> Hidden:
     """Prefill rows 0 and 1 with prompts that are alike but for the last column, [2, 1, W].
 

@@ -31,12 +31,19 @@ from omni.model.speech_model import SpeechModel
 
 
 class _Plan(NamedTuple):
-    """All that shapes a step: the key of a captured graph."""
+    """All that shapes a step: the key of a captured graph.
+
+    Attributes:
+        first, stop: the slots that are fed.
+        text, audio: the slots (from, to) that the head of the kind serves; None where none needs it.
+        coupled: some rows take their text from another row.
+        visible: how many slots of the cache are looked at.
+    """
 
     first: int
     stop: int
-    text: bool
-    audio: bool
+    text: tuple[int, int] | None
+    audio: tuple[int, int] | None
     coupled: bool
     audio_mode: Mode
     text_mode: Mode
@@ -97,7 +104,7 @@ class Runner:
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def begin(self, first: int, hidden: Hidden, starts: Sequence[Start]) -> list[Row]:
         """Put answers into the slots from `first` on and write their first columns.
 
@@ -146,7 +153,7 @@ class Runner:
         for slot, row in zip(holes, [r for r in live if r.slot >= len(live)], strict=True):
             self._move(row, slot)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _move(self, row: Row, slot: int) -> None:
         source = row.slot
         self.cache.copy_row(source, slot, row.position)
@@ -163,7 +170,7 @@ class Runner:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> None:
         """Feed every live row its column and write the next; each must have room (`Row.position < length`)."""
         live = [row for row in self.rows if row is not None]
@@ -199,9 +206,11 @@ class Runner:
 
     def _plan(self, first: int, stop: int) -> _Plan:
         live = [row for row in self.rows[first:stop] if row is not None]
-        text = any(row.needs_text for row in live)
-        audio = any(row.needs_audio for row in live)
         coupled = any(row.partner is not None and row.needs_text for row in live)
+        text = _span([row.slot if row.partner is None else row.partner for row in live if row.needs_text])
+        audio = _span([row.slot for row in live if row.needs_audio])
+        if not coupled:  # few different plans: rows of their own come and go, and a product of more rows costs no more
+            text, audio = text and (first, stop), audio and (first, stop)
         audio_mode, text_mode = self._sampler.modes(range(first, stop))
         visible = self._visible(max(row.position for row in live) + 1)
         mode = Mode()
@@ -231,12 +240,17 @@ class Runner:
         cursor, decoder, a = self._cursor.select(rows), self.model.decoder, self.layout.n_audio
         sampled = self._pad.repeat(plan.stop - plan.first, 1)
         if plan.audio:
-            logits = decoder.audio_logits(hidden)[:, -1]
-            sampled[:, :a] = self._sampler.audio(logits, rows, cursor.step, plan.audio_mode)
+            own, here = slice(*plan.audio), slice(plan.audio[0] - plan.first, plan.audio[1] - plan.first)
+            logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            sampled[here, :a] = self._sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
         if plan.text:
-            logits = decoder.text_logits(hidden)[:, -1]
-            text = self._sampler.text(logits, rows, cursor.step, plan.text_mode)
-            sampled[:, a] = text[self._partner[rows] - plan.first] if plan.coupled else text
+            own, here = slice(*plan.text), slice(plan.text[0] - plan.first, plan.text[1] - plan.first)
+            logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            text = self._sampler.text(logits, own, cursor.step[here], plan.text_mode)
+            if plan.coupled:
+                sampled[:, a] = text[(self._partner[rows] - own.start).clamp(0, len(text) - 1)]
+            else:
+                sampled[:, a] = text
         after, push = cursor.push(sampled)
         for name in ("step", "text_ended", "audio_end", "history", "done"):
             getattr(cursor, name).copy_(getattr(after, name))
@@ -284,3 +298,8 @@ class Runner:
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
         return graph
+
+
+def _span(slots: Sequence[int]) -> tuple[int, int] | None:
+    """From the first slot to behind the last."""
+    return (min(slots), max(slots) + 1) if slots else None

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from omni.config import DecoderConfig
 from omni.layout import Layout
-from omni.model.blocks import Block, rope_frequencies, rope_table
-from omni.model.kv_cache import Cache, KVCache
+from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
+from omni.model.kv_cache import Cache
 
 
 class Hidden(NamedTuple):
@@ -44,9 +44,9 @@ class Decoder(nn.Module):
         self.text_embedding = nn.Embedding(layout.text.vocabulary, config.width)
         self.audio_embedding = nn.Embedding(self.audio_offsets[-1], config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.post_blocks = nn.ModuleList(Block(config) for _ in range(config.post_layers))
-        self.post_norm = nn.RMSNorm(config.width, eps=config.norm_eps) if config.post_layers else None
+        self.post_norm = RMSNorm(config.width, eps=config.norm_eps) if config.post_layers else None
         self.text_head = None if config.tie_text else nn.Linear(config.width, layout.text.vocabulary, bias=False)
         self.audio_head = nn.Linear(config.width, self.audio_offsets[-1], bias=False)
         self.register_buffer("rope", rope_frequencies(config), persistent=False)
@@ -118,13 +118,14 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = default_positions(tokens.shape[0], tokens.shape[2], segments, tokens.device)
         rope = rope_table(self.rope, positions)
-        in_place = isinstance(cache, KVCache)
+        if mask is not None:  # once, where the attention would otherwise do it in every layer
+            mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, float("-inf"))
         for layer, block in enumerate(self.blocks):
-            x = self._run(block, x, rope, mask, cache, layer, in_place)
+            x = self._run(block, x, rope, mask, cache, layer)
         text = audio = self.norm(x)
         if self.post_norm is not None:
             for layer, block in enumerate(self.post_blocks, len(self.blocks)):
-                x = self._run(block, x, rope, mask, cache, layer, in_place)
+                x = self._run(block, x, rope, mask, cache, layer)
             audio = self.post_norm(x)
         return Hidden(text, audio)
 
@@ -136,7 +137,6 @@ class Decoder(nn.Module):
         mask: Tensor | None,
         cache: Cache | None,
         layer: int,
-        in_place: bool,
     ) -> Tensor:
         if self.checkpointing and torch.is_grad_enabled() and cache is None:
             return checkpoint(block, x, rope, mask, None, layer, use_reentrant=False)

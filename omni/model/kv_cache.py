@@ -14,7 +14,7 @@ Dimensions: B batch, T time of this call, S slots of a row, H key/value heads, D
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ class Cache(Protocol):
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add k and v [B, H, T, D] of one layer; all keys and values [B, H, S, D] that the mask speaks of."""
+
+
+class _Layer(NamedTuple):
+    """Views of one layer's memory: all slots of all rows [B * (S + 1), H, D], and what is looked at [B, H, S, D]."""
+
+    key_slots: Tensor
+    value_slots: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class KVCache:
@@ -68,8 +77,8 @@ class KVCache:
         self.positions = torch.full((rows, self.slots + 1), -1, dtype=torch.long, device=device)
         self._visible = self.slots
         self._rows: Tensor | None = None
-        self._writes: tuple[Tensor | slice, Tensor] | None = None
-        self._single = False
+        self._writes: Tensor | None = None
+        self._layers: list[_Layer] = []
 
     @property
     def rows(self) -> int:
@@ -90,11 +99,14 @@ class KVCache:
         else:
             index = torch.tensor(list(rows), device=self.keys.device)
             view._rows = index if self._rows is None else self._rows[index]
+        view._layers = []
         return view
 
     def limit(self, positions: int | None) -> KVCache:
         """Look at the first `positions` slots only: the caller knows that nothing is kept beyond (saves work; no ring)."""
-        self._visible = self.slots if positions is None or self.ring else min(positions, self.slots)
+        visible = self.slots if positions is None or self.ring else min(positions, self.slots)
+        if visible != self._visible:
+            self._visible, self._layers = visible, []
         return self
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
@@ -126,9 +138,9 @@ class KVCache:
         slot = input_pos % self.slots if self.ring else input_pos
         slot = torch.where(input_pos >= 0, slot, self.slots)
         rows = torch.arange(self.rows, device=input_pos.device) if self._rows is None else self._rows
-        self._writes = (rows[:, None], slot)
-        self.positions[rows[:, None], slot] = input_pos
-        self.positions[rows, self.slots] = -1  # the spare slot never shows
+        self._writes = (rows[:, None] * (self.slots + 1) + slot).flatten()
+        self.positions.view(-1).index_copy_(0, self._writes, input_pos.flatten())
+        self.positions.select(1, self.slots).fill_(-1)  # the spare slot never shows (a fill: index_put_ would wait on CUDA)
         held = self.positions if self._rows is None else self.positions[self._rows]
         held = held[:, None, None, : self._visible]
         now = input_pos[:, None, :, None]
@@ -145,16 +157,28 @@ class KVCache:
             )
         if self._writes is None:
             raise RuntimeError("KVCache.update needs attend_to(input_pos) first, once per forward")
-        rows, slot = self._writes
-        keys, values = self.keys[layer], self.values[layer]
-        keys[rows, slot] = k.transpose(1, 2).to(keys.dtype)
-        values[rows, slot] = v.transpose(1, 2).to(values.dtype)
+        here = self._layer(layer)
+        heads, size = k.shape[1], k.shape[3]
+        here.key_slots.index_copy_(0, self._writes, k.transpose(1, 2).reshape(-1, heads, size).to(self.keys.dtype))
+        here.value_slots.index_copy_(0, self._writes, v.transpose(1, 2).reshape(-1, heads, size).to(self.values.dtype))
+        keys, values = here.keys, here.values
         if self._rows is not None:
             keys, values = keys[self._rows], values[self._rows]
-        return (
-            keys[:, : self._visible].transpose(1, 2).to(k.dtype),
-            values[:, : self._visible].transpose(1, 2).to(v.dtype),
-        )
+        return keys.to(k.dtype), values.to(v.dtype)
+
+    def _layer(self, layer: int) -> _Layer:
+        """The views of one layer; made once, because a step is short enough for making them to count."""
+        if torch.compiler.is_compiling():
+            return self._view(layer)
+        if not self._layers:
+            with torch.inference_mode(False):
+                self._layers = [self._view(i) for i in range(len(self.keys))]
+        return self._layers[layer]
+
+    def _view(self, layer: int) -> _Layer:
+        keys, values = self.keys[layer], self.values[layer]
+        seen = slice(None, self._visible)
+        return _Layer(keys.flatten(0, 1), values.flatten(0, 1), keys[:, seen].transpose(1, 2), values[:, seen].transpose(1, 2))
 
 
 class FunctionalKVCache:
