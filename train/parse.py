@@ -30,12 +30,19 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
         SystemExit: after `--help` or `--print_config`.
     """
     file, overrides = _split(argv)
+    source = str(file)
     if file is not None:
-        check_keys(FitConfig, _read_yaml(file), str(file))
+        data = _read_yaml(file)
+        overrides, numbered = _numbered(overrides)
+        for path, value in numbered:
+            _set(data, path, value, file)
+        if numbered:
+            source = yaml.safe_dump(data)
+        check_keys(FitConfig, data, str(file))
     for argument in overrides:
         if argument.startswith("--") and argument.split("=")[0].split(".help")[0] not in _OPTIONS:
             check_path(FitConfig, argument[2:].split("=")[0])
-    arguments = ([f"--config={file}"] if file is not None else []) + overrides
+    arguments = ([f"--config={source}"] if file is not None else []) + overrides
     parser = fit_parser()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -83,6 +90,39 @@ def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     if extra is not None:
         raise UserError(f"argument {extra!r} stands alone; overrides are written --key value, such as --optimizer.lr 3e-4")
     return Path(file) if file is not None else None, rest
+
+
+def _numbered(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Overrides that reach into a list (`--data.sources.0.weight 2`) apart from the others."""
+    rest, numbered = [], []
+    arguments = iter(overrides)
+    for argument in arguments:
+        path, equals, value = argument[2:].partition("=")
+        if argument.startswith("--") and any(part.isdigit() for part in path.split(".")):
+            numbered.append((path, value if equals else next(arguments, "")))
+        else:
+            rest.append(argument)
+    return rest, numbered
+
+
+def _set(data: Any, path: str, value: str, file: Path) -> None:
+    """Set a dotted key of plain data, numbers standing for places in lists; mappings on the way are made."""
+    *way, last = path.split(".")
+    here = data
+    for i, part in enumerate([*way, last]):
+        if isinstance(here, list):
+            if not (part.isdigit() and int(part) < len(here)):
+                where = ".".join(path.split(".")[:i])
+                raise UserError(
+                    f"option --{path}: {where} of {file} has {len(here)} entries, counted from 0; {part} is none"
+                )
+        elif not isinstance(here, dict):
+            raise UserError(f"option --{path}: {'.'.join(path.split('.')[:i])} of {file} is {here!r}; it holds no {part}")
+        place: Any = int(part) if isinstance(here, list) else part
+        if i == len(way):
+            here[place] = yaml.safe_load(value)
+        else:
+            here = here[place] if isinstance(here, list) else here.setdefault(place, {})
 
 
 def _takes(argument: str) -> bool:

@@ -146,3 +146,24 @@ def test_restarting_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) ->
     (tmp_path / "model").mkdir()
     clear(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "notes.txt"]
+
+
+def test_overrides_reach_into_lists(tmp_path):
+    file = tmp_path / "run.yaml"
+    sources = "sources: [{weight: 1}, {weight: 2, digits: {arithmetic: 0.5}}]"
+    file.write_text(f"budget: {{steps: 3}}\nmodel: {{preset: nano}}\ndata: {{{sources}}}\n")
+    config, name = read_fit_config([
+        *(str(file), "--data.sources.1.weight", "5", "--seed", "4"),
+        *("--data.sources.1.digits.lengths=[1, 2]", "--data.sources.0.recorded.held_out", "[anna]"),
+    ])  # fmt: skip
+    first, second = config.data.sources
+    assert (first.weight, second.weight, config.seed, name) == (1, 5, 4, "run")
+    assert second.digits.arithmetic == 0.5 and second.digits.lengths == (1, 2) and first.recorded.held_out == ("anna",)
+    for option, text in (
+        ("--data.sources.2.weight", "data.sources of .*run.yaml has 2 entries, counted from 0; 2 is none"),
+        ("--data.sources.x.weight", "x"),
+        ("--data.sources.0.wieght", "unknown key data.sources\\[0\\].wieght; did you mean data.sources\\[0\\].weight"),
+        ("--seed.0.x", "seed"),
+    ):
+        with pytest.raises(UserError, match=text):
+            read_fit_config([str(file), option, "1"])

@@ -13,6 +13,7 @@ from train.data.keys import key
 from train.data.mixture import Mixture, TaskMixture
 from train.data.parquet import StoredRows
 from train.data.pipeline import Pipeline
+from train.data.recorded import RecordedDigits
 from train.data.row import Row
 from train.data.sources import Source, StoredSource
 from train.data.synthetic import SpokenDigits, vocabulary
@@ -20,7 +21,7 @@ from train.data.synthetic import SpokenDigits, vocabulary
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
     """The alignment of a run; its `size` is what `model.ctc` must be."""
-    made = [source.digits for source in config.sources if source.kind == "spoken-digits"]
+    made = [source.digits for source in config.sources if source.kind != "stored"]
     words = {*config.words, *(word for digits in made for word in vocabulary(digits))}
     return Alignment(config.alignment, words, tokenizer)
 
@@ -30,7 +31,9 @@ def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cach
     if config.path is not None:
         return StoredSource(config.path, cache)
     if codec is None:
-        raise UserError("the source 'spoken-digits' answers in speech and needs a codec; set model.codec")
+        raise UserError(f"the source {config.kind!r} answers in speech and needs a codec; set model.codec")
+    if config.kind == "recorded-digits":
+        return RecordedDigits(config.recorded, config.digits, codec, seed)
     return SpokenDigits(config.digits, codec, seed)
 
 
@@ -60,7 +63,7 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     Raises:
         UserError: no source has any.
     """
-    sources = [source for source in config.sources if source.kind == "spoken-digits" or source.held_out]
+    sources = [source for source in config.sources if _is_held_out(source)]
     if not sources:
         raise UserError("no source has held-out rows; name a file of them as data.sources[...].held_out, or ask no questions")
     rows: list[Row] = []
@@ -71,6 +74,13 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
             rows += [stored[k * len(stored) // share] for k in range(min(share, len(stored)))] if share else []
         else:
             made = build_source(source, codec, 0)
-            assert isinstance(made, SpokenDigits)
+            assert isinstance(made, (SpokenDigits, RecordedDigits))
             rows += made.held_out(share)
     return rows
+
+
+def _is_held_out(source: SourceConfig) -> bool:
+    """Whether a source has rows for validation."""
+    if source.kind == "recorded-digits":
+        return bool(source.recorded.held_out)
+    return source.digits.examined if source.kind == "spoken-digits" else source.held_out is not None

@@ -10,6 +10,7 @@ from train.data.alignment import AlignmentKind
 from train.data.augment import AugmentConfig
 from train.data.mixture import Stage, TaskMixture
 from train.data.pipeline import PackingConfig
+from train.data.recorded import RecordedDigitsConfig
 from train.data.synthetic import SpokenDigitsConfig
 
 
@@ -19,23 +20,25 @@ class SourceConfig:
 
     Attributes:
         kind: `stored`: the Parquet file or folder at `path`. `spoken-digits`: made while training, as `digits` says.
+            `recorded-digits`: people's digits joined while training, as `recorded` says, answered as `digits` says.
         weight: share of the draws, relative to the other sources.
         tasks: weights of the tasks its rows are used for (a row that names its own task keeps it).
         stages: other weights for the first draws: a curriculum.
         held_out: Parquet file or folder of a stored source's rows for validation; null for none.
     """
 
-    kind: Literal["spoken-digits", "stored"] = "spoken-digits"
+    kind: Literal["spoken-digits", "recorded-digits", "stored"] = "spoken-digits"
     weight: float = 1.0
     tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
     stages: tuple[Stage, ...] = ()
     path: str | None = None
     held_out: str | None = None
     digits: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
+    recorded: RecordedDigitsConfig = field(default_factory=RecordedDigitsConfig)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("spoken-digits", "stored"):
-            raise UserError(f"source kind {self.kind!r} is unknown; use 'spoken-digits' or 'stored'")
+        if self.kind not in ("spoken-digits", "recorded-digits", "stored"):
+            raise UserError(f"source kind {self.kind!r} is unknown; use 'spoken-digits', 'recorded-digits' or 'stored'")
         if self.kind == "stored" and not self.path:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
         if self.kind != "stored" and (self.path or self.held_out):

@@ -56,7 +56,9 @@ class SpokenDigitsConfig:
         held_out: voices for evaluation; none of their variants may be one of training.
         rate: words per minute, from and to; drawn evenly, as the next three.
         pitch, pitch_range: espeak-ng's settings, 0 to 100.
+        examined: the source has questions for validation, in the voices of `held_out`.
         silence: seconds before and after the question.
+        question_rate: samples per second that questions are recorded at: 8000 takes away what a telephone does.
         peak: largest amplitude of a question.
         answer_text: the answer is written in `words` ("minus two") or `digits` ("-2").
         answer_speech: the answer's `words` are spoken one by one and joined, or the `phrase` is spoken as a whole.
@@ -75,6 +77,8 @@ class SpokenDigitsConfig:
     rare_variants: tuple[str, ...] = _RARE_VARIANTS
     rare: float = 0.5
     held_out: tuple[str, ...] = _HELD_OUT
+    examined: bool = True
+    question_rate: int = RATE
     rate: tuple[int, int] = (130, 200)
     pitch: tuple[int, int] = (25, 75)
     pitch_range: tuple[int, int] = (25, 75)
@@ -120,6 +124,8 @@ class SpokenDigitsConfig:
             raise UserError(f"digits.answer_text {self.answer_text!r} is unknown; use 'words' or 'digits'")
         if self.answer_speech not in ("words", "phrase"):
             raise UserError(f"digits.answer_speech {self.answer_speech!r} is unknown; use 'words' or 'phrase'")
+        if not 4000 <= self.question_rate <= SAMPLE_RATE:
+            raise UserError(f"digits.question_rate is {self.question_rate}; it lies between 4000 and {SAMPLE_RATE}")
         if self.reuse < 1 or self.reuse_distance < 1:
             raise UserError(f"digits.reuse {self.reuse} and reuse_distance {self.reuse_distance} must be at least 1")
 
@@ -219,12 +225,12 @@ class SpokenDigits:
     def _turn(self, rng: random.Random, question: Question, voice: str) -> RowTurn:
         c = self.config
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
-        before, after = (round(rng.uniform(*c.silence) * RATE) for _ in range(2))
-        spoken = resample(synthesise(question.text, voice, rate, pitch, pitch_range)[0], SAMPLE_RATE, RATE)
+        before, after = (round(rng.uniform(*c.silence) * c.question_rate) for _ in range(2))
+        spoken = resample(synthesise(question.text, voice, rate, pitch, pitch_range)[0], SAMPLE_RATE, c.question_rate)
         spoken = spoken * (c.peak / float(spoken.abs().max()))
         return RowTurn(
             question_text=question.text,
-            question_audio=Sound(torch.nn.functional.pad(spoken, (before, after)), RATE),
+            question_audio=Sound(torch.nn.functional.pad(spoken, (before, after)), c.question_rate),
             answer_text=question.words if c.answer_text == "words" else question.digits,
             answer_codes=Codes(self.codec.name, self.answer_codes(question.words)),
         )

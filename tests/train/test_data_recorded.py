@@ -1,0 +1,143 @@
+"""Recorded digits: a string is what its recordings say, a held-out speaker is never trained on, and mistakes are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from omni.errors import UserError
+from omni.text import Tokenizer
+from tests.train.data_toys import ToyCodec
+from train.data.build import build_alignment, held_out_rows
+from train.data.config import DataConfig, SourceConfig
+from train.data.recorded import RecordedDigits, RecordedDigitsConfig, find_recordings
+from train.data.synthetic import NUMBERS, SpokenDigitsConfig
+
+CODEC = ToyCodec((12, 12, 6, 8))
+RATE = 8000
+BASE = {"anna": 300, "berta": 1300, "clara": 2300}
+SPACING = 90
+"""A toy speaker says digit d as a tone at its own base frequency plus d times this, in Hz."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("recordings")
+    time = np.arange(RATE // 4) / RATE
+    for speaker, base in BASE.items():
+        for digit in range(10):
+            for index in (0, 1, 10):
+                tone = 0.1 * np.sin(2 * np.pi * (base + SPACING * digit) * time)
+                soundfile.write(place / f"{digit}_{speaker}_{index}.wav", tone, RATE)
+    (place / "README.md").write_text("not a recording")
+    return place
+
+
+def heard(samples: torch.Tensor, pause: float) -> list[tuple[str, int]]:
+    """Who says which digits: the strongest frequency of each piece of tone, counted from the start."""
+    length, step = 4000, 4000 + round(pause * 16000)
+    out = []
+    for start in range(0, len(samples) - length + 1, step):
+        spectrum = torch.fft.rfft(samples[start : start + length]).abs()
+        frequency = int(spectrum.argmax()) * 16000 / length
+        speaker = max((s for s, base in BASE.items() if base <= frequency + 20), key=lambda s: BASE[s])
+        out.append((speaker, round((frequency - BASE[speaker]) / SPACING)))
+    return out
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_a_string_sounds_as_it_reads(folder, pause):
+    config = RecordedDigitsConfig(
+        str(folder), ("berta",), pause=(pause, pause), silence=(0.0, 0.0), speed=(1.0, 1.0), level_db=(-6.0, 6.0)
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(), CODEC)
+    spoken: set[str] = set()
+    for row in [*(source.row(i) for i in range(30)), *source.held_out(8)]:
+        turn = row.turns[0]
+        assert turn.question_audio is not None
+        said = heard(turn.question_audio.load(16000), pause)
+        assert [speaker for speaker, _ in said] == [row.speaker] * len(said)
+        assert " ".join(NUMBERS[digit] for _, digit in said) == turn.question_text == turn.answer_text
+        assert torch.equal(turn.answer_codes.frames, source.answers.answer_codes(turn.answer_text))
+        spoken.add(row.speaker)
+    assert spoken == set(BASE)
+
+
+def test_a_held_out_speaker_is_only_examined(folder):
+    source = RecordedDigits(RecordedDigitsConfig(str(folder), ("berta", "anna")), SpokenDigitsConfig(), CODEC)
+    assert {source.row(i).speaker for i in range(40)} == {"clara"}
+    assert [row.speaker for row in source.held_out(4)] == ["berta", "anna", "berta", "anna"]
+
+
+def test_an_utterance_is_the_same_whenever_it_is_made(folder):
+    make = lambda: RecordedDigits(RecordedDigitsConfig(str(folder), ("berta",)), SpokenDigitsConfig(reuse=2), CODEC, seed=3)  # noqa: E731
+    first, second = make(), make()
+    rows = [first.row(i) for i in range(5)]
+    for i in (4, 0, 2):
+        again = second.row(i)
+        assert again.turns[0].question_text == rows[i].turns[0].question_text
+        assert torch.equal(again.turns[0].question_audio.samples, rows[i].turns[0].question_audio.samples)
+    assert first.repeats and first.identity(0) == first.identity(1024) != first.identity(1)
+
+
+def test_speed_changes_length_and_pitch(folder):
+    slow, fast = (
+        RecordedDigits(RecordedDigitsConfig(str(folder), (), speed=(s, s), silence=(0, 0)), SpokenDigitsConfig(), CODEC).row(5)
+        for s in (0.8, 1.25)
+    )
+    lengths = [len(row.turns[0].question_audio.load(16000)) for row in (slow, fast)]
+    assert lengths[0] / lengths[1] == pytest.approx(1.25 / 0.8, rel=0.01)
+
+
+def test_validation_asks_the_held_out_speaker_alone(folder):
+    people = SourceConfig("recorded-digits", recorded=RecordedDigitsConfig(str(folder), ("anna",)))
+    voices = SourceConfig("spoken-digits", digits=SpokenDigitsConfig(arithmetic=0.0, examined=False))
+    config = DataConfig((people, voices), alignment="words")
+    rows = held_out_rows(config, CODEC, 6)
+    assert {row.source for row in rows} == {"recorded-digits/anna"} and len(rows) == 6
+    alignment = build_alignment(config, Tokenizer.bytes())
+    assert alignment.size > len(NUMBERS[:10])
+
+
+def test_the_numbers_order_the_recordings(folder):
+    names = [path.name for path in find_recordings(str(folder))["anna"][7]]
+    assert names == ["7_anna_0.wav", "7_anna_1.wav", "7_anna_10.wav"]
+
+
+def test_mistakes_are_named(folder, tmp_path):
+    def build(**changes):
+        return RecordedDigits(RecordedDigitsConfig(**{"folder": str(folder), **changes}), SpokenDigitsConfig(), CODEC)
+
+    for changes, text in (
+        ({"folder": ""}, "recorded.folder is empty"),
+        ({"folder": str(tmp_path / "nowhere")}, "does not exist: git clone"),
+        ({"folder": str(tmp_path)}, "holds no files such as 7_jackson_12.wav"),
+        ({"held_out": ("dora",)}, "'dora', but .* has anna, berta, clara"),
+        ({"held_out": ("anna", "berta", "clara")}, "keeps every speaker"),
+        ({"pause": (0.3, 0.1)}, "recorded.pause is 0.3 to 0.1"),
+        ({"lengths": ()}, "recorded.lengths"),
+    ):
+        with pytest.raises(UserError, match=text):
+            build(**changes)
+    (tmp_path / "3_dora_0.wav").write_bytes(b"")
+    with pytest.raises(UserError, match="dora never says zero"):
+        build(folder=str(tmp_path))
+    with pytest.raises(UserError, match="names no speaker"):
+        build().held_out(3)
+
+
+def test_questions_of_a_telephone_lack_its_missing_half():
+    from train.data.synthetic import SpokenDigits
+
+    above = []
+    for rate in (8000, 16000):
+        row = SpokenDigits(SpokenDigitsConfig(question_rate=rate), CODEC, seed=2).row(1)
+        power = torch.fft.rfft(row.turns[0].question_audio.load(16000)).abs().square()
+        above.append(float(power[int(len(power) * 0.65) :].sum() / power.sum()))
+    assert above[1] > 20 * above[0]
+    with pytest.raises(UserError, match="question_rate"):
+        SpokenDigitsConfig(question_rate=100)

@@ -1,0 +1,180 @@
+"""Digit strings from recordings of single digits: people say them, joined with pauses; the model reads them back.
+
+The recordings are a folder such as the Free Spoken Digit Dataset's (Zohar Jackson and others, CC BY-SA 4.0,
+https://github.com/Jakobovski/free-spoken-digit-dataset, `recordings/`): files named `{digit}_{speaker}_{index}.wav`. A string
+is of one speaker. The answers are spoken by the synthetic voice of `train.data.synthetic`. Utterance u is a pure function of
+(seed, u).
+
+S samples.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.audio.io import read_audio
+from omni.errors import UserError
+from train.data.keys import dice
+from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.synthetic import NUMBERS, RATE, SpokenDigits, SpokenDigitsConfig
+
+NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
+
+WHERE = "git clone https://github.com/Jakobovski/free-spoken-digit-dataset fetches such a folder, its recordings/"
+
+
+@dataclass(frozen=True)
+class RecordedDigitsConfig:
+    """Whose recordings are joined, and how.
+
+    Attributes:
+        folder: where the files `{digit}_{speaker}_{index}.wav` are.
+        held_out: speakers who are kept for evaluation; none of their recordings is trained on.
+        lengths: weights of strings of one, two, three, ... digits.
+        pause: seconds between two digits, from and to.
+        silence: seconds before and after the string.
+        speed: each string is played that much faster, from and to, its pitch with it: other speakers, as it were.
+        level_db: how much louder or softer than the string's mean each digit is, from and to.
+        floor_db: level of the noise under everything, relative to the loudest sample, from and to.
+    """
+
+    folder: str = ""
+    held_out: tuple[str, ...] = ()
+    lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
+    pause: tuple[float, float] = (0.02, 0.35)
+    silence: tuple[float, float] = (0.02, 0.2)
+    speed: tuple[float, float] = (0.85, 1.2)
+    level_db: tuple[float, float] = (-3.0, 3.0)
+    floor_db: tuple[float, float] = (-70.0, -45.0)
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
+            raise UserError(f"recorded.lengths {list(self.lengths)}: give weights of at least 0, one of them above")
+        for name, low in (("pause", 0.0), ("silence", 0.0), ("speed", 0.25), ("level_db", -60.0), ("floor_db", -200.0)):
+            first, last = getattr(self, name)
+            if not low <= first <= last:
+                raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
+
+
+class RecordedDigits:
+    """The source; see the module. `row(index)` is a pure function of (seed, index).
+
+    Args:
+        answers: whose voice answers, and how.
+
+    Raises:
+        UserError: no folder or no such files in it, a held-out speaker who is not there, or nobody left to train on.
+    """
+
+    size = None
+    name = "recorded-digits"
+
+    def __init__(self, config: RecordedDigitsConfig, answers: SpokenDigitsConfig, codec: AudioCodec, seed: int = 0) -> None:
+        self.config = config
+        self.seed = seed
+        self.codec = codec
+        self.answers = SpokenDigits(answers, codec, seed)
+        self.files = find_recordings(config.folder)
+        missing = [speaker for speaker in config.held_out if speaker not in self.files]
+        if missing:
+            known = ", ".join(sorted(self.files))
+            raise UserError(f"recorded.held_out names {missing[0]!r}, but {config.folder} has {known}: name one of them")
+        self.speakers = tuple(sorted(set(self.files) - set(config.held_out)))
+        if not self.speakers:
+            raise UserError(f"recorded.held_out keeps every speaker of {config.folder}: leave at least one to train on")
+
+    @property
+    def repeats(self) -> bool:
+        """Whether utterances are drawn several times, as `digits.reuse` says."""
+        return self.answers.repeats
+
+    def identity(self, index: int) -> int:
+        """Number of the utterance that draw `index` uses, see `SpokenDigits.identity`."""
+        return self.answers.identity(index)
+
+    def row(self, index: int) -> Row:
+        """The string of draw `index`."""
+        utterance = self.identity(index)
+        rng = dice(self.seed, "recorded", utterance)
+        return self._row(rng, rng.choice(self.speakers), utterance, f"recorded digits, utterance {utterance}", True)
+
+    def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
+        """The evaluation set: strings of the held-out speakers in turn, at their own speed. `source` ends in the speaker."""
+        if not self.config.held_out:
+            raise UserError("recorded.held_out names no speaker; name those to evaluate on")
+        rows = []
+        for i in range(count):
+            speaker = self.config.held_out[i % len(self.config.held_out)]
+            rows.append(self._row(dice(seed, "recorded-held-out", i), speaker, i, f"held-out string {i}", False))
+        return rows
+
+    def _row(self, rng: random.Random, speaker: str, number: int, where: str, varied: bool) -> Row:
+        lengths = self.config.lengths
+        digits = [rng.randrange(10) for _ in range(rng.choices(range(1, len(lengths) + 1), lengths)[0])]
+        sound = self._joined(rng, speaker, digits, varied)
+        words = " ".join(NUMBERS[d] for d in digits)
+        written = words if self.answers.config.answer_text == "words" else "".join(map(str, digits))
+        codes = Codes(self.codec.name, self.answers.answer_codes(words))
+        turn = RowTurn(question_text=words, question_audio=sound, answer_text=written, answer_codes=codes)
+        return Row((turn,), id=str(number), source=f"{self.name}/{speaker}", speaker=speaker, where=where)
+
+    def _joined(self, rng: random.Random, speaker: str, digits: list[int], varied: bool) -> Sound:
+        """A string [S]: digits, pauses, a little noise."""
+        c = self.config
+        pieces = [torch.zeros(round(rng.uniform(*c.silence) * RATE))]
+        for place, digit in enumerate(digits):
+            if place:
+                pieces.append(torch.zeros(round(rng.uniform(*c.pause) * RATE)))
+            said = _recording(str(rng.choice(self.files[speaker][digit])))
+            level = 10 ** (rng.uniform(*c.level_db) / 20) if varied else 1.0
+            pieces.append(said * (level * 0.05 / max(float(said.square().mean().sqrt()), 1e-5)))
+        pieces.append(torch.zeros(round(rng.uniform(*c.silence) * RATE)))
+        joined = torch.cat(pieces)
+        peak = float(joined.abs().max())
+        noise = torch.randn(len(joined), generator=torch.Generator().manual_seed(rng.getrandbits(62)))
+        joined = joined + noise * (peak * 10 ** (rng.uniform(*c.floor_db) / 20))
+        joined = joined * (self.answers.config.peak / float(joined.abs().max()))
+        rate = round(100 * rng.uniform(*c.speed)) if varied else 100
+        return Sound(joined, RATE * rate // 100)
+
+
+@lru_cache(maxsize=4096)
+def _recording(file: str) -> Tensor:
+    """A recording [S] at 16 kHz; a few thousand short ones are kept, 60 kB each."""
+    return read_audio(file, RATE)
+
+
+def find_recordings(folder: str) -> dict[str, dict[int, list[Path]]]:
+    """Files of a folder by speaker and digit, in the order of their numbers.
+
+    Raises:
+        UserError: the folder is missing or holds none, or a speaker lacks a digit.
+    """
+    if not folder:
+        raise UserError(f"recorded.folder is empty: name the folder of files such as 7_jackson_12.wav ({WHERE})")
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"recorded.folder {folder} does not exist: {WHERE}")
+    found: dict[str, dict[int, list[tuple[int, Path]]]] = defaultdict(lambda: defaultdict(list))
+    for path in sorted(root.iterdir()):
+        if match := NAME.fullmatch(path.name):
+            found[match["speaker"]][int(match["digit"])].append((int(match["index"]), path))
+    if not found:
+        raise UserError(f"recorded.folder {folder} holds no files such as 7_jackson_12.wav: {WHERE}")
+    for speaker, digits in found.items():
+        lacking = sorted(set(range(10)) - set(digits))
+        if lacking:
+            raise UserError(f"recorded.folder {folder}: {speaker} never says {NUMBERS[lacking[0]]}; add it, or take them out")
+    return {
+        speaker: {digit: [path for _, path in sorted(paths)] for digit, paths in sorted(digits.items())}
+        for speaker, digits in found.items()
+    }
