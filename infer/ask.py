@@ -13,7 +13,7 @@ from typing import TextIO
 from infer.device import cpu_threads, find_device, find_dtype
 from infer.options import DEFAULT_MODEL, AskOptions
 from infer.playback import Figures, Meter
-from infer.questions import Asked, choose_task, collect
+from infer.questions import Pending, choose_task, collect
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Event, TextDelta
@@ -63,11 +63,11 @@ def ask(options: AskOptions) -> None:
     asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel)
     places = _places(options, task, len(asked))
     _check_model(options.model)
-    lm = SpeechLM.from_pretrained(options.model, device, dtype)
+    lm = SpeechLM.from_pretrained(options.model, device, dtype, codec_folder=options.codec_folder)
     if task.audio and lm.codec is None:
         raise UserError(
-            f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; put them into "
-            f"{options.model}/codec, or ask for text only with --task A1T2 or T1T2"
+            f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; name their folder with "
+            f"--codec_folder, put them into {options.model}/codec, or ask for text only with --task A1T2 or T1T2"
         )
 
     say = sys.stderr if options.out == PIPE else sys.stdout
@@ -97,7 +97,7 @@ def ask(options: AskOptions) -> None:
             _turn(session, question, task, place, options, say)
 
 
-def _turn(session: Session, question: Asked, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> None:
+def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> None:
     """Ask one question; its text, its sound and the report."""
     rate = session.codec.sample_rate if session.codec is not None else 0
     with Outputs(_outputs(options, place, rate) if task.audio else []) as outputs:
@@ -153,7 +153,7 @@ def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, liv
     return "".join(pieces), figures, ended
 
 
-def report(task: Task, question: Asked, text: str, file: str | None, figures: Figures, ended: str) -> TurnReport:
+def report(task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: str) -> TurnReport:
     """The figures of a turn in round numbers."""
 
     def milliseconds(seconds: float | None) -> float | None:
@@ -204,17 +204,27 @@ def _places(options: AskOptions, task: Task, questions: int) -> list[Path | None
 
 
 def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:
+    """All that the sound goes to; where one of them cannot be opened, those before it are ended, and nothing stays."""
     pace = rate if options.realtime else None
     outputs: list[Output] = []
-    if place is not None:
-        outputs.append(WavOutput(place, rate))
-    if options.out == PIPE:
-        outputs.append(PipeOutput(sys.stdout.buffer))
-    if pace is not None:
-        outputs = [Paced(output, pace) for output in outputs]
-    if options.speaker:
-        outputs.append(Paced(SpeakerOutput(rate)))
+    with ExitStack() as undo:
+
+        def add(output: Output) -> None:
+            outputs.append(output)
+            undo.callback(output.end, "failed")
+
+        if options.speaker:  # first: it is the one that may refuse
+            add(Paced(SpeakerOutput(rate)))
+        if place is not None:
+            add(_paced(WavOutput(place, rate), pace))
+        if options.out == PIPE:
+            add(_paced(PipeOutput(sys.stdout.buffer), pace))
+        undo.pop_all()
     return outputs
+
+
+def _paced(output: Output, rate: int | None) -> Output:
+    return output if rate is None else Paced(output, rate)
 
 
 def _check_model(folder: str) -> None:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads, find_device
-from infer.measure import GIB, PeakMemory, load
+from infer.measure import GIB, HighWater, load
 from infer.options import BenchOptions
+from infer.questions import read_file
 from infer.stand_in import TimedCodec, random_lm
 from infer.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from omni.audio.encoder_config import EncoderMode
-from omni.audio.io import SAMPLE_RATE, read_audio
+from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
@@ -72,8 +73,9 @@ def bench(options: BenchOptions) -> None:
             raise UserError(f"--{name} is {getattr(options, name)}; it must be positive")
     names = [] if options.model else [name.strip() for name in options.preset.split(",") if name.strip()]
     configs = {name: preset(name) for name in names}
+    sound = noise(options.seconds) if options.question is None else read_file(options.question)
     tables: list[Table] = []
-    for table in _tables(options, device, configs):
+    for table in _tables(options, device, configs, sound):
         tables.append(table)
         if not options.json:
             _show(table)
@@ -83,35 +85,35 @@ def bench(options: BenchOptions) -> None:
         print(", ".join(f"{key} {value}" for key, value in _machine(device).items()))
 
 
-def _tables(options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig]) -> Iterator[Table]:
+def _tables(options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig], sound: Tensor) -> Iterator[Table]:
     if options.model:
-        yield from _folder(options, device, options.model)
+        yield from _folder(options, device, options.model, sound)
     for name, config in configs.items():
-        yield from _preset(options, device, name, config)
+        yield from _preset(options, device, name, config, sound)
 
 
-def _preset(options: BenchOptions, device: torch.device, name: str, config: ModelConfig) -> Iterator[Table]:
+def _preset(options: BenchOptions, device: torch.device, name: str, config: ModelConfig, sound: Tensor) -> Iterator[Table]:
     """A preset with random weights."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     gc.collect()
-    memory = PeakMemory(device)
+    memory = HighWater(device)
     lm = random_lm(_heard_as(config, "variable"), device, dtype, compile=gpu)
     with cpu_threads(options.threads, lm.model) as threads:
         precision = "bf16, compiled, CUDA graph" if gpu else f"fp32, {threads} thread{'s' * (threads > 1)}"
         what = f"{name} ({config.codec}, random weights, {precision})"
-        yield from _measured(lm, options, name, config, what, memory)
+        yield from _measured(lm, options, sound, name, config, what, memory)
 
 
 def _measured(
-    lm: SpeechLM, options: BenchOptions, name: str, config: ModelConfig, what: str, memory: PeakMemory
+    lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, config: ModelConfig, what: str, memory: HighWater
 ) -> Iterator[Table]:
     small, gpu = name == "nano", lm.model.device.type == "cuda"
     assist = not small
-    yield _streaming(lm, options, name, what, "variable", assist)
-    yield _step_table(lm, options, name, what, assist, compile=gpu)
+    yield _streaming(lm, options, sound, name, what, "variable", assist)
+    yield _step_table(lm, options, sound, name, what, assist, compile=gpu)
     if small:
-        yield _sessions(lm, options, what, compile=gpu)
+        yield _sessions(lm, sound, what, compile=gpu)
     weights = bytes_of(lm.model)
     beyond = (memory.bytes - weights) / GIB
     target = None if gpu else TARGETS.get((name, "peak beyond the weights"))
@@ -121,27 +123,29 @@ def _measured(
     ]
     yield Table(f"memory: {what}", rows)
     if options.full:
-        yield _streaming(lm, options, "", what, "variable", not assist)
+        yield _streaming(lm, options, sound, "", what, "variable", not assist)
         padded = _with_mode(lm, config, "padded", compile=gpu)
-        yield _streaming(padded, options, "", what, "padded", assist)
+        yield _streaming(padded, options, sound, "", what, "padded", assist)
 
 
-def _folder(options: BenchOptions, device: torch.device, folder: str) -> Iterator[Table]:
+def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[Table]:
     """A model folder, as its answers come."""
-    lm = SpeechLM.from_pretrained(folder, device, compile=False)
+    lm = SpeechLM.from_pretrained(folder, device, codec_folder=options.codec_folder)
     if lm.codec is None:
-        raise UserError(f"{folder} has no weights of the codec {lm.config.codec!r}, so its first audio cannot be measured")
+        raise UserError(
+            f"{folder} has no weights of the codec {lm.config.codec!r}, so its first audio cannot be measured; name their "
+            "folder with --codec_folder"
+        )
     lm = SpeechLM(lm.model, lm.tokenizer, TimedCodec(lm.codec))
     with cpu_threads(options.threads, lm.model):
         name = "nano" if bytes_of(lm.model) < SMALL_MODEL else ""
-        yield _streaming(lm, options, name, folder, lm.config.encoder.mode, False)
-        yield _step_table(lm, options, name, folder, False, compile=False)
-        yield _sessions(lm, options, folder, compile=False)
+        yield _streaming(lm, options, sound, name, folder, lm.config.encoder.mode, False)
+        yield _step_table(lm, options, sound, name, folder, False, compile=False)
+        yield _sessions(lm, sound, folder, compile=False)
 
 
-def _streaming(lm: SpeechLM, options: BenchOptions, name: str, what: str, mode: str, assist: bool) -> Table:
+def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, mode: str, assist: bool) -> Table:
     """First audio and its parts, and the real-time factor of one answer."""
-    sound = _question(options)
     seconds = len(sound) / SAMPLE_RATE
     first = first_audio(lm, sound, assist, options.repeat)
     figures = whole_answer(lm, sound, assist, options.answer_seconds, options.repeat)
@@ -167,12 +171,12 @@ def _streaming(lm: SpeechLM, options: BenchOptions, name: str, what: str, mode: 
     return Table(f"streaming: {what}, {'text assist (two rows)' if assist else 'one row'}", rows)
 
 
-def _step_table(lm: SpeechLM, options: BenchOptions, name: str, what: str, assist: bool, compile: bool) -> Table:
+def _step_table(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, assist: bool, compile: bool) -> Table:
     """Steps per second beside readings of the same weights."""
     on_cpu = lm.model.device.type == "cpu"
     each = 6 if on_cpu else 50
     rounds = max(options.repeat, 3)
-    found = steps_and_readings(lm, _question(options), assist, compile, rounds, each)
+    found = steps_and_readings(lm, sound, assist, compile, rounds, each)
     rows_of_batch = 2 if assist else 1
     rate = lm.codec.frame_rate if lm.codec is not None else 0.0
     target = TARGETS.get((name, "steps / readings")) if on_cpu else None
@@ -196,18 +200,14 @@ def _step_table(lm: SpeechLM, options: BenchOptions, name: str, what: str, assis
     return Table(f"steps: {what}", rows)
 
 
-def _sessions(lm: SpeechLM, options: BenchOptions, what: str, compile: bool) -> Table:
+def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> Table:
     """How many rows advance together in real time."""
-    taken, fits = rows_in_real_time(lm, _question(options), NANO_BATCHES, compile)
+    taken, fits = rows_in_real_time(lm, sound, NANO_BATCHES, compile)
     rows = [Row(f"step of {n} rows", s * 1e3, "ms", "with the codec") for n, s in taken.items()]
     more = " or more" if fits == NANO_BATCHES[-1] else ""
     assert lm.codec is not None
     rows.append(Row("sessions in real time", fits, "", f"a frame plays {1e3 / lm.codec.frame_rate:.0f} ms{more}"))
     return Table(f"sessions: {what}", rows)
-
-
-def _question(options: BenchOptions) -> Tensor:
-    return noise(options.seconds) if options.question is None else read_audio(options.question)
 
 
 def _heard_as(config: ModelConfig, mode: EncoderMode) -> ModelConfig:

@@ -18,13 +18,9 @@ import psutil
 import torch
 from torch import Tensor
 
+from omni.hardware import synchronize
+
 GIB = 1 << 30
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
@@ -41,7 +37,7 @@ def load() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-class PeakMemory:
+class HighWater:
     """Peak memory since this was made, in bytes over what was held then: the device's on CUDA, the process's
     elsewhere.
 
@@ -121,10 +117,11 @@ class Reader:
         way()  # warm up
         if self.device.type != "cuda":
             return way
-        graph = torch.cuda.CUDAGraph()
         synchronize(self.device)
-        with torch.cuda.graph(graph):
-            way()
+        with torch.cuda.device(self.device):  # a graph is captured on a stream of the current device
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                way()
         return graph.replay
 
     def read(self) -> None:

@@ -29,6 +29,7 @@ class AskOptions:
     files: tuple[str, ...] = option((), "sound files, or - for raw PCM (s16le, mono) on standard input", positional=True)
     text: tuple[str, ...] = option((), "written questions instead", metavar="TEXT")
     model: str = option(DEFAULT_MODEL, "model folder")
+    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
     task: str | None = option(None, "A1A2, A1T2, A1T1, T1A2, T1T2 or T1A1; A1A2 for sound and T1A2 for text by default")
     chat: bool = option(False, "the questions are turns of one conversation")
     input_rate: int = option(16000, "samples per second of raw PCM on standard input")
@@ -71,6 +72,7 @@ class BenchOptions:
 
     preset: str = option("nano,qwen2-0.5b-omni", "presets to measure, with commas between them")
     model: str | None = option(None, "measure this model folder instead")
+    codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
     full: bool = option(False, "also with the padded encoder and without text assist")
     question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
     seconds: float = option(2.0, "length of that noise")

@@ -25,8 +25,8 @@ PIPE = "-"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One question.
+class Pending:
+    """One question, which may still be coming in.
 
     Attributes:
         name: the file, `-`, or the text.
@@ -81,7 +81,8 @@ def _reader(pipe: BinaryIO) -> Callable[[int], bytes]:
 
 def read_file(path: str, channel: int | None = None) -> Tensor:
     """A sound file as [S] at 16 kHz; UserError with a way out that this command line has."""
-    info = audio_info(path)
+    source = _source(path)
+    info = audio_info(source)
     if info.seconds > MAX_SECONDS:
         raise UserError(f"{path!r} lasts {info.seconds:.0f} s, and the limit is {MAX_SECONDS:g} s; cut it into pieces")
     if channel is None and info.channels > 2:
@@ -89,7 +90,18 @@ def read_file(path: str, channel: int | None = None) -> Tensor:
             f"{path!r} has {info.channels} channels, and only one or two are mixed; choose one with --channel 0 to "
             f"--channel {info.channels - 1}"
         )
-    return read_audio(path, channel="mix" if channel is None else channel)
+    return read_audio(source, channel="mix" if channel is None else channel)
+
+
+def _source(path: str) -> str | bytes:
+    """The path, or where that can be read only once (a named pipe, the shell's `<(...)`) all that comes out of it."""
+    if not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path):
+        return path
+    try:
+        with open(path, "rb") as pipe:
+            return pipe.read()
+    except OSError as error:
+        raise UserError(f"{path!r} cannot be read ({error.strerror or error}); name a sound file") from error
 
 
 def collect(
@@ -98,7 +110,7 @@ def collect(
     stdin: BinaryIO,
     rate: int = SAMPLE_RATE,
     channel: int | None = None,
-) -> list[Asked]:
+) -> list[Pending]:
     """The questions in order. UserError: none or both kinds, a bad file, an empty text, or `-` twice."""
     if files and texts:
         raise UserError("sound files and --text were given together; ask in one way at a time")
@@ -110,15 +122,15 @@ def collect(
         if not text.strip():
             raise UserError("--text is empty; write a question")
     if texts:
-        return [Asked(text, lambda text=text: text) for text in texts]  # type: ignore[misc]
+        return [Pending(text, lambda text=text: text) for text in texts]  # type: ignore[misc]
     pipe = PipeReader(stdin, rate) if PIPE in files else None
     asked = []
     for name in files:
         if name == PIPE and pipe is not None:
-            asked.append(Asked(name, pipe.take))
+            asked.append(Pending(name, pipe.take))
         else:
             sound = read_file(name, channel)
-            asked.append(Asked(name, lambda sound=sound: sound))  # type: ignore[misc]
+            asked.append(Pending(name, lambda sound=sound: sound))  # type: ignore[misc]
     return asked
 
 

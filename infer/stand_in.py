@@ -16,6 +16,7 @@ from torch import Tensor
 from omni.audio.codec import AudioCodec, CodecStream, load_codec
 from omni.config import ModelConfig
 from omni.generate.speech_lm import SpeechLM
+from omni.hardware import synchronize
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -84,6 +85,7 @@ class TimedCodec(AudioCodec):
 
     def _timed(self, method: Any) -> Any:
         def timed(*args: Any) -> Tensor:
+            synchronize(self.inner.device)  # steps that are still under way are not the codec's
             start = time.perf_counter()
             samples: Tensor = method(*args).cpu()  # on the host, so that the device has done its work
             self.seconds += time.perf_counter() - start

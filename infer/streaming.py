@@ -12,17 +12,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infer.measure import Reader, seconds_of, synchronize
+from infer.measure import Reader, seconds_of
 from infer.playback import Figures, Meter
 from infer.stand_in import TimedCodec
 from omni.audio.codec import CodecStream
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.generate.prefill import pack, prefill
+from omni.generate.question import Asked, encode_questions
 from omni.generate.results import AudioChunk, Ended, Timings
 from omni.generate.sampling import GREEDY
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner, Start
+from omni.hardware import synchronize
 from omni.tasks import TASKS, Turn, prompt
 
 TASK = TASKS["A1A2"]
@@ -207,8 +209,10 @@ def _answering(lm: SpeechLM, sound: Tensor, rows: int, text_assist: bool, room: 
     """A runner whose rows have heard the question and can answer for `room` steps; with text assist, row 1 writes for
     row 0. UserError where the model's context is too short for that."""
     model = lm.model
-    (features,) = model.encode_clips([sound])
-    columns = prompt(model.layout, Turn(TASK, features=len(features)))
+    turn = Turn(TASK, features=model.config.features(len(sound)))
+    (features,) = encode_questions(model, [Asked(turn, sound)])
+    assert features is not None
+    columns = prompt(model.layout, turn)
     length = len(columns) + room
     if length > model.config.decoder.context:
         raise UserError(

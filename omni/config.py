@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union
 
+from omni.audio.codec import check_codec_name
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.errors import UserError
 from omni.layout import Layout
@@ -70,6 +71,9 @@ class DecoderConfig:
         for name in ("width", "layers", "heads", "kv_heads", "mlp_width", "context"):
             if getattr(self, name) < 1:
                 raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("head_dim", "post_layers"):
+            if getattr(self, name) < 0:
+                raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at least 0")
         if self.heads % self.kv_heads:
             raise UserError(f"decoder.heads {self.heads} is not a multiple of decoder.kv_heads {self.kv_heads}")
         if not self.head_dim and self.width % self.heads:
@@ -105,8 +109,9 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "mlp", "gated"):
             raise UserError(f"adapter.kind {self.kind!r} is unknown; use 'linear', 'mlp' or 'gated'")
-        if self.stack < 1:
-            raise UserError(f"adapter.stack is {self.stack}; it must be at least 1")
+        for name in ("hidden", "stack"):
+            if getattr(self, name) < 1:
+                raise UserError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ class ModelConfig:
     """A whole speech language model.
 
     Attributes:
-        codec: name of the audio codec (`codec2`, `snac`), which the layout's audio streams must fit.
+        codec: name of the audio codec (`codec2`, `snac`, or one that was registered), which the layout's audio streams must
+            fit.
         ctc: ids of an alignment head on the encoder (blank first), 0 for none; used in training only.
     """
 
@@ -122,8 +128,12 @@ class ModelConfig:
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
-    codec: str = "codec2"
+    codec: str = field(default="codec2", metadata={"check": check_codec_name})
     ctc: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ctc < 0:
+            raise UserError(f"ctc is {self.ctc}; it must be at least 0")
 
     def features(self, samples: int) -> int:
         """Decoder positions that a clip of `samples` at 16 kHz takes."""
@@ -154,7 +164,11 @@ def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
         missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if missing and name not in data:
             raise UserError(f"{where}: key {name!r} is missing")
-    return kind(**{key: _value(hints[key], value, f"{where}.{key}") for key, value in data.items()})
+    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    for key, value in values.items():
+        if check := fields[key].metadata.get("check"):
+            check(value, f"{where}.{key}")
+    return kind(**values)
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -185,9 +199,6 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 # --- presets ----------------------------------------------------------------------------------------------------------
-
-QWEN2_TEXT = 151936
-"""Text ids below mini-omni's own special ones: Qwen2's table, which is itself padded."""
 
 
 def _mini_omni() -> ModelConfig:

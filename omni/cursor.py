@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from omni.errors import UserError
 from omni.layout import Layout
 
 _NEVER = 1 << 40
@@ -70,7 +71,13 @@ class Cursor:
         audio_active: Sequence[bool],
         device: torch.device | str | None = None,
     ) -> Cursor:
-        """A cursor before the first column, one row per entry."""
+        """A cursor before the first column, one row per entry; UserError for a layout with a stream that is `given`."""
+        for name, stream in zip(layout.names, layout.streams, strict=True):
+            if stream.role == "given":
+                raise UserError(
+                    f"layout: stream {name} is given from outside, and answers are made of predicted streams only; "
+                    "train with it, or make its role 'predicted'"
+                )
         rows = len(text_active)
         depth = layout.max_delay - min(s.delay for s in layout.audio) + 1
         false = torch.zeros(rows, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""What a device could do at best: the other side of MFU (model FLOPs utilisation)."""
+"""What a device could do at best (the other side of MFU, model FLOPs utilisation), and waiting for it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ PEAK_FLOPS = {
     "T4": 65e12,
 }
 """Dense half-precision tensor-core FLOP/s by a part of the device's name (the makers' data sheets)."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it, so that a clock read now is right; nothing but on CUDA."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_flops(device: torch.device) -> float | None:

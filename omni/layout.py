@@ -51,7 +51,8 @@ class Stream:
         size: number of ordinary ids.
         specials: number of ids kept after them (at least 5); the table has `size + specials` rows, or `rows`.
         delay: columns between the start of an answer and the stream's first real token.
-        role: `predicted` by the model, or `given` from outside (a user's stream in a duplex model).
+        role: `predicted` by the model, or `given` from outside (a user's stream in a duplex model; for training: `Cursor`
+            refuses it).
         rows: rows of the embedding table, where a checkpoint pads it; 0 means `size + specials`.
     """
 
@@ -267,18 +268,40 @@ class Layout:
     # --- looking ---------------------------------------------------------------------------------------------------
 
     def draw(
-        self, tokens: Tensor, valid: Tensor | None = None, decode: Callable[[int], str] | None = None, width: int = 6
+        self,
+        tokens: Tensor,
+        valid: Tensor | None = None,
+        decode: Callable[[int], str] | None = None,
+        width: int = 6,
+        *,
+        feature_index: Tensor | None = None,
     ) -> str:
-        """Draw columns [K, C] as text, one line a stream. `decode` turns a text id into its string.
+        """Draw columns as text, one line a stream; the rows of a batch one under another.
 
-        A star marks a cell that is learnt (`valid`); `.` is pad, `~` stands where encoder features do.
+        A star marks a cell that is learnt; `.` is pad, `~` stands on the audio streams where encoder features do.
+
+        Args:
+            tokens: [K, C], or [B, K, C]; the other tensors then begin with B too.
+            valid: which cells are learnt, [K, C] bool.
+            decode: turns a text id into its string.
+            width: characters of a cell.
+            feature_index: which feature stands in a column, [C], -1 for none.
         """
+        if tokens.ndim == 3:
+            rows = []
+            for b, row in enumerate(tokens):
+                of_row = [None if x is None else x[b] for x in (valid, feature_index)]
+                rows.append(f"row {b}\n" + self.draw(row, of_row[0], decode, width, feature_index=of_row[1]))
+            return "\n".join(rows)
         short = {0: "end", 1: ".", 2: "input", 3: "answer", 4: "asr"}
+        heard = [False] * tokens.shape[1] if feature_index is None else (feature_index >= 0).tolist()
         lines = ["column".ljust(8) + "".join(str(c).rjust(width + 1) for c in range(tokens.shape[1]))]
         for k, s in enumerate(self.streams):
             cells = []
             for c, token in enumerate(tokens[k].tolist()):
-                if token == IGNORE:
+                if heard[c] and s.kind == "audio":
+                    cell = "~"
+                elif token == IGNORE:
                     cell = ""
                 elif token >= s.size:
                     cell = short.get(token - s.size, f"s{token - s.size}")

@@ -41,12 +41,20 @@ class Tokenizer:
             raise UserError(f"tokenizer {path} cannot be read ({error}); it must be a Hugging Face tokenizer.json") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        self.inner.save(str(path))
+        """Write a `tokenizer.json`; OSError where the disk is full or the place cannot be written."""
+        Path(path).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
     def __len__(self) -> int:
         return self.inner.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
+        """Ids of a text; UserError for half of a surrogate pair, which no UTF-8 can hold."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"character {error.start} of the text is {text[error.start]!a}, half of a surrogate pair; decode the text anew"
+            ) from error
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:

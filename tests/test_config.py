@@ -56,6 +56,12 @@ def test_presets_have_the_published_sizes(name):
         ({"adapter": {"kind": "conv"}}, "config.adapter.kind is 'conv'"),
         ({"decoder": {"width": 0}}, "decoder.width is 0"),
         ({"decoder": {"layers": True}}, "config.decoder.layers is True"),
+        ({"decoder": {"post_layers": -1}}, "decoder.post_layers is -1"),
+        ({"decoder": {"head_dim": -4}}, "decoder.head_dim is -4"),
+        ({"adapter": {"hidden": 0}}, "adapter.hidden is 0"),
+        ({"adapter": {"stack": 0}}, "adapter.stack is 0"),
+        ({"ctc": -3}, "ctc is -3"),
+        ({"codec": "snak"}, r"config.codec: unknown codec 'snak': did you mean 'snac'\?"),
     ],
 )
 def test_reading_is_strict(data, says):

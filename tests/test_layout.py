@@ -8,6 +8,7 @@ import torch
 from omni.cursor import Cursor
 from omni.errors import UserError
 from omni.layout import Layout, Stream
+from omni.tasks import Turn, prompt
 
 LAYOUTS = {
     "codec2": Layout.preset("codec2"),
@@ -168,6 +169,29 @@ def test_drawing_shows_tokens_specials_and_what_is_learnt():
     drawing = layout.draw(tokens, valid, decode=chr).splitlines()
     assert drawing[1].split() == ["audio0", ".", "1*", "end*", ".", ".", "."]
     assert drawing[-1].split() == ["text", "h*", "i*", "end*", ".", ".", "."]
+
+
+def test_drawing_shows_where_features_stand_and_the_rows_of_a_batch():
+    layout = Layout.preset("codec2")
+    parts = [prompt(layout, Turn("A1A2", features=n)) for n in (3, 2)]
+    tokens = torch.stack([part.tokens[:, -5:] for part in parts])
+    index = torch.stack([part.feature_index[-5:] for part in parts])
+    alone = [layout.draw(t, feature_index=i).splitlines() for t, i in zip(tokens, index, strict=True)]
+    for lines, places in zip(alone, index, strict=True):
+        for k, line in enumerate(lines[1:]):
+            cells = line.split()[1:]
+            assert [cell == "~" for cell in cells] == [k < layout.n_audio and int(i) >= 0 for i in places]
+    assert sum(line.count("~") for line in alone[0]) == 4 * 3
+    assert layout.draw(tokens, feature_index=index).splitlines() == ["row 0", *alone[0], "row 1", *alone[1]]
+    learnt = torch.zeros_like(tokens, dtype=torch.bool)
+    learnt[1, :, 0] = True
+    assert layout.draw(tokens, learnt, feature_index=index).count("*") == len(layout)
+
+
+def test_an_answer_with_a_given_stream_is_refused():
+    layout = Layout((Stream("audio", 4), Stream("audio", 4, role="given"), Stream("text", 9)))
+    with pytest.raises(UserError, match="stream audio1 is given from outside"):
+        Cursor.start(layout, [True], [True])
 
 
 @pytest.mark.parametrize(

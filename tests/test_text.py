@@ -24,3 +24,14 @@ def test_a_bad_file_is_refused(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
         Tokenizer.from_file(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize("text, place", [("\ud800", 0), ("half a \udc41 pair", 7)])
+def test_half_a_surrogate_pair_is_refused(text, place):
+    with pytest.raises(UserError, match=rf"character {place} of the text is .*, half of a surrogate pair"):
+        Tokenizer.bytes().encode(text)
+
+
+def test_a_place_that_cannot_be_written_is_an_os_error(tmp_path):
+    with pytest.raises(OSError):
+        Tokenizer.bytes().save(tmp_path)

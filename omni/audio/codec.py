@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,15 +96,16 @@ class AudioCodec(ABC):
             )
         if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
             raise UserError(f"{self.name} takes integer codes, not {codes.dtype}: convert them first")
-        codes = codes.to(self.device, torch.long)
-        bad = (codes < 0) | (codes >= torch.tensor(sizes, device=self.device)[:, None])
+        codes = codes.to(torch.long)
+        # Looked at where they are: on the codec's device the answer would wait for all that is queued there.
+        bad = (codes < 0) | (codes >= torch.tensor(sizes, device=codes.device)[:, None])
         if bool(bad.any()):
             frame, stream = bad.t().nonzero()[0].tolist()
             raise UserError(
                 f"code {int(codes[stream, frame])} in stream {stream}, frame {first_frame + frame} is not in "
                 f"{self.name}'s 0 to {sizes[stream] - 1}: strip special ids before decoding"
             )
-        return codes
+        return codes.to(self.device)
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
@@ -181,16 +183,21 @@ def codec_names() -> list[str]:
     return sorted(_loaders)
 
 
+def check_codec_name(name: str, where: str = "") -> None:
+    """UserError, naming the closest, where no codec of that name is registered; `where` is what the error begins with."""
+    if name not in _loaders:
+        close = difflib.get_close_matches(name, _loaders, n=1, cutoff=0.0)[0]
+        place = f"{where}: " if where else ""
+        raise UserError(f"{place}unknown codec {name!r}: did you mean {close!r}? There are {', '.join(codec_names())}")
+
+
 def load_codec(name: str, folder: str | Path | None = None, device: str | torch.device = "cpu") -> AudioCodec:
     """The codec called `name`, with weights from `folder` where it has any.
 
     Codec2 computes on the CPU whatever `device` says. Raises UserError for an unknown name (naming the
     closest), a missing optional package, or a folder that does not fit.
     """
-    if name not in _loaders:
-        close = difflib.get_close_matches(name, _loaders, n=1, cutoff=0.0)[0]
-        known = ", ".join(codec_names())
-        raise UserError(f"unknown codec {name!r}: did you mean {close!r}? There are {known}")
+    check_codec_name(name)
     return _loaders[name](None if folder is None else Path(folder), torch.device(device))
 
 
@@ -210,5 +217,16 @@ def _load_snac(folder: Path | None, device: torch.device) -> AudioCodec:
     return SnacCodec.from_folder(folder, device)
 
 
+def _load_mimi(folder: Path | None, device: torch.device, codebooks: int) -> AudioCodec:
+    from omni.audio.mimi import MimiCodec
+
+    if folder is None:
+        raise UserError("codec mimi needs a folder with the config.json and model.safetensors of kyutai/mimi")
+    return MimiCodec.from_folder(folder, device, codebooks)
+
+
 register("codec2", _load_codec2)
 register("snac", _load_snac)
+register("mimi", functools.partial(_load_mimi, codebooks=8))
+register("mimi-16", functools.partial(_load_mimi, codebooks=16))
+register("mimi-32", functools.partial(_load_mimi, codebooks=32))

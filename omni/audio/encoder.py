@@ -53,12 +53,6 @@ class SpeechEncoder(nn.Module):
         """Log-mel `[M, F]` of one clip `[S]`, without gradient: `encoder_features.features`."""
         return encoder_features.features(audio, self.config)
 
-    def encode(self, audio: Tensor) -> Tensor:
-        """Sound `[S]` at 16 kHz, of any length the configuration allows, to frames `[frames(S), D]`."""
-        clips = self.split(audio)
-        mels, lengths = encoder_features.collate([self.features(clip) for clip in clips])
-        return self(mels, lengths, [self.frames(clip.shape[0]) for clip in clips])
-
     def forward(self, mels: Tensor, mel_lengths: Sequence[int] | Tensor, frames: Sequence[int] | Tensor) -> Tensor:
         """Encode N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
 

@@ -7,6 +7,7 @@ the CRC-32 of every other file, so a truncated or mixed-up folder is refused.
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import shutil
@@ -29,6 +30,9 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
+
+PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
+"""Second bytes of a pickle."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,32 @@ def save_folder(
 
 
 def replace_folder(source: Path, target: Path) -> None:
-    """Rename a folder onto another name; what stood there is removed only after the new one is in place."""
+    """Rename a folder onto another name; what stood there is removed only after the new one is in place, and comes back
+    where that fails. The files are on the disk before they get their name."""
+    _flush(source)
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
+    replaces = target.exists()
+    if replaces:
         os.rename(target, old)
-    os.rename(source, target)
+    try:
+        os.rename(source, target)
+    except OSError:
+        if replaces:
+            os.rename(old, target)
+        raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Wait until a folder and all in it are on the disk, so that a power cut leaves no name without its content."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    for place in (*sorted(folder.rglob("*")), folder):
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
@@ -118,7 +142,9 @@ def load_folder(
     path = Path(folder)
     data = _read(path)
     config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model")
-    for name, wanted in data.get("files", {}).items():
+    if _is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
+        raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
+    for name, wanted in _files(data, path / CONFIG).items():
         _check(path / name, wanted)
     try:
         state = load_file(path / WEIGHTS)
@@ -139,7 +165,7 @@ def load_folder(
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise UserError(f"model folder {path} does not exist; give a folder with {CONFIG} and {WEIGHTS}")
+        raise UserError(_no_folder(path))
     file = path / CONFIG
     if not file.is_file():
         raise UserError(f"{path} has no {CONFIG}; it is not a model folder (see `python -m train fit`)")
@@ -153,17 +179,57 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _check(file: Path, wanted: Mapping[str, Any]) -> None:
+def _no_folder(path: Path) -> str:
+    """Why there is no folder of that name, and what to do."""
+    wanted = f"a folder with {CONFIG} and {WEIGHTS}"
+    if path.is_file():
+        kind = "a pickle, which could run code; convert it to safetensors, and" if _is_pickle(path) else "a file, not a folder;"
+        return f"model {path} is {kind} give {wanted}"
+    left = sorted(path.parent.glob(f".{glob.escape(path.name)}.old-*"))
+    if left:
+        return f"model folder {path} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back"
+    return f"model folder {path} does not exist; give {wanted}"
+
+
+def _is_pickle(file: Path) -> bool:
+    """Whether a file begins as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5).
+
+    A safetensors file begins with the length of its header, eight bytes that may look like a protocol; a `{` follows.
+    """
+    if not file.is_file():
+        return False
+    with file.open("rb") as handle:
+        head = handle.read(9)
+    return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in PROTOCOLS and head[4:] != b"\0\0\0\0{")
+
+
+def _files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 of each file that the configuration at `place` lists."""
+    listed = data.get("files", {})
+    if not isinstance(listed, dict):
+        raise UserError(f"{place}: files is {listed!r}; it must list the folder's files; fetch or save the folder again")
+    out: dict[str, tuple[int, int]] = {}
+    for name, entry in listed.items():
+        match entry:
+            case {"bytes": int(size), "crc32": int(checksum)}:
+                out[name] = size, checksum
+            case _:
+                raise UserError(
+                    f"{place}: files: {name} is {entry!r}; it must hold the file's bytes and crc32, two whole numbers; "
+                    "fetch or save the folder again"
+                )
+    return out
+
+
+def _check(file: Path, wanted: tuple[int, int]) -> None:
+    """Refuse a file that is missing, or has another size or checksum."""
     if not file.is_file():
         raise UserError(f"{file} is missing; fetch or save the folder again")
     size = file.stat().st_size
-    if size != wanted["bytes"]:
-        kind = "truncated" if size < wanted["bytes"] else "longer than it was"
-        raise UserError(f"{file} is {kind}: {size} bytes of {wanted['bytes']}; fetch or save the folder again")
-    with file.open("rb") as handle:
-        if file.name == WEIGHTS and handle.read(2) in (b"PK", b"\x80\x02"):
-            raise UserError(f"{file} is a pickle, which could run code; convert it to safetensors first")
-    if _crc32(file) != wanted["crc32"]:
+    if size != wanted[0]:
+        kind = "truncated" if size < wanted[0] else "longer than it was"
+        raise UserError(f"{file} is {kind}: {size} bytes of {wanted[0]}; fetch or save the folder again")
+    if _crc32(file) != wanted[1]:
         raise UserError(f"{file} does not match its checksum in {CONFIG}; fetch or save the folder again")
 
 

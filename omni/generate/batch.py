@@ -22,6 +22,7 @@ from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
 from omni.generate.rows import Row, Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
+from omni.hardware import synchronize
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
 from omni.text import Tokenizer
@@ -67,6 +68,7 @@ class Batch:
         order = sorted(range(len(asked)), key=lambda i: len(prompts[i]))
         longest = max((len(p) for p in prompts), default=0)
         most = max((self._limits(a)[1] for a in asked), default=0)
+        self._check_room([len(p) for p in prompts])
         answers: dict[int, Answer] = {}
         runner = self._take(min(batch_size, len(asked)), longest + most) if asked else None
         for low in range(0, len(order), batch_size):
@@ -78,18 +80,23 @@ class Batch:
             self._give(runner)
         return [answers[i] for i in range(len(asked))]
 
+    def _check_room(self, lengths: Sequence[int]) -> None:
+        """Refuse a question that leaves no room for an answer, before any other is answered."""
+        context = self.model.config.decoder.context
+        for number, length in enumerate(lengths, 1):
+            if length >= context:
+                raise UserError(
+                    f"question {number} of {len(lengths)} takes {length} positions, but the model's context has {context} "
+                    "and an answer needs some; shorten it, or leave it out"
+                )
+
     def _limits(self, asked: Asked) -> tuple[int, int]:
         return self.options.limits(asked.task, self.codec, self.model.layout.max_delay)
 
     def _group(self, runner: Runner, asked: Sequence[Asked], prompts: Sequence[Columns], seeds: Sequence[int]) -> list[Answer]:
         clock, layout = Clock(), self.model.layout
-        too_long = max(len(p) for p in prompts)
-        if too_long >= runner.length:
-            raise UserError(
-                f"a question takes {too_long} positions, but the model's context has {runner.length} and an answer needs "
-                "some; shorten it"
-            )
         features = encode_questions(self.model, asked)
+        synchronize(self.model.device)
         encoded = clock.seconds
         packed = pack(layout, prompts, [f for f in features if f is not None])
         runner.cache.reset()
@@ -98,6 +105,7 @@ class Batch:
             Start(a.task.text, a.task.audio, len(p) - 1, self.settings, seed_key(seed))
             for a, p, seed in zip(asked, prompts, seeds, strict=True)
         ]
+        synchronize(self.model.device)
         filled = clock.seconds
         members = {}
         for row, a in zip(runner.begin(0, hidden, starts), asked, strict=True):

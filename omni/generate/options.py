@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Literal, TypedDict
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
 from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.tasks import Task
+
+
+class OptionValues(TypedDict, total=False):
+    """The fields of `Options` as the keywords of a call."""
+
+    sampling: SamplingPlan
+    seed: int
+    max_seconds: float
+    max_tokens: int
+    text_assist: bool
+    overflow: Literal["end", "forget"]
+
+
+class SessionOptions(OptionValues, total=False):
+    """The keywords of `SpeechLM.session`."""
+
+    context: int | None
 
 
 @dataclass(frozen=True)

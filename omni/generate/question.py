@@ -58,6 +58,11 @@ def read_question(
         turn = Turn(task, question=tuple(tokenizer.encode(question)))
         prompt(model.layout, turn)
         return Asked(turn, None)
+    if isinstance(question, str) and not os.path.exists(question) and (" " in question or not os.path.splitext(question)[1]):
+        raise UserError(
+            f"task {task.name} asks by speech, and there is no sound file {question!r}; for a written question use "
+            f"task='T1{task.name[2:]}'"
+        )
     if isinstance(question, Tensor):
         clip = _waveform(question, sample_rate)
     elif isinstance(question, (str, bytes, os.PathLike)) or hasattr(question, "read"):

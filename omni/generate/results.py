@@ -47,7 +47,7 @@ class TextDelta:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AudioChunk:
     """The next samples [S] of the answer. `exact`: no later frame changes them (always so for our codecs)."""
 
@@ -66,7 +66,7 @@ class Ended:
 Event = TextDelta | AudioChunk | Ended
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answer:
     """A whole answer.
 

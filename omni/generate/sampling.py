@@ -109,12 +109,19 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+def finest(device: torch.device) -> torch.dtype:
+    """What running sums are computed in: float64, but float32 on Apple's GPUs, which have no other."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def uniform(key: Tensor, step: Tensor, streams: range) -> Tensor:
-    """One number in [0, 1) per row and stream, [B, N] float64, for rows' keys [B] (`seed_key`) and steps [B]."""
+    """One number in [0, 1) per row and stream, [B, N] in the `finest` format, for rows' keys [B] (`seed_key`) and steps [B]."""
     stream = torch.arange(streams.start, streams.stop, device=key.device)
     x = _mix(key + (step + 1) * _signed(_GOLDEN))
     x = _mix(x[:, None] + (stream + 1) * _signed(_GOLDEN))
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    dtype = finest(key.device)
+    bits = 53 if dtype == torch.float64 else 23  # so few that neither the number nor its product with a sum is rounded up
+    return ((x >> (64 - bits)) & ((1 << bits) - 1)).to(dtype) * 2.0**-bits
 
 
 # --- the draw ---------------------------------------------------------------------------------------------------------
@@ -161,14 +168,14 @@ def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
         ranks: R, at least the largest `top_k`, or V where one is 0.
 
     Returns:
-        weights [B, N, R] float64, in proportion to the probabilities and 0 where an id is filtered out, and
+        weights [B, N, R] in the `finest` format, in proportion to the probabilities and 0 where an id is filtered out, and
         ids [B, N, R].
     """
     if ranks < logits.shape[-1]:
         values, ids = logits.topk(ranks, dim=-1)
     else:
         values, ids = logits.sort(dim=-1, descending=True)
-    scaled = (values - values[..., :1]).double() / temperature[..., None]
+    scaled = (values - values[..., :1]).to(finest(logits.device)) / temperature[..., None]
     rank = torch.arange(values.shape[-1], device=logits.device)
     kept = (rank < top_k[..., None]) | (top_k == 0)[..., None]
     weights = torch.where(kept, scaled.exp(), 0.0)
@@ -194,7 +201,7 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     heat = torch.where(temperature > 0, temperature, 1.0)
     filters = (top_k > 0) | (top_p < 1)
     if mode.plain:
-        weights = ((logits - logits.amax(-1, keepdim=True)) / heat[..., None]).exp().double()
+        weights = ((logits - logits.amax(-1, keepdim=True)) / heat[..., None]).exp().to(finest(logits.device))
         out = torch.where((temperature > 0) & ~filters, invert(weights, u), out)
     if mode.ranks:
         weights, ids = candidates(logits, heat, top_k, top_p, mode.ranks)

@@ -29,6 +29,7 @@ from omni.generate.rows import Start
 from omni.generate.running import Running
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
+from omni.hardware import synchronize
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Columns, Task, Turn, prompt
 from omni.text import Tokenizer
@@ -57,7 +58,7 @@ class Session:
         self._past: list[Exchange] = []
         self._asked = 0
         self._last: Running | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # over what the history and the last answer are
         self._fed: list[Key] = []  # columns that row 0 of the cache holds
         self._high = 0  # positions ever written there since it was last empty
 
@@ -86,20 +87,25 @@ class Session:
                 made in another thread, or a closed session.
         """
         clock = Clock()
-        runner = self._open()
+        self._open()
         self._settle(self._last)
         asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
         (features,) = encode_questions(self.model, [asked])
-        exchange = Exchange(asked.turn, features, self._asked)
-        columns, keys = self._lay_out(exchange, runner.length)
+        synchronize(self.model.device)
+        encoded = clock.seconds
         layout = self.model.layout
         frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
         reply = Reply(layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most)
-        key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
-        self._asked += 1
-        self._last = Running(exchange, columns, keys, reply, self.codec, clock, key, encode=clock.seconds)
-        self._last.hold()
-        return self._events(self._last, runner)
+        with self._lock:
+            runner = self._open()
+            self._settle(self._last)  # once more: another thread may have asked meanwhile
+            exchange = Exchange(asked.turn, features, self._asked)
+            columns, keys = self._lay_out(exchange, runner.length)
+            key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
+            self._asked += 1
+            running = self._last = Running(exchange, columns, keys, reply, self.codec, clock, key, encode=encoded)
+            running.hold()
+        return self._events(running, runner)
 
     def answer(
         self,
@@ -158,8 +164,9 @@ class Session:
 
     def close(self) -> None:
         """End the session and give its cache back."""
-        self._settle(self._last)
-        runner, self._runner = self._runner, None
+        with self._lock:
+            self._settle(self._last)
+            runner, self._runner = self._runner, None
         if runner is not None and self._release is not None:
             self._release(runner)
 
@@ -173,14 +180,16 @@ class Session:
 
     def _events(self, running: Running, runner: Runner) -> Iterator[Event]:
         reply = running.reply
-        running.go_on()
+        self._go_on(running)
         try:
-            if not (running.cancelled or running.settled):
+            if not running.cancelled:
                 self._begin(running, runner)
             while running.rows and not running.cancelled:
                 room = running.rows[0].position < runner.length
                 for event in self._written(running, runner, flush=not room):
                     yield from self._hand_over(running, event)
+                if running.cancelled:
+                    break
                 if reply.reason is None and not room:
                     reply.reason = "cache"
                 if reply.reason is not None:
@@ -209,6 +218,7 @@ class Session:
             hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
             starts = [start]
         self._fed, self._high = list(keys), max(self._high, len(keys))
+        synchronize(model.device)
         running.prefill = running.clock.seconds
         running.rows = runner.begin(0, hidden, starts)
 
@@ -229,6 +239,8 @@ class Session:
     def _written(self, running: Running, runner: Runner, flush: bool) -> Iterator[TextDelta | AudioChunk]:
         """Events of what the steps wrote on the speaking row. An assisting row that has ended its text leaves."""
         for row, written in runner.results(flush):
+            if running.settled:  # while the event before was looked at: the rows belong to others now
+                return
             if row is running.rows[0] and running.reply.reason is None:
                 yield from running.reply.write(written)
             elif row.done:
@@ -239,24 +251,33 @@ class Session:
             running.count(event)
             running.hold()
             yield event
+            self._go_on(running)
+
+    def _go_on(self, running: Running) -> None:
+        """Work on an answer begins, or begins again; one that was settled meanwhile is `cancelled`, and is left alone."""
+        with self._lock:
             running.go_on()
 
     # --- the history ------------------------------------------------------------------------------------------
 
     def _settle(self, running: Running | None) -> None:
-        """Put an answer into the history as it was delivered (once), and free its rows."""
-        if running is None or running.settled:
-            return
-        if running.busy:
-            raise UserError("another answer of this session is being made in another thread; cancel it, or wait for its end")
+        """Put an answer into the history as it was delivered (once), and free its rows: whoever still holds its iterator
+        gets no more of it."""
         with self._lock:
-            running.settled = True
+            if running is None or running.settled:
+                return
+            if running.busy:
+                raise UserError(
+                    "another answer of this session is being made in another thread; cancel it, or wait for its end"
+                )
+            running.settled = running.cancelled = True
             runner = self._open()
             if running.rows:
                 self._high = max(self._high, running.rows[0].position)
                 self._fed += [written_key(column) for column in running.reply.columns[:-1]]
             for row in running.rows:
                 runner.leave(row)
+            running.rows = []
             runner.results(flush=True)
             self._past.append(running.delivered())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +20,7 @@ from omni.audio.codec import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.batch import Batch
-from omni.generate.options import Options
+from omni.generate.options import Options, OptionValues, SessionOptions
 from omni.generate.question import SAMPLE_RATE, Question, read_question
 from omni.generate.results import Answer, Event
 from omni.generate.sampling import GREEDY, SamplingPlan
@@ -30,6 +30,9 @@ from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
 from omni.text import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 IDLE_RUNNERS = 2
 """Caches (with their captured graphs) that are kept for the next call."""
@@ -83,13 +86,15 @@ class SpeechLM:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         *,
+        codec_folder: str | os.PathLike[str] | None = None,
         graph: bool | None = None,
         compile: bool = False,
     ) -> SpeechLM:
-        """Read a model folder (see `omni.checkpoint.folder`); UserError where anything is wrong with it."""
+        """Read a model folder (see `omni.checkpoint.folder`), and the codec's weights from `codec_folder` where they are not
+        in it; UserError where anything is wrong with them."""
         from omni.checkpoint.folder import load_folder
 
-        loaded = load_folder(folder, device=device, dtype=dtype)
+        loaded = load_folder(folder, device=device, dtype=dtype, codec_folder=codec_folder)
         return cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile)
 
     @property
@@ -100,23 +105,17 @@ class SpeechLM:
     def layout(self) -> Layout:
         return self.model.layout
 
-    def session(
-        self,
-        *,
-        sampling: SamplingPlan = GREEDY,
-        seed: int = 0,
-        max_seconds: float = 30.0,
-        max_tokens: int = 512,
-        text_assist: bool = False,
-        overflow: Literal["end", "forget"] = "end",
-        context: int | None = None,
-    ) -> Session:
-        """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default); see `Options`."""
-        options = Options(sampling, seed, max_seconds, max_tokens, text_assist, overflow)
+    def session(self, *, context: int | None = None, **values: Unpack[OptionValues]) -> Session:
+        """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
+
+        Args:
+            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow), by name.
+        """
+        options = Options(**values)
         if context is not None and context < 1:
             raise UserError(f"context is {context}; a session's cache needs at least one position")
         length = min(context or 4096, self.config.decoder.context)
-        runner = self._take(2 if text_assist else 1, length, exact=context is not None)
+        runner = self._take(2 if options.text_assist else 1, length, exact=context is not None)
         return Session(self.model, self.tokenizer, self.codec, runner, options, self._give)
 
     def stream(
@@ -125,11 +124,7 @@ class SpeechLM:
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
-        sampling: SamplingPlan = GREEDY,
-        seed: int = 0,
-        max_seconds: float = 30.0,
-        max_tokens: int = 512,
-        text_assist: bool = False,
+        **options: Unpack[SessionOptions],
     ) -> Iterator[Event]:
         """Answer one question with events: `TextDelta` and `AudioChunk` as they come, `Ended` last.
 
@@ -137,13 +132,12 @@ class SpeechLM:
             question: a text where the task asks in writing; else a waveform [S] or the path of a sound file.
             task: a name of the task table (`omni.tasks`).
             sample_rate: of a waveform, in Hz.
+            options: those of `session`, by name.
 
         Raises:
             UserError: a bad question, option or task, at once.
         """
-        session = self.session(
-            sampling=sampling, seed=seed, max_seconds=max_seconds, max_tokens=max_tokens, text_assist=text_assist
-        )
+        session = self.session(**options)
         try:
             events = session.ask(question, task, sample_rate=sample_rate)
         except BaseException:
@@ -157,16 +151,10 @@ class SpeechLM:
         task: Task | str = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
-        sampling: SamplingPlan = GREEDY,
-        seed: int = 0,
-        max_seconds: float = 30.0,
-        max_tokens: int = 512,
-        text_assist: bool = False,
+        **options: Unpack[SessionOptions],
     ) -> Answer:
         """Answer one question and return when the answer is whole; arguments as for `stream`."""
-        with self.session(
-            sampling=sampling, seed=seed, max_seconds=max_seconds, max_tokens=max_tokens, text_assist=text_assist
-        ) as session:
+        with self.session(**options) as session:
             return session.answer(question, task, sample_rate=sample_rate)
 
     def generate_batch(

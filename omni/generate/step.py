@@ -16,8 +16,9 @@ Dimensions: B rows, K streams, A audio streams, W width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,24 @@ class _Record(NamedTuple):
     rows: list[Row | None]
     host: Tensor
     event: Any
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _on_device(method: Callable[Concatenate[Runner, P], R]) -> Callable[Concatenate[Runner, P], R]:
+    """Run a method with the runner's GPU as CUDA's current device: streams, events, graphs and pinned memory belong to
+    that one, wherever the tensors are."""
+
+    @wraps(method)
+    def here(self: Runner, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self._cuda:
+            return method(self, *args, **kwargs)
+        with torch.cuda.device(self._position.device):
+            return method(self, *args, **kwargs)
+
+    return here
 
 
 class Runner:
@@ -104,6 +123,7 @@ class Runner:
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
+    @_on_device
     @torch.inference_mode()
     def begin(self, first: int, hidden: Hidden, starts: Sequence[Start]) -> list[Row]:
         """Put answers into the slots from `first` on and write their first columns.
@@ -170,6 +190,7 @@ class Runner:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
+    @_on_device
     @torch.inference_mode()
     def step(self) -> None:
         """Feed every live row its column and write the next; each must have room (`Row.position < length`)."""
@@ -185,6 +206,7 @@ class Runner:
             self._forward(plan)
         self._record(plan)
 
+    @_on_device
     def results(self, flush: bool = False) -> list[tuple[Row, Written]]:
         """What the steps wrote since the last call: on a GPU without the newest step, unless `flush` waits for it."""
         late = 1 if self._cuda and not flush else 0

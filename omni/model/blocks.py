@@ -52,7 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @lru_cache
 def _constant(value: float) -> Tensor:
     with torch.inference_mode(False), torch.device("cpu"):
-        return torch.tensor(value)
+        return torch.tensor(value, dtype=torch.float32)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -105,9 +105,12 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             y = y.reshape(b, self.heads, 1, self.head_dim)
         else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1
-            )  # fmt: skip
+            grouped = group > 1
+            if grouped and mask is not None and q.is_cuda:
+                # No fused kernel of CUDA's takes both groups and a mask: shared keys would go to the slow one, which
+                # writes all of the attention's weights to memory.
+                k, v, grouped = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), False
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).reshape(b, t, -1))
 
 

@@ -6,7 +6,7 @@ Dimensions: B batch, K streams, A audio streams, T time, W width, V vocabulary, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -53,10 +53,19 @@ class Decoder(nn.Module):
         self.register_buffer("offsets", torch.tensor(self.audio_offsets[:-1])[:, None], persistent=False)
         self.reset_parameters()
 
-    def reset_buffers(self) -> None:
+    def reset_buffers(self, device: torch.device | None = None) -> None:
         """Fill what follows from the configuration and is not stored (needed after building on the meta device)."""
-        self.rope = rope_frequencies(self.config)
-        self.offsets = torch.tensor(self.audio_offsets[:-1])[:, None]
+        self.rope = rope_frequencies(self.config).to(device)
+        self.offsets = torch.tensor(self.audio_offsets[:-1])[:, None].to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        """What every `to`, `half`, `cuda` and `to_empty` runs. The rotary frequencies stay in fp32 and exact in a model of
+        another precision: rounded to bf16, their error times the position is soon a radian."""
+        before = self.rope
+        super()._apply(fn, recurse)
+        if self.rope is not before:
+            self.reset_buffers(self.rope.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -65,18 +65,6 @@ class SpeechModel(nn.Module):
         """Features [N, W] of clips one after another, as `forward` takes them."""
         return self.adapter(self.hear(mels, mel_lengths, frames), frames)
 
-    @torch.no_grad()
-    def encode_clips(self, clips: Sequence[Tensor]) -> list[Tensor]:
-        """Features [n, W] of each 16 kHz clip [S], for serving (long audio as the encoder's configuration says)."""
-        out = []
-        for clip in clips:
-            pieces = self.encoder.split(clip)
-            mels = [self.encoder.features(piece).to(self.device) for piece in pieces]
-            frames = [self.encoder.frames(piece.shape[-1]) for piece in pieces]
-            heard = torch.cat([self.encoder(m[None], [m.shape[1]], [n]) for m, n in zip(mels, frames, strict=True)])
-            out.append(self.adapter(heard, [sum(frames)]))
-        return out
-
     def forward(
         self,
         tokens: Tensor,

@@ -258,3 +258,14 @@ def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
     assert load_codec("mine", str(tmp_path), "cpu") is made
     assert asked == [(tmp_path, torch.device("cpu"))]
     assert codec_names() == ["mine"]
+
+
+def test_codes_are_looked_at_where_they_are(codec: AudioCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codec on a device that cannot be asked (as one that is busy should not be): only the codes' own is."""
+    monkeypatch.setattr(codec, "device", torch.device("meta"))
+    codes = torch.zeros(len(codec.codebook_sizes), 3, dtype=torch.int32)
+    checked = codec.check(codes)
+    assert checked.is_meta and checked.dtype == torch.long and checked.shape == codes.shape
+    codes[1, 2] = -1
+    with pytest.raises(UserError, match="code -1 in stream 1, frame 2"):
+        codec.check(codes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 
 import pytest
@@ -116,6 +117,32 @@ def test_a_pickle_is_refused_and_never_run(saved, tmp_path):
         load_folder(place)
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_of_another_size_is_called_a_pickle(saved, tmp_path, protocol):
+    _, place = saved
+    for data in (pickle.dumps(Bomb(), protocol=protocol), torch_zip(tmp_path)):
+        (place / WEIGHTS).write_bytes(data)
+        with pytest.raises(UserError, match=r"model.safetensors is a pickle, which could run code; convert"):
+            load_folder(place)
+
+
+@pytest.mark.parametrize("header", [0x0280, 0x4B50])
+def test_a_header_whose_length_looks_like_a_pickle_is_none(tmp_path, header):
+    """A safetensors file begins with a length; 640 reads as a pickle's protocol, and 19280 as `PK`."""
+    data = header.to_bytes(8, "little") + b"{".ljust(header - 1) + b"}"
+    (tmp_path / WEIGHTS).write_bytes(data)
+    assert not module._is_pickle(tmp_path / WEIGHTS)
+
+
+def test_a_file_for_a_folder_is_called_a_file(tmp_path):
+    torch_zip(tmp_path)
+    with pytest.raises(UserError, match=r"old.pt is a pickle, which could run code.* give a folder with config.json"):
+        load_folder(tmp_path / "old.pt")
+    (tmp_path / "notes").write_text("dear diary")
+    with pytest.raises(UserError, match=r"notes is a file, not a folder; give a folder"):
+        load_folder(tmp_path / "notes")
+
+
 def torch_zip(tmp_path) -> bytes:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "old.pt")
     return (tmp_path / "old.pt").read_bytes()
@@ -151,6 +178,11 @@ def edit(place, change) -> None:
         (lambda c: c.pop("model"), "is unknown; this version reads"),
         (lambda c: c["model"]["decoder"].update(widht=4), "unknown key 'widht'; did you mean 'width'"),
         (lambda c: c["model"]["decoder"].update(width=64), "has shape"),
+        (lambda c: c.update(files=[]), r"config.json: files is \[\]; it must list"),
+        (lambda c: c["files"].update({WEIGHTS: {"crc32": 1}}), r"files: model.safetensors is \{'crc32': 1\}; it must hold"),
+        (lambda c: c["files"].update({TOKENIZER: 7}), "files: tokenizer.json is 7; it must hold"),
+        (lambda c: c["files"][TOKENIZER].update(bytes="9"), "files: tokenizer.json is .*'9'"),
+        (lambda c: c["model"].update(codec="snak"), r"model.codec: unknown codec 'snak': did you mean 'snac'\?"),
     ],
 )
 def test_a_bad_configuration_is_refused(saved, change, says):
@@ -194,3 +226,62 @@ def test_a_tokenizer_that_does_not_fit_the_layout_is_refused(tmp_path):
     save_folder(tmp_path / "m", config, SpeechModel(config).state_dict(), Tokenizer.bytes())
     with pytest.raises(UserError, match="256 ids.*only 100"):
         load_folder(tmp_path / "m")
+
+
+def test_a_tokenizer_that_cannot_be_written_is_a_user_error(saved, monkeypatch):
+    model, place = saved
+    real = module.save_file
+
+    def in_the_way(tensors, file):
+        real(tensors, file)
+        (file.parent / TOKENIZER).mkdir()
+
+    monkeypatch.setattr(module, "save_file", in_the_way)
+    with pytest.raises(UserError, match="cannot be written .*tokenizer.json"):
+        save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
+    load_folder(place)
+
+
+def test_a_rename_that_fails_leaves_the_old_folder(saved, monkeypatch):
+    model, place = saved
+    before = {p.name: p.read_bytes() for p in place.iterdir()}
+    rename = os.rename
+
+    def failing(source, target):
+        if target == place and ".old-" not in str(source):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(UserError, match="cannot be written"):
+        save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == before
+    assert sorted(p.name for p in place.parent.iterdir()) == ["model"]
+
+
+def test_what_a_save_that_broke_off_left_is_named(saved):
+    _, place = saved
+    left = place.with_name(".model.old-123")
+    os.rename(place, left)
+    with pytest.raises(UserError, match=r"does not exist, but .*/\.model\.old-123 is what a save that broke off left"):
+        load_folder(place)
+    os.rename(left, place)
+    load_folder(place)
+
+
+def test_files_are_on_the_disk_before_they_get_their_name(saved, monkeypatch):
+    model, place = saved
+    steps, fsync, rename = [], os.fsync, os.rename
+
+    def watched_fsync(handle):
+        fsync(handle)
+        steps.append(os.fstat(handle).st_ino)
+
+    def watched_rename(source, target):
+        rename(source, target)
+        steps.append("renamed")
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
+    assert {p.stat().st_ino for p in (place, *place.iterdir())} == set(steps[: steps.index("renamed")])

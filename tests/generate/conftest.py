@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,6 +97,19 @@ def tone(seconds: float, pitch: float = 220.0) -> Tensor:
     """A waveform at 16 kHz."""
     t = torch.arange(int(seconds * 16000)) / 16000
     return 0.3 * torch.sin(2 * torch.pi * pitch * t)
+
+
+def features_of(model: SpeechModel, clips: Sequence[Tensor]) -> list[Tensor]:
+    """Features [N, W] of each clip [S], one window and one clip at a time."""
+    out, encoder = [], model.encoder
+    with torch.no_grad():
+        for clip in clips:
+            heard = []
+            for window in encoder.split(clip):
+                mel = encoder.features(window)
+                heard.append(encoder(mel[None], [mel.shape[1]], [encoder.frames(len(window))]))
+            out.append(model.adapter(torch.cat(heard), [sum(map(len, heard))]))
+    return out
 
 
 def last_logits(model: SpeechModel, tokens: Tensor, features: Tensor | None, index: Tensor) -> list[Tensor]:

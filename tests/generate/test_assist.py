@@ -13,7 +13,7 @@ from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, prompt
-from tests.generate.conftest import last_logits, make_lm, tone
+from tests.generate.conftest import features_of, last_logits, make_lm, tone
 
 CLIP = tone(0.4)
 STEPS = 25
@@ -22,7 +22,7 @@ STEPS = 25
 def slow(model: SpeechModel, speaks: Turn, writes: Turn) -> tuple[torch.Tensor, list[int]]:
     """Two rows by plain forwards over everything so far: the speaking row's columns [K, C], and the text."""
     layout, a = model.layout, model.layout.n_audio
-    features = model.encode_clips([CLIP])[0] if speaks.features else None
+    features = features_of(model, [CLIP])[0] if speaks.features else None
     prompts = [prompt(layout, speaks), prompt(layout, writes)]
     rows = [p.tokens for p in prompts]
     cursors = [Cursor.start(layout, [True], [True]), Cursor.start(layout, [True], [False])]

@@ -34,16 +34,19 @@ class Graph:
 
 
 class Nothing:
-    """A stream, or an event that counts how often it is waited for."""
+    """A stream or an event; it belongs to the device that is current when it is made."""
 
-    waited = 0
+    device: torch.device | None = None
+    homeless = 0
+
+    def __init__(self) -> None:
+        Nothing.homeless += Nothing.device is None
 
     def wait_stream(self, other: Any) -> None: ...
 
     def record(self) -> None: ...
 
-    def synchronize(self) -> None:
-        Nothing.waited += 1
+    def synchronize(self) -> None: ...
 
 
 @pytest.fixture
@@ -62,6 +65,12 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
         forward(self, plan)
 
     @contextmanager
+    def current_device(device: torch.device) -> Any:
+        Nothing.device = device
+        yield
+        Nothing.device = None
+
+    @contextmanager
     def graph(g: Graph, **kwargs: Any) -> Any:
         Graph.capturing = g
         yield
@@ -77,6 +86,7 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
         "current_stream": Nothing,
         "stream": contextmanager(lambda stream: iter([None])),
         "graph": graph,
+        "device": current_device,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     return runners
@@ -133,6 +143,15 @@ def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner])
         (runner,) = as_if_on_a_gpu
         assert session._last is not None
         assert int(runner._cursor.step[0]) == len(session._last.reply.columns) + 1
+
+
+def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
+    Nothing.homeless = 0
+    lm = make_lm(layout)
+    talk(lm, GREEDY, assist=True)
+    batch(lm, GREEDY)
+    assert Nothing.homeless == 0 and Nothing.device is None
+    assert torch.cuda.Event().device is None and Nothing.homeless == 1  # and it would have been counted
 
 
 def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:

@@ -13,7 +13,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import IGNORE, Layout
 from omni.tasks import Columns, Turn, example
-from tests.generate.conftest import make_lm, tone
+from tests.generate.conftest import features_of, make_lm, tone
 
 CLIPS = [tone(0.25), tone(0.35, 700.0)]
 
@@ -57,7 +57,7 @@ def collate(layout: Layout, examples: Sequence[Columns]) -> tuple[Tensor, Tensor
 def learn_by_heart(lm: SpeechLM, talks: list[tuple[list[Turn], list[Tensor]]]) -> None:
     model, layout = lm.model, lm.layout
     tokens, targets, index = collate(layout, [example(layout, turns) for turns, _ in talks])
-    features = torch.cat(model.encode_clips([clip for _, clips in talks for clip in clips]))
+    features = torch.cat(features_of(model, [clip for _, clips in talks for clip in clips]))
     optimizer = torch.optim.Adam(model.decoder.parameters(), lr=4e-3)
     for _ in range(400):
         logits = model.decoder.logits(model(tokens, features, index))

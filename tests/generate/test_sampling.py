@@ -23,6 +23,7 @@ from omni.generate.sampling import (
     Sampling,
     candidates,
     draw,
+    finest,
     mode_of,
     penalise,
     per_stream,
@@ -225,3 +226,29 @@ def test_greedy_rows_cost_nothing_but_the_maximum() -> None:
     assert mode_of([Sampling(1.0, top_k=5), Sampling(1.0, top_k=9)], 100) == Mode(ranks=9)
     assert mode_of([Sampling(1.0, top_k=100)], 100) == Mode(plain=True)
     assert mode_of([Sampling(1.0, top_p=0.9)], 100) == Mode(ranks=100)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_device_without_float64_draws_within_the_filters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, rows = SETTINGS[name], 64
+    logits = logits_of(rows, 40)[:, None]
+    settings = columns(setting, rows)
+    key, step = torch.tensor([seed_key(n) for n in range(rows)]), torch.arange(rows)
+    fine = uniform(key, step, range(1))
+    wanted = draw(logits, *settings, fine, mode_of([setting], 40))
+    monkeypatch.setattr("omni.generate.sampling.finest", lambda device: torch.float32)
+    coarse = uniform(key, step, range(1))
+    assert coarse.dtype == torch.float32 and (coarse - fine).abs().max() <= 2.0**-23
+    assert torch.equal(draw(logits, *settings, coarse, mode_of([setting], 40)), wanted)
+
+
+def test_the_largest_coarse_number_stays_below_the_whole() -> None:
+    """Else the draw would fall behind the last id that the filters leave."""
+    largest = torch.tensor(1 - 2.0**-23)
+    total = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) * 8 + 1e-3
+    assert bool((largest * total < total).all())
+
+
+def test_float64_is_left_out_on_apple_s_gpus_only() -> None:
+    found = {name: finest(torch.device(name)) for name in ("cpu", "cuda", "mps")}
+    assert found == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}

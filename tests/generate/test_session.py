@@ -23,7 +23,7 @@ from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, answer, example, join, prompt
-from tests.generate.conftest import LAYOUTS, make_lm, tone
+from tests.generate.conftest import LAYOUTS, features_of, make_lm, tone
 
 WARM = Sampling(1.0, top_k=50)
 TALKATIVE = Sampling(1.0, top_k=3)  # an end is seldom among the three likeliest, so answers go on for some frames
@@ -58,7 +58,7 @@ def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Ten
     pieces = [piece for turn in history for piece in (prompt(lm.layout, turn), answer(lm.layout, turn))]
     columns = join([*pieces, prompt(lm.layout, question)])
     clips = {lm.config.features(len(clip)): clip for clip in CLIPS}
-    features = lm.model.encode_clips([clips[turn.features] for turn in (*history, question) if turn.features])
+    features = features_of(lm.model, [clips[turn.features] for turn in (*history, question) if turn.features])
     with torch.no_grad():
         whole = torch.cat(features) if features else None
         return lm.model(columns.tokens[None], whole, columns.feature_index[None]).audio[0, -1]
@@ -233,6 +233,83 @@ def test_cancel_from_another_thread(layout: Layout, begun: list[tuple[Tensor, in
     ended = events[-1]
     assert isinstance(ended, Ended) and ended.reason == "cancelled" and ended.timings.steps < 1000
     ask(lm, session, begun, 1)
+
+
+def said_by(events: Iterator[Event]) -> list[Any]:
+    """What can be compared of events."""
+    return [e.text if isinstance(e, TextDelta) else e.samples.tolist() for e in events if not isinstance(e, Ended)]
+
+
+def held(session: Session, turn: int, count: int = 3) -> Iterator[Event]:
+    """An iterator of an answer that someone stopped reading after some events."""
+    events = session.ask(*ASKED[turn])
+    for _ in range(count):
+        next(events)
+    return events
+
+
+@pytest.mark.parametrize("assist", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_an_iterator_that_outlives_its_session_ends(chatty: SpeechLM, assist: bool, count: int) -> None:
+    with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, text_assist=assist) as session:
+        events = held(session, 1, count)
+    (last,) = list(events)
+    assert isinstance(last, Ended) and last.reason == "cancelled"
+
+
+@pytest.mark.parametrize("assist", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_an_old_iterator_takes_nothing_of_a_newer_answer(chatty: SpeechLM, assist: bool, count: int) -> None:
+    kwargs: dict[str, Any] = {"sampling": TALKATIVE, "seed": 11, "max_seconds": 1.0, "text_assist": assist}
+    got = []
+    for disturbed in (False, True):
+        with chatty.session(**kwargs) as session:
+            old, new = held(session, 1, count), session.ask(*ASKED[4])
+            first = [next(new), next(new)]
+            if disturbed:
+                assert reason(old) == "cancelled"
+            got.append((said_by(chain(first, new)), len(session.history)))
+    assert got[0] == got[1] and got[0][1] == 2
+
+
+@pytest.mark.parametrize("assist", [False, True])
+def test_a_closed_session_s_iterator_leaves_the_next_owner_of_its_cache_alone(chatty: SpeechLM, assist: bool) -> None:
+    kwargs: dict[str, Any] = {"sampling": TALKATIVE, "seed": 11, "max_seconds": 1.0, "text_assist": assist}
+    with chatty.session(**kwargs) as session:
+        alone = said_by(session.ask(*ASKED[0]))
+    with chatty.session(**kwargs) as session:
+        runner, old = session._runner, held(session, 1)
+    with chatty.session(**kwargs) as session:
+        assert session._runner is runner
+        new = session.ask(*ASKED[0])
+        first = [next(new), next(new)]
+        assert reason(old) == "cancelled"
+        assert said_by(chain(first, new)) == alone
+
+
+def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener interrupts the last answer just when the next is asked: either the new layout has the cut, or the
+    cancel goes to the new answer; the history and what the cache is told must never differ."""
+    lm = make_lm(layout)
+    laid_out = session_module.lay_out
+    with lm.session(sampling=TALKATIVE, seed=11, max_seconds=1.0) as session:
+        list(session.ask(*ASKED[1]))
+
+        def slowly(*args: Any) -> Any:
+            thread = threading.Thread(target=session.cancel, kwargs={"played_seconds": 0.04})
+            thread.start()
+            thread.join(0.2)
+            threads.append(thread)
+            return laid_out(*args)
+
+        threads: list[threading.Thread] = []
+        monkeypatch.setattr(session_module, "lay_out", slowly)
+        before = session.history
+        events = session.ask(*ASKED[4])
+        for thread in threads:
+            thread.join(30)
+        assert all(a is b for a, b in zip(before, session.history, strict=True))
+        assert reason(events) == "cancelled"
 
 
 def test_one_answer_at_a_time(lm: SpeechLM) -> None:

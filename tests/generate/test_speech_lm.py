@@ -14,6 +14,7 @@ from omni.audio.codec import register
 from omni.audio.io import write_wav
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
+from omni.generate.options import Options, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.speech_lm import SpeechLM
@@ -100,6 +101,54 @@ def test_timings(lm: SpeechLM) -> None:
         answer.text = "other"  # type: ignore[misc]
 
 
+def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that does its work only while it is waited for, five seconds each time; the host takes no time."""
+    now = [0.0]
+
+    def wait(device: torch.device) -> None:
+        assert device == lm.model.device
+        now[0] += 5.0
+
+    monkeypatch.setattr("omni.generate.results.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("omni.generate.session.synchronize", wait)
+    monkeypatch.setattr("omni.generate.batch.synchronize", wait)
+    for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate_batch([tone(0.3)], max_seconds=0.3)):
+        assert (answer.timings.encode, answer.timings.prefill) == (5.0, 10.0)
+
+
+def test_a_question_that_is_too_long_is_named_before_any_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    monkeypatch.setattr("omni.generate.batch.prefill", lambda *_: pytest.fail("a question was answered"))
+    with pytest.raises(UserError, match="question 2 of 3 takes 604 positions, but the model's context has 512"):
+        lm.generate_batch(["a", "x" * 601, "b"], "T1T2", batch_size=1)
+
+
+def test_a_written_question_is_not_taken_for_a_file() -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    for question, task, use in (("What is two plus two?", "A1A2", "T1A2"), ("hello", "A1T2", "T1T2")):
+        with pytest.raises(UserError, match=rf"for a written question use task='{use}'"):
+            lm.generate(question, task)
+    with pytest.raises(UserError, match=r"'hello.wav': No such file"):
+        lm.generate("hello.wav")
+
+
+def test_answers_can_be_compared(lm: SpeechLM) -> None:
+    one, other = (lm.generate("hello", "T1A2", max_seconds=0.3) for _ in range(2))
+    assert one == one and one != other
+    chunks = [e for e in lm.stream("hello", "T1A2", max_seconds=0.3) if isinstance(e, AudioChunk)]
+    assert chunks[0] == chunks[0] and chunks[0] not in chunks[1:]
+
+
+def test_options_of_a_session_are_those_of_a_single_question(lm: SpeechLM) -> None:
+    assert set(OptionValues.__annotations__) == {f.name for f in dataclasses.fields(Options)}
+    answer = lm.generate("hello", "T1A2", context=16, max_seconds=2.0)
+    assert answer.ended == "cache"
+    last = list(lm.stream("hello", "T1A2", context=16, max_seconds=2.0, overflow="forget"))[-1]
+    assert isinstance(last, Ended) and last.reason == "cache" and last.timings.steps == answer.timings.steps
+    with pytest.raises(TypeError, match="temprature"):
+        lm.generate("hello", "T1A2", temprature=1.0)  # type: ignore[call-arg]
+
+
 def test_a_waveform_at_another_rate_and_a_file_are_the_same_question(lm: SpeechLM, tmp_path: Path) -> None:
     clip = tone(0.4)
     answers = [lm.generate(clip, max_seconds=0.3)]
@@ -146,6 +195,9 @@ def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path) -> None:
     config = dataclasses.replace(model.config, codec="echo")
     save_folder(tmp_path / "m", config, model.state_dict(), Tokenizer.bytes(), codec_folder=tmp_path / "weights")
     lm = omni.SpeechLM.from_pretrained(tmp_path / "m")
+    save_folder(tmp_path / "bare", config, model.state_dict(), Tokenizer.bytes())
+    assert SpeechLM.from_pretrained(tmp_path / "bare").codec is None
+    assert isinstance(SpeechLM.from_pretrained(tmp_path / "bare", codec_folder=tmp_path / "weights").codec, EchoCodec)
     mine = SpeechLM(model, Tokenizer.bytes(), EchoCodec(layout.codebook_sizes)).generate(tone(0.3), max_seconds=0.4)
     theirs = lm.generate(tone(0.3), max_seconds=0.4)
     assert theirs.tokens == mine.tokens and torch.equal(theirs.codes, mine.codes)  # type: ignore[arg-type]

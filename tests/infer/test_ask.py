@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+import threading
 import types
 
 import pytest
@@ -209,3 +211,16 @@ def test_a_full_conversation_ends_with_a_reason(run, tmp_path):
     turn = json.loads(done.text)
     assert turn["ended"] == "cache" and 0 < turn["seconds"] < 1
     assert len(samples_of(tmp_path / "answer.wav")) == 2 * round(turn["seconds"] * 8000)
+
+
+def test_a_named_pipe_is_read_once_and_is_the_file_that_comes_out_of_it(run, tmp_path):
+    question = write_question(tmp_path / "q.wav")
+    os.mkfifo(tmp_path / "pipe.wav")
+    writer = threading.Thread(target=(tmp_path / "pipe.wav").write_bytes, args=(question.read_bytes(),), daemon=True)
+    writer.start()
+    words = ["--json", "--max_seconds", "0.4"]
+    piped = run("ask", "pipe.wav", "--out", "a.wav", *words)
+    assert piped.code == 0, piped.err
+    writer.join(30)
+    assert run("ask", "q.wav", "--out", "b.wav", *words).code == 0
+    assert samples_of(tmp_path / "a.wav") == samples_of(tmp_path / "b.wav")

@@ -87,6 +87,10 @@ WORDS = {
     "missing model": (["ask", "q.wav", "--model", "nowhere"], "nowhere", "does not exist"),
     "model without config": (["ask", "q.wav", "--model", "."], "config.json"),
     "unknown preset": (["bench", "--preset", "nanno"], "'nanno'", "did you mean 'nano'?"),
+    "bench question": (["bench", "--question", "none.wav"], "none.wav", "No such file"),
+    "model is a file": (["ask", "q.wav", "--model", "q.wav"], "q.wav", "a file, not a folder"),
+    "codec folder": (["ask", "q.wav", "--codec_folder", "."], "codec2 has no weights"),
+    "surrogate": (["ask", "--text", "\udc80"], "half of a surrogate pair"),
     "bench repeat": (["bench", "--repeat", "0"], "--repeat is 0"),
 }
 

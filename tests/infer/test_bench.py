@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infer import bench as bench_module
-from infer.measure import PeakMemory, Reader
+from infer.measure import HighWater, Reader
 from infer.stand_in import TimedCodec, random_lm, random_model
 from infer.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
 from omni.audio.snac import SnacCodec
@@ -135,7 +135,7 @@ def test_rows_in_real_time_stop_where_a_step_takes_longer_than_a_frame(lm, monke
 
 
 def test_peak_memory_sees_what_is_gone_again():
-    memory = PeakMemory(CPU)
+    memory = HighWater(CPU)
     size = memory.bytes + (64 << 20)  # past any earlier peak of this process
     block = torch.ones(size // 4)
     del block
@@ -175,3 +175,38 @@ def test_the_command_measures_a_folder(folder, run):
 def test_targets_are_met_from_the_right_side(name, value, met):
     assert bench_module.Row(name, value, target=0.8).met is met
     assert bench_module.Row(name, value).met is None
+
+
+def test_a_bad_question_is_found_before_a_model_is_built(configs, run, monkeypatch):
+    monkeypatch.setattr(bench_module, "random_lm", lambda *_, **__: pytest.fail("a model was built"))
+    done = run("bench", "--question", "none.wav")
+    assert done.code == 2 and "none.wav" in done.err
+
+
+def test_the_codec_s_time_begins_when_the_device_is_free(monkeypatch):
+    """A device with ten seconds of steps under way; whoever waits for it gets them done."""
+    now, queued = [0.0], [10.0]
+
+    def wait(device):
+        now[0], queued[0] = now[0] + queued[0], 0.0
+
+    class Slow(type(tiny_snac())):  # type: ignore[misc]
+        def stream(self, seed=0):
+            stream = super().stream(seed)
+            push = stream.push
+
+            def slow_push(codes):
+                wait(self.device)
+                now[0] += 2.0
+                return push(codes)
+
+            stream.push = slow_push
+            return stream
+
+    inner = tiny_snac()
+    inner.__class__ = Slow
+    monkeypatch.setattr("infer.stand_in.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("infer.stand_in.synchronize", wait)
+    codec = TimedCodec(inner)
+    codec.stream().push(torch.zeros(7, 1, dtype=torch.long))
+    assert codec.seconds == 2.0

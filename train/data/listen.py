@@ -11,8 +11,7 @@ from train.data.batch import Batch
 def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, columns: int = 24) -> str:
     """Draw the examples of a packed row as text, each with its task and columns (at most `columns` of them at either end).
 
-    A star marks a cell whose token is learnt (predicted from the column before it); `~` stands under columns that hold encoder
-    features.
+    A star marks a cell whose token is learnt (predicted from the column before it); `~` stands where encoder features do.
     """
     segments, out = batch.segments[row].cpu(), []
     used = int((batch.task[row] >= 0).sum())
@@ -23,13 +22,17 @@ def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, c
         tokens, targets = (t[row, :, start:end].cpu() for t in (batch.tokens, batch.targets))
         learnt = targets.roll(1, dims=1) != IGNORE
         learnt[:, 0] = False
-        heard = batch.feature_index[row, start:end].cpu() >= 0
+        index = batch.feature_index[row, start:end].cpu()
         names = dict.fromkeys(tasks[i] for i in batch.task[row, start:end].tolist())
-        out.append(f"example {number}: {'+'.join(names)}, columns {start} to {end - 1}, {int(heard.sum())} of them heard")
+        out.append(
+            f"example {number}: {'+'.join(names)}, columns {start} to {end - 1}, {int((index >= 0).sum())} of them heard"
+        )
         for first, last in _windows(end - start, columns):
-            drawing = layout.draw(tokens[:, first:last], learnt[:, first:last], lambda i: tokenizer.decode([i]))
-            marks = "".join(("~" if h else "").rjust(6) + " " for h in heard[first:last].tolist())
-            out.append(drawing + ("\n" + "heard".ljust(8) + marks.rstrip() if "~" in marks else ""))
+            window = slice(first, last)
+            drawn = layout.draw(
+                tokens[:, window], learnt[:, window], lambda i: tokenizer.decode([i]), feature_index=index[window]
+            )
+            out.append(drawn)
     out.append(f"{batch.examples} examples, {len(batch.frames)} clips, {100 * batch.padding:.1f} % padding")
     return "\n".join(out)
 
