@@ -61,6 +61,10 @@ def random_codec(name: str, device: torch.device) -> AudioCodec:
         from omni.audio.snac import SnacCodec
 
         return SnacCodec.random(device=device)
+    if name == "mimi":
+        from omni.audio.mimi import MimiCodec
+
+        return MimiCodec.random(device=device)
     return load_codec(name, device=device)
 
 

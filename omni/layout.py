@@ -139,13 +139,16 @@ class Layout:
 
     @classmethod
     def preset(cls, name: str, text_size: int | None = None) -> Layout:
-        """`mini-omni` (7 SNAC streams, delays 1..7, sampled fill), `snac` (the same, padded fill) or `codec2` (4 streams)."""
+        """`mini-omni` (7 SNAC streams, delays 1..7, sampled fill), `snac` (the same, padded fill), `mimi` (8 streams) or
+        `codec2` (4 streams)."""
         if name in ("mini-omni", "snac"):
             fill: Literal["pad", "sampled"] = "sampled" if name == "mini-omni" else "pad"
             return cls.build([4096] * 7, text_size or 151936, text_rows=0 if text_size else 152000, fill=fill)
+        if name == "mimi":
+            return cls.build([2048] * 8, text_size or 151936, text_rows=0 if text_size else 152000)
         if name == "codec2":
             return cls.build([512, 512, 16, 64], text_size or 256, specials=8)
-        raise UserError(f"layout preset {name!r} is unknown; known: mini-omni, snac, codec2")
+        raise UserError(f"layout preset {name!r} is unknown; known: mini-omni, snac, mimi, codec2")
 
     # --- what the streams are -------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec, codec_names, load_codec, register
+from omni.audio.mimi import MimiCodec
 from omni.audio.snac import SnacCodec
 from omni.errors import UserError
 
@@ -34,10 +35,19 @@ SNAC_B = dict(
 )
 
 
-@pytest.fixture(scope="module", params=["codec2", "snac_a", "snac_b"])
+MIMI: dict[str, object] = {
+    **{"hidden_size": 32, "num_filters": 4, "upsampling_ratios": (3, 2), "codebook_size": 16, "codebook_dim": 8},
+    **{"vector_quantization_hidden_dimension": 8, "num_quantizers": 16, "upsample_groups": 32, "num_hidden_layers": 2},
+    **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 10},
+}
+
+
+@pytest.fixture(scope="module", params=["codec2", "snac_a", "snac_b", "mimi"])
 def codec(request: pytest.FixtureRequest) -> AudioCodec:
     if request.param == "codec2":
         return load_codec("codec2")
+    if request.param == "mimi":
+        return MimiCodec.random(1, **MIMI)
     return SnacCodec.random(1, **(SNAC_A if request.param == "snac_a" else SNAC_B))
 
 
@@ -82,7 +92,7 @@ def test_decoding_repeats(codec: AudioCodec) -> None:
 def test_seed_keys_the_noise(codec: AudioCodec) -> None:
     codes = random_codes(codec, 12)
     same = torch.equal(codec.decode(codes, seed=0), codec.decode(codes, seed=1))
-    without_noise = codec.name == "snac" and len(codec.codebook_sizes) == 3
+    without_noise = codec.name == "mimi" or (codec.name == "snac" and len(codec.codebook_sizes) == 3)
     assert same == without_noise
 
 

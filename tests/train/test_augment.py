@@ -21,6 +21,7 @@ from train.data.augment import (
     change_speed,
     coloured_noise,
 )
+from train.data.warp import shape
 
 OFF = AugmentConfig()
 MILD = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(10, 30), freq_masks=1, time_masks=2)
@@ -215,3 +216,21 @@ def test_masks_are_runs_of_the_mean_within_the_sound(frames: int | None) -> None
 def test_bad_configurations(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(OFF, **change)
+
+
+def test_the_shape_of_features_is_a_smooth_filter_of_the_sound() -> None:
+    """The same for every frame, zero in the mean, as strong as asked; a filter of the sound, seen band by band."""
+    before = log_mel(speech())
+    changes = []
+    for seed in range(200):
+        after = shape(before, 6.0, seeded(seed))
+        change = (after - before)[:, :1]
+        torch.testing.assert_close(after, before + change)
+        assert float(change.diff(dim=0).abs().max()) < 0.1 and abs(float(change.mean())) < 1e-5
+        changes.append(change * 40)
+    assert float(torch.cat(changes, 1).square().mean().sqrt()) == pytest.approx(6.0, rel=0.1)
+    config = replace(OFF, feature_shape_db=8.0)
+    assert not torch.equal(augment_mel(before, config, seeded(0)), before)
+    assert torch.equal(augment_mel(before, config, seeded(0), frames=20), before)
+    with pytest.raises(UserError, match="feature_shape_db=-1"):
+        AugmentConfig(feature_shape_db=-1)

@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 
 from omni.audio.io import SAMPLE_RATE, read_audio, resample
 from omni.errors import UserError
-from train.data.warp import add_feature_noise, warp
+from train.data.warp import add_feature_noise, shape, warp
 
 Range = tuple[float, float]
 
@@ -61,6 +61,8 @@ class AugmentConfig:
     """Part of the clips that such noise is added to."""
     feature_gain_db: Range | None = None
     """Loudness change of the features in dB: (-16, 8)."""
+    feature_shape_db: float | None = None
+    """Another microphone: a smooth curve over the mel bands, its standard deviation up to this many dB."""
     freq_masks: int = 0
     """Number of masks over mel bands, each of 0 to `freq_width` bands."""
     freq_width: int = 12
@@ -86,6 +88,8 @@ class AugmentConfig:
                 continue
             if len(drawn) != 2 or not all(isfinite(x) for x in drawn) or not low <= drawn[0] <= drawn[1] <= high:
                 raise UserError(f"augment.{key}={drawn}: give lowest and highest, between {low:g} and {high:g}")
+        if self.feature_shape_db is not None and not 0 <= self.feature_shape_db <= 40:
+            raise UserError(f"augment.feature_shape_db={self.feature_shape_db}: give a number from 0 to 40")
         for key in ("noise_probability", "noise_file_probability", "feature_noise_probability", "time_fraction"):
             if not 0.0 <= getattr(self, key) <= 1.0:
                 raise UserError(f"augment.{key}={getattr(self, key)}: give a number from 0 to 1")
@@ -139,7 +143,7 @@ def augment_mel(mel: Tensor, config: AugmentConfig, generator: Generator, *, fra
     """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean: `[M, F']`.
 
     F' differs from F only under `warp_speed`. frames: how many frames hold sound, where the features fill a padded
-    window: masks over time fall among them, and warp, feature noise and feature gain, which would move the silence
+    window: masks over time fall among them, and warp, shape, feature noise and feature gain, which would move the silence
     behind the sound too, are left out. Returned as it is where nothing is switched on.
     Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
     """
@@ -168,6 +172,8 @@ def _vary(mel: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
         speed = _uniform(config.warp_speed, generator) if config.warp_speed else 1.0
         bands = _uniform(config.warp_bands, generator) if config.warp_bands else 1.0
         mel = warp(mel, speed, bands)
+    if config.feature_shape_db:
+        mel = shape(mel, _uniform((0.0, config.feature_shape_db), generator), generator)
     if config.feature_noise is not None and _uniform((0.0, 1.0), generator) < config.feature_noise_probability:
         level = _uniform(config.feature_noise, generator)
         mel = add_feature_noise(mel, level, _uniform((-1.0, 1.0), generator), generator)

@@ -26,6 +26,21 @@ def warp(mel: Tensor, speed: float, bands: float) -> Tensor:
     return F.grid_sample(mel[None, None], grid[None], align_corners=True, padding_mode="border")[0, 0]
 
 
+def shape(mel: Tensor, decibels: float, generator: Generator, curves: int = 5) -> Tensor:
+    """Colour features [M, F] as another microphone or room would: a smooth gain over the bands, the same in every frame.
+
+    The gain is a sum of `curves` cosines over the bands, of half a period and up, with normal weights that fall as one over
+    their number; its standard deviation over bands and draws is about `decibels`.
+    """
+    bands = mel.shape[0]
+    place = (torch.arange(bands) + 0.5) * (torch.pi / bands)
+    number = torch.arange(1, curves + 1)
+    weights = torch.randn(curves, generator=generator) / number
+    gain = weights @ torch.cos(number[:, None] * place)
+    scale = decibels / 40.0 / float((0.5 / number.double().square()).sum().sqrt())  # a feature is log10 of power, over 4
+    return mel + (gain * scale)[:, None]
+
+
 def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generator) -> Tensor:
     """Add noise to features [M, F] as power, exponentially distributed as that of Gaussian noise is.
 
