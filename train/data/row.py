@@ -1,6 +1,6 @@
-"""The row of stored data, version 1: one conversation, whatever task it will be used for.
+"""The row of stored data, version 2: one conversation, whatever task it will be used for.
 
-    version    int32     1
+    version    int32     2
     id         string    any name, for people
     source     string    where it is from
     language   string    BCP 47, such as "en"
@@ -18,8 +18,13 @@
                             order   `streams`: as the codec's streams stand in the model (SNAC: c0 c1 c2 c2 c1 c2 c2);
                                     `levels`: SNAC's levels one after another (c0 | c1 c1 | c2 c2 c2 c2)
                             frames  [streams][frames] int32
+        words           list of {text, start, end, who}: when which word is said, in seconds from the start of the sound
+                            that it is in: `who` is "user" (question_audio) or "model" (answer_audio)
+        question_start, answer_start
+                            where the two sounds stood in a longer recording, in seconds
 
 A turn holds what it has; the rest is empty ("" or null). Which parts a task needs is checked when the row is used.
+Version 1 had no `words` and no starts.
 Dimensions: S samples, A audio streams, F frames.
 """
 
@@ -29,7 +34,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import soundfile
 import torch
@@ -43,7 +48,7 @@ from omni.tasks import Task
 if TYPE_CHECKING:
     import datasets
 
-ROW_VERSION = 1
+ROW_VERSION = 2
 
 CODE_ORDERS: dict[str, dict[str, tuple[int, ...]]] = {"snac": {"levels": (0, 1, 3, 4, 2, 5, 6)}}
 """Orders of the streams besides `streams`, by codec: which stored stream stands at each place of the model's order."""
@@ -113,15 +118,33 @@ class Codes:
         return codec.check(frames)
 
 
+class Word(NamedTuple):
+    """A word and when it is said: seconds from the start of the sound that it is in; `who` is "user" or "model"."""
+
+    text: str
+    start: float
+    end: float
+    who: str
+
+
 @dataclass(frozen=True)
 class RowTurn:
-    """One question and its answer, in every form there is."""
+    """One question and its answer, in every form there is.
+
+    Attributes:
+        words: what is said when, where that is known.
+        question_start, answer_start: seconds at which the two sounds stood in the recording that they are cut from, so that
+            pauses and overlaps can be had back.
+    """
 
     question_text: str = ""
     question_audio: Sound | None = None
     answer_text: str = ""
     answer_audio: Sound | None = None
     answer_codes: Codes | None = None
+    words: tuple[Word, ...] = ()
+    question_start: float = 0.0
+    answer_start: float = 0.0
 
     def lacks(self, task: Task) -> str | None:
         """Which field is missing for that task, None where nothing is."""
@@ -162,6 +185,9 @@ def features() -> datasets.Features:
         "answer_text": text,
         "answer_audio": audio,
         "answer_codes": codes,
+        "words": List({"text": text, "start": Value("float32"), "end": Value("float32"), "who": text}),
+        "question_start": Value("float32"),
+        "answer_start": Value("float32"),
     }
     names = ("id", "source", "language", "speaker", "task")
     return Features({"version": Value("int32"), **{name: text for name in names}, "turns": List(turn)})
@@ -178,6 +204,9 @@ def to_plain(row: Row) -> dict[str, Any]:
             "answer_text": turn.answer_text,
             "answer_audio": turn.answer_audio.plain() if turn.answer_audio else None,
             "answer_codes": _plain_codes(turn.answer_codes),
+            "words": [word._asdict() for word in turn.words],
+            "question_start": turn.question_start,
+            "answer_start": turn.answer_start,
         }
         for turn in row.turns
     ]
@@ -193,6 +222,9 @@ def from_plain(data: Mapping[str, Any], folder: Path, where: str) -> Row:
             answer_text=turn["answer_text"] or "",
             answer_audio=_sound(turn["answer_audio"], folder),
             answer_codes=_codes(turn["answer_codes"]),
+            words=tuple(Word(**word) for word in turn["words"] or ()),
+            question_start=turn["question_start"] or 0.0,
+            answer_start=turn["answer_start"] or 0.0,
         )
         for turn in data["turns"] or ()
     )

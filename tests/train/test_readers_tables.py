@@ -1,0 +1,98 @@
+"""Tables of one's own, and where their recordings may lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omni.errors import UserError
+from tests.train.reader_toys import heard, rows, write_json, write_lines, write_parquet, write_tone
+from train.data.readers import Broken, Options, open_source
+from train.data.row import Row
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "json", "parquet"])
+def test_tables_by_name_and_by_map(tmp_path, ending):
+    write_tone(tmp_path / "wav/q.wav", 0.2, 300)
+    write_tone(tmp_path / "wav/a.wav", 0.2, 500)
+    data = [
+        {"wav": "wav/q.wav", "question": "One?", "reply": "wav/a.wav", "answer_text": "Two, three."},
+        dict.fromkeys(("wav", "reply"), ""),
+    ]
+    data[1] |= {"question": "Text?", "answer_text": "Text."}
+    path = tmp_path / f"a.{ending}"
+    if ending in ("csv", "tsv"):
+        comma, quote = ("\t", "") if ending == "tsv" else (",", '"')
+        lines = [comma.join(data[0]), *(comma.join(f"{quote}{row[name]}{quote}" for name in data[0]) for row in data)]
+        path.write_text("\n".join(lines) + "\n")
+    elif ending == "jsonl":
+        write_lines(path, data)
+    else:
+        write_json(path, data) if ending == "json" else write_parquet(path, data)
+    mapped = {"question_audio": "wav", "question_text": "question", "answer_audio": "reply"}
+    first, second = rows(path, columns=mapped)
+    heard(first.turns[0].question_audio, 0.2, 300)
+    heard(first.turns[0].answer_audio, 0.2, 500)
+    assert (first.turns[0].question_text, first.turns[0].answer_text) == ("One?", "Two, three.")
+    assert (second.turns[0].question_text, second.turns[0].question_audio, second.turns[0].answer_text) == (
+        "Text?",
+        None,
+        "Text.",
+    )
+    assert [row.turns[0].question_text for row in rows(path)] == ["", ""]  # not guessed: only answer_text has its name
+    with pytest.raises(UserError, match=r"has no column 'x': it has wav, question"):
+        open_source(path, Options(columns={"question_audio": "x"}))
+    with pytest.raises(UserError, match=r"columns maps 'sound', which is no field of a row"):
+        open_source(path, Options(columns={"sound": "wav"}))
+
+
+def test_a_table_without_known_columns_says_how_to_map_them(tmp_path):
+    (tmp_path / "a.csv").write_text("audio,text\nq.wav,Hi\n")
+    with pytest.raises(
+        UserError, match=r"it has audio, text; map them with columns, such as question_audio=audio question_text=text"
+    ):
+        open_source(tmp_path / "a.csv", Options(format="table"))
+
+
+def test_an_absolute_path_may_lie_inside_the_folder_and_a_prefix_is_cut_off(tmp_path):
+    write_tone(tmp_path / "wav/q.wav", 0.2, 300)
+    (tmp_path / "a.csv").write_text(f"question_audio\n{tmp_path}/wav/q.wav\n/elsewhere/data/wav/q.wav\n")
+    found = list(open_source(tmp_path / "a.csv"))
+    assert isinstance(found[1], Broken) and "leaves the data's folder" in found[1].why and "prefix" in found[1].why
+    for row in (found[0], *rows(tmp_path / "a.csv", prefix="/elsewhere/data/")):
+        heard(row.turns[0].question_audio, 0.2, 300)
+        assert row.turns[0].question_audio.path == "wav/q.wav"
+
+
+def test_recordings_that_cannot_be_had_may_be_optional_or_left_out(tmp_path):
+    write_tone(tmp_path / "q.wav")
+    (tmp_path / "a.csv").write_text("question_audio,question_text\nq.wav,One?\nnone.wav,Two?\n../q.wav,Three?\nnone.wav,\n")
+    kept = {}
+    for audio in ("required", "optional", "none"):
+        found = list(open_source(tmp_path / "a.csv", Options(audio=audio)))
+        kept[audio] = [None if isinstance(item, Broken) else item.turns[0].question_audio is not None for item in found]
+    assert kept == {
+        "required": [True, None, None, None],
+        "optional": [True, False, False, None],
+        "none": [False, False, False, None],
+    }
+    folder = rows_in_other_folder(tmp_path)
+    assert folder.turns[0].question_audio.path == "q.wav"
+
+
+def rows_in_other_folder(tmp_path: Path) -> Row:
+    """Of a table whose recordings lie elsewhere."""
+    (tmp_path / "lists").mkdir()
+    write_lines(tmp_path / "lists/a.jsonl", [{"question_audio": "q.wav"}])
+    (row,) = rows(tmp_path / "lists/a.jsonl", folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"folder .*nowhere of the recordings does not exist"):
+        open_source(tmp_path / "lists/a.jsonl", Options(folder=str(tmp_path / "nowhere")))
+    return row
+
+
+def test_numbers_are_text_and_null_is_none(tmp_path):
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"question_text": 5, "answer_text": " five "}, {"question_text": None, "answer_text": "x"}]
+    )
+    assert [(r.turns[0].question_text, r.turns[0].answer_text) for r in rows(path)] == [("5", "five"), ("", "x")]

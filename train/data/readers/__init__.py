@@ -1,0 +1,76 @@
+"""Readers of the data sets that people have: `open_source(path, options)` gives rows and broken items in a fixed order.
+
+See `contract` for what a source promises. Formats are told by their names and first record; `Options.format` decides where
+that is not wanted.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from omni.errors import UserError
+from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
+from train.data.readers.codes import CODECS, PACKINGS
+from train.data.readers.contract import Broken, Options, Reader, Source
+from train.data.readers.cuts import CUTS
+from train.data.readers.files import AUDIO
+from train.data.readers.folders import CommonVoice, LibriSpeech
+from train.data.readers.llama_omni import LLAMA_OMNI
+from train.data.readers.lucy import LUCY
+from train.data.readers.moshi import MOSHI
+from train.data.readers.table import Table
+
+__all__ = ["READERS", "Broken", "Options", "Reader", "Source", "len_hint", "open_source", "recognise"]
+
+_ALL: tuple[Reader, ...] = (
+    VOICE_ASSISTANT,
+    SLAM_OMNI,
+    LUCY,
+    LLAMA_OMNI,
+    MOSHI,
+    CUTS,
+    CommonVoice(),
+    LibriSpeech(),
+    Table(),
+)
+
+READERS: dict[str, Reader] = {reader.name: reader for reader in _ALL}
+"""By name, from the most particular format to the most general: the first that recognises a path takes it."""
+
+
+ORDERS = ("streams", "levels")
+"""Orders of SNAC's codes in a frame: as the model's streams stand, or level by level."""
+
+
+def recognise(path: str | os.PathLike[str]) -> Reader:
+    """The reader for a file or folder; UserError where there is nothing, or nothing known."""
+    source = Path(path)
+    if not source.exists():
+        raise UserError(f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
+    for reader in READERS.values():
+        if reader.recognise(source):
+            return reader
+    raise UserError(f"data {source} is of no format known here: say which with format, one of {', '.join(READERS)}")
+
+
+def open_source(path: str | os.PathLike[str], options: Options | None = None) -> Source:
+    """Open a data set; UserError for one that is not there or not known, or options that do not fit."""
+    options = options or Options()
+    for option, known in (("format", READERS), ("codec", CODECS), ("order", ORDERS), ("packing", PACKINGS), ("audio", AUDIO)):
+        value = getattr(options, option)
+        if value not in known and (value or option in ("packing", "audio")):
+            raise UserError(f"{option} {value!r} is unknown: there are {', '.join(known)}")
+    if not options.pause > 0:
+        raise UserError(f"pause {options.pause} is no time: give seconds above 0")
+    if not options.format:
+        # Columns that are mapped say that the data are a table, whatever other format has such columns.
+        return (READERS["table"] if options.columns else recognise(path))(Path(path), options)
+    if not Path(path).exists():
+        raise UserError(f"data {path} does not exist: name a file or folder")
+    return READERS[options.format](Path(path), options)
+
+
+def len_hint(path: str | os.PathLike[str], options: Options | None = None) -> int | None:
+    """How many items a source has, for a progress bar."""
+    return len(open_source(path, options))

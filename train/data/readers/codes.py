@@ -1,0 +1,206 @@
+"""Stored codes of the answer: parsed, unpacked and checked, so that codes packed another way are named, not used.
+
+What can be told from the numbers is told: frames that are not whole, codes out of the codec's range, and the packings that
+people add on top (`PACKINGS`). The order of SNAC's seven codes in a frame cannot: every order has the same ranges, so a reader
+takes the one that its format documents, says so in `Source.note`, and `Options.order` overrides it.
+
+Dimensions: K streams of the codec, F frames, A = K.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from omni.errors import UserError
+from train.data.readers.contract import Options
+from train.data.row import CODE_ORDERS, Codes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A codec as far as stored codes go: K `streams` of `size` codes, `rate` frames a second (None where runs are merged)."""
+
+    streams: int
+    size: int
+    rate: float | None
+
+
+CODECS: dict[str, Kind] = {
+    "snac": Kind(7, 4096, 24000 / 2048),
+    "mimi": Kind(8, 2048, 12.5),
+    "cosyvoice": Kind(1, 4096, 50.0),
+    "cosyvoice2": Kind(1, 6561, 25.0),
+    "hubert": Kind(1, 1000, None),
+}
+"""Codecs that people store: SNAC 24 kHz, Mimi, CosyVoice's tokens of versions 1 and 2, LLaMA-Omni's HuBERT clusters."""
+
+PACKINGS: dict[str, tuple[int, int]] = {
+    "plain": (0, 0),
+    "layers": (0, 4096),
+    "mini-omni": (0, 4160),
+    "mini-omni-joint": (152000, 4160),
+    "orpheus": (128266, 4096),
+}
+"""What stands before place k of a frame: base + k step. `mini-omni` are the ids of its streams (64 special ones
+behind each 4096), `mini-omni-joint` those of its joint table, `orpheus` the vocabulary ids of Orpheus and its kin."""
+
+_LEVELS = {"streams": (0, 1, 2, 2, 1, 2, 2), "levels": (0, 1, 1, 2, 2, 2, 2)}
+"""SNAC's level at each place of a frame, by order."""
+
+_STREAMS = {"streams": tuple(range(7)), **{name: tuple(np.argsort(places)) for name, places in CODE_ORDERS["snac"].items()}}
+"""The model's stream at each place of a frame, by order."""
+
+
+def read_codes(value: Any, codec: str, order: str, options: Options) -> Codes | None:
+    """The codes of one answer; None where there are none (null, no number).
+
+    Args:
+        value: text of integers (frames may be parted by `#` or lines), a flat list frame by frame, or an array: [F] for a codec
+            of one stream, [K, F] for more.
+        codec: one of `CODECS`, as the format documents it; `options.codec` comes first.
+        order: as the format documents it; `options.order` comes first.
+
+    Raises:
+        UserError: broken frames, a code out of range (with the packing that would explain it), no codec named at all.
+    """
+    codec = options.codec or codec
+    if not codec:
+        raise UserError(f"has codes of a codec that the format does not name: say which with codec, one of {', '.join(CODECS)}")
+    kind = CODECS[codec]
+    frames = _frames(value, codec, kind.streams)  # [F, K]
+    if not len(frames):
+        return None
+    base, step = PACKINGS[options.packing]
+    codes = frames - (base + step * np.arange(kind.streams))
+    bad = (codes < 0) | (codes >= kind.size)
+    if bad.any():
+        frame, place = (int(i) for i in np.argwhere(bad)[0])
+        found = int(frames[frame, place])
+        shown = "" if options.packing == "plain" else f" as packing {options.packing!r} has it"
+        raise UserError(
+            f"code {found} at place {place} of frame {frame} is not in {codec}'s 0 to {kind.size - 1}{shown}: "
+            + _explain(frames, kind, options.packing, options.order or order)
+        )
+    stored = torch.from_numpy(np.ascontiguousarray(codes.T).astype(np.int32))
+    return Codes(codec, stored, (options.order or order) if codec == "snac" else "streams")
+
+
+def check_duration(codes: Codes | None, seconds: float | None) -> None:
+    """UserError where codes and the recording they stand for differ by more than half a second and a tenth of its length."""
+    rate = CODECS[codes.codec].rate if codes else None
+    if codes is None or rate is None or seconds is None:
+        return
+    lasting = codes.frames.shape[1] / rate
+    if abs(lasting - seconds) > max(0.5, 0.1 * seconds):
+        raise UserError(
+            f"its {codes.codec} codes last {lasting:.2f} s and the recording they belong to {seconds:.2f} s: they are "
+            "of another recording, or of another codec; mend the paths"
+        )
+
+
+def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
+    """Integers [F, K] as they are stored."""
+    if value is None:
+        return np.zeros((0, streams), np.int64)
+    if isinstance(value, np.ndarray):
+        return _from_array(value, codec, streams)
+    numbers = _from_text(value, codec, streams) if isinstance(value, str) else value
+    if not isinstance(numbers, Sequence) or set(map(type, numbers)) - {int}:
+        raise UserError("its codes are neither a list of integers nor their text: write them frame by frame")
+    if len(numbers) % streams:
+        raise UserError(
+            f"{len(numbers)} codes are no whole frames: {codec} has {streams} to a frame, so the last frame is cut off or the "
+            "codes are of another codec"
+        )
+    return np.asarray(numbers, dtype=np.int64).reshape(-1, streams)
+
+
+def _from_text(text: str, codec: str, streams: int) -> list[int]:
+    """`# 1 2 3 4 5 6 7 # 8 ...`, a frame a line, or integers alone; `<1><2>` for units."""
+    if not re.search(r"[<>\[\],]", text):
+        parts = [part.split() for part in re.split(r"[#\n]", text)]
+    else:
+        parts = [re.split(r"[\s,<>\[\]]+", part.strip(" \t\r,<>[]")) for part in re.split(r"[#\n]", text) if part.strip()]
+    frames = []
+    for words in filter(None, parts):
+        try:
+            frames.append(list(map(int, words)))
+        except ValueError as error:
+            wrong = next(word for word in words if not re.fullmatch(r"[+-]?\d+", word))
+            raise UserError(
+                f"its codes hold {wrong[:40]!r} in frame {len(frames)}, which is no integer: mend or drop it"
+            ) from error
+    if len(frames) > 1:
+        for number, frame in enumerate(frames):
+            if len(frame) % streams or ("#" in text and len(frame) != streams):
+                raise UserError(
+                    f"frame {number} has {len(frame)} codes, {codec} has {streams}: it is cut off, or of another codec"
+                )
+    return [code for frame in frames for code in frame]
+
+
+def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
+    if array.dtype.kind not in "iu":
+        raise UserError(f"its codes are {array.dtype}, not integers: save them as integers")
+    squeezed = array.reshape(-1, 1) if streams == 1 and array.size == max(array.shape, default=0) else array.T
+    if squeezed.ndim != 2 or squeezed.shape[1] != streams:
+        raise UserError(
+            f"its codes are {list(array.shape)}, not [{streams} streams, frames] as {codec} has them: transpose or repack"
+        )
+    return squeezed.astype(np.int64)
+
+
+def _explain(frames: np.ndarray, kind: Kind, packing: str, order: str) -> str:
+    """Which packing or order fits codes that are out of range."""
+    places = np.arange(kind.streams)
+    fitting = []
+    for name, (base, step) in PACKINGS.items():
+        rest = frames - (base + step * places)
+        if name != packing and ((rest >= 0) & (rest < kind.size)).all() and (kind.streams > 1 or step == 0):
+            fitting.append(name)
+    if fitting:
+        one = " or ".join(repr(name) for name in fitting)
+        offset = " or ".join(f"{base} + {step} x place" for base, step in (PACKINGS[name] for name in fitting))
+        return f"all of them fit packing {one} ({offset} added); say so with packing if that is how they were made"
+    if kind.streams == 7:
+        for name, levels in _LEVELS.items():
+            rest = frames - kind.size * np.array(levels)
+            if ((rest >= 0) & (rest < kind.size)).all():
+                other = "" if name == order else f", another order than {order!r}"
+                return f"{kind.size} x level is added, with the levels in the order {name!r}{other}: take it off first"
+        for base, step in PACKINGS.values():
+            held = (frames - base) // max(step, 1)  # the stream that each code was numbered for
+            if (
+                step
+                and (held == held[0]).all()
+                and sorted(held[0]) == list(range(7))
+                and ((frames - base) % step < kind.size).all()
+            ):
+                numbered = tuple(int(stream) for stream in held[0])
+                known = next((f", the order {name!r}" for name, streams in _STREAMS.items() if streams == numbered), "")
+                shown = " ".join(map(str, numbered))
+                return f"{base} + {step} x stream is added, and the streams stand as {shown}{known}: put them right first"
+    low, high = int(frames.min()), int(frames.max())
+    if kind.size <= high < kind.size + 64 and low >= 0:
+        return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
+    return f"they reach from {low} to {high}: they are of another codec, or packed in a way unknown here"
+
+
+def load_array(path: Path) -> np.ndarray:
+    """The array in an .npy file; UserError for another file, or one that holds Python objects (which is never unpickled)."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"codes {path} are no whole .npy file of numbers ({str(error).splitlines()[0]}): save them again"
+        ) from error
+    if not isinstance(loaded, np.ndarray):
+        raise UserError(f"codes {path} are an archive of arrays: save one array with numpy.save")
+    return loaded

@@ -1,0 +1,118 @@
+"""What a reader of somebody else's data set offers: items in a fixed order, each a row or the reason why it is none.
+
+    source = open_source("VoiceAssistant-400K", Options())     # recognised, or named by `Options.format`
+    len(source)                                                # items, broken ones included
+    for item in source.iterate(1000, 2000):                    # exactly 1000 items; the same ones every time
+        if isinstance(item, Broken): ...
+
+Item i is the same whoever asks: `list(s.iterate(a, b)) == list(s)[a:b]`, so workers share a source by ranges of items, and a
+preparation that was interrupted goes on at the item it had reached. A `Source` is small, holds no open file and can be
+pickled; opening one reads no more than the beginning of the data, its first `len` or `iterate(start)` counts the records of
+each text file once (the places of every 256th are kept: memory does not grow with the rows beyond that).
+
+Sound is left as it is stored where possible: `Sound(data=...)` or `Sound(path=..., folder=...)` with its header checked. A
+path is relative to `folder`, the source's own, so rows must take the bytes in before they are stored somewhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from train.data.row import Row
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An item that could not be read: `where` names the file and the row in it, `why` is one line."""
+
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may say about a data set. Empty means: as the format documents it.
+
+    Attributes:
+        format: name of the reader, one of `READERS`; "" recognises it.
+        folder: the folder that paths in the data are relative to and must lie in; "" for the one that the format documents
+            (in general that of the file which names them).
+        prefix: the beginning that is cut off paths, such as "/home/somebody/data/": data sets often carry the absolute paths
+            of the machine that made them.
+        audio: "required": a row whose recording is missing or damaged is broken; "optional": it comes without that
+            recording (what is missing can be spoken anew); "none": recordings are not looked at.
+        codec: the codec of stored codes, where the format leaves it open: one of `train.data.readers.codes.CODECS`.
+        order: the order of SNAC's codes in a frame, "streams" (c0 c1 c2 c2 c1 c2 c2) or "levels" (c0 | c1 c1 | c2 c2 c2 c2).
+        packing: what was added to the codes: one of `train.data.readers.codes.PACKINGS`, "plain" for nothing.
+        columns: for tables and JSON lines of one's own: from a field of the row (`question_text`, `question_audio`,
+            `answer_text`, `answer_audio`, `id`, `speaker`, `language`) to the column that holds it.
+        language: of rows whose data do not say (BCP 47).
+        name: what the rows' `source` says; "" for the reader's name.
+        task: written into the rows' `task`.
+        pause: for conversations on two channels: silence in seconds that ends an utterance.
+    """
+
+    format: str = ""
+    folder: str = ""
+    prefix: str = ""
+    audio: str = "required"
+    codec: str = ""
+    order: str = ""
+    packing: str = "plain"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    language: str = "en"
+    name: str = ""
+    task: str = ""
+    pause: float = 1.0
+
+
+class Source(ABC):
+    """An opened data set.
+
+    Attributes:
+        format: name of its reader.
+        note: what is taken for granted about codes and order, for the user to see; "" where there is nothing to say.
+    """
+
+    format: str
+    note: str = ""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many items there are: rows and broken ones."""
+
+    @abstractmethod
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Row | Broken]:
+        """Items `start` to `stop` (the end where None), exactly one for each index."""
+
+    def __iter__(self) -> Iterator[Row | Broken]:
+        return self.iterate()
+
+    def slices(self, parts: int) -> list[tuple[int, int]]:
+        """`parts` ranges (start, stop) of about equal size that cover all items in order."""
+        count = len(self)
+        edges = [count * part // parts for part in range(parts + 1)]
+        return list(itertools.pairwise(edges))
+
+
+class Reader(Protocol):
+    """One format: how to tell it, and how to open it."""
+
+    @property
+    def name(self) -> str:
+        """As in `READERS`."""
+
+    @property
+    def summary(self) -> str:
+        """One line for the list of formats."""
+
+    def recognise(self, path: Path) -> bool:
+        """Whether the file or folder is of this format, judged by names and the first record."""
+
+    def __call__(self, path: Path, options: Options) -> Source:
+        """Open it. UserError for what concerns the whole: nothing there, an option that does not fit."""

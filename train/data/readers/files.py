@@ -1,0 +1,165 @@
+"""Recordings and other files that a data set names: inside its folder, there and whole, cut without reading the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from torch import Tensor
+
+from omni.audio.io import AudioInfo, audio_info
+from omni.errors import UserError
+from train.data.readers.contract import Options
+from train.data.row import Sound, inside
+
+AUDIO = ("required", "optional", "none")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one data set.
+
+    Attributes:
+        folder: where paths start, and what they may not leave.
+        prefix: what is cut off their beginning.
+        audio: see `Options.audio`.
+    """
+
+    folder: Path
+    prefix: str = ""
+    audio: str = "required"
+
+    @classmethod
+    def of(cls, path: Path, options: Options) -> Files:
+        """Those of a data set that is the file or folder `path`."""
+        folder = Path(options.folder) if options.folder else path if path.is_dir() else path.parent
+        if not folder.is_dir():
+            raise UserError(f"folder {folder} of the recordings does not exist: name the folder that the data's paths start at")
+        return cls(folder, options.prefix, options.audio)
+
+    def relative(self, name: str) -> str:
+        """A path in the data as one relative to the folder; an absolute one may lie inside it.
+
+        UserError where it leaves the folder.
+        """
+        return self._locate(name)[0]
+
+    def file(self, name: str) -> Path:
+        """The file at a path in the data; UserError where it leaves the folder or is missing."""
+        return self._present(name)[1]
+
+    def _present(self, name: str) -> tuple[str, Path]:
+        relative, full = self._locate(name)
+        if not full.is_file():
+            raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
+        return relative, full
+
+    def _locate(self, name: str) -> tuple[str, Path]:
+        """A path as one relative to the folder, and in full."""
+        cut = name.removeprefix(self.prefix).lstrip("/") if self.prefix and name.startswith(self.prefix) else name
+        if not os.path.isabs(cut):
+            return cut, inside(self.folder, cut)
+        root, full = self.folder.resolve(), Path(cut).resolve()
+        if not full.is_relative_to(root):
+            raise UserError(
+                f"{name!r} leaves the data's folder {self.folder}: where it is the path of another machine, say with "
+                "prefix what to cut off its beginning"
+            )
+        return str(full.relative_to(root)), full
+
+    def sound(self, value: Any) -> Sound | None:
+        """A recording, by its path or as `{bytes, path}`; its header is checked, the rest is left as it is.
+
+        None where none is named, none is wanted, or it cannot be had and is optional. UserError where it is needed.
+        """
+        if self.audio == "none" or not value:
+            return None
+        try:
+            return self._sound(value)
+        except UserError:
+            if self.audio == "optional":
+                return None
+            raise
+
+    def _sound(self, value: Any) -> Sound | None:
+        if isinstance(value, Mapping):
+            data, path = value.get("bytes"), value.get("path")
+            if isinstance(data, bytes) and data:
+                header(data)
+                return Sound(data=data)
+            value = path
+            if not value:
+                return None
+        if not isinstance(value, str):
+            raise UserError(f"its recording is {type(value).__name__}, neither a path nor {{bytes, path}}: mend the row")
+        relative, full = self._present(value)
+        header(full)
+        return Sound(path=relative, folder=self.folder)
+
+    def cut(self, name: str, start: float, end: float, channel: int) -> Sound | None:
+        """Seconds `start` to `end` of one channel of a recording, decoded; UserError and None as `sound` has them."""
+        if self.audio == "none":
+            return None
+        try:
+            return cut(self.file(name), start, end, channel)
+        except UserError:
+            if self.audio == "optional":
+                return None
+            raise
+
+
+def header(source: Path | bytes) -> AudioInfo:
+    """The header of a recording, which must hold sound; UserError where it does not."""
+    info = audio_info(source)
+    if info.samples < 1:
+        raise UserError(f"{source if isinstance(source, Path) else 'its recording'} holds no samples: record it again")
+    return info
+
+
+def seconds(sound: Sound | None) -> float | None:
+    """How long a recording lasts by its header."""
+    if sound is None:
+        return None
+    if sound.samples is not None:
+        return len(sound.samples) / sound.sample_rate
+    info = header(sound.data) if sound.data else header(inside(sound.folder, sound.path or ""))
+    return info.seconds
+
+
+def cut(path: Path, start: float, end: float, channel: int) -> Sound:
+    """Seconds `start` to `end` of one channel, decoded from there only.
+
+    UserError: beyond the recording, no such channel, damaged there, or not finite.
+    """
+    samples, rate = _decode(path, start, end)
+    if not 0 <= channel < samples.shape[1]:
+        raise UserError(f"{path} has no channel {channel}: it has {samples.shape[1]}, counted from 0")
+    return Sound(samples=samples[:, channel].clone(), sample_rate=rate)
+
+
+def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:
+    """All channels [S, C] between two times, and their rate."""
+    info = header(path)
+    rate = info.sample_rate
+    first, last = round(start * rate), min(round(end * rate), info.samples)
+    if first < 0 or round(end * rate) > info.samples + 0.1 * rate:
+        raise UserError(f"{start:.2f} to {end:.2f} s lies beyond {path}, which lasts {info.seconds:.2f} s")
+    if first >= last:
+        raise UserError(f"{start:.2f} to {end:.2f} s of {path} holds no samples")
+    try:
+        with soundfile.SoundFile(path) as file:
+            file.seek(first)
+            samples = file.read(last - first, dtype="float32", always_2d=True)
+    except soundfile.SoundFileError as error:
+        raise UserError(f"{path} is damaged between {start:.2f} and {end:.2f} s: download or convert it again") from error
+    if len(samples) < last - first:
+        raise UserError(f"{path} is cut short: it ends within {start:.2f} to {end:.2f} s; download or convert it again")
+    if not np.isfinite(samples).all():
+        raise UserError(f"{path} holds NaN or infinity between {start:.2f} and {end:.2f} s: mend it")
+    return torch.from_numpy(samples), rate

@@ -1,0 +1,100 @@
+"""Folders of recordings with their texts: Common Voice and LibriSpeech.
+
+Common Voice: a table such as `train.tsv` with `client_id, path, sentence` (and `locale`, ...), recordings in `clips/` beside
+it. LibriSpeech: folders `<speaker>/<chapter>/` with a `<speaker>-<chapter>.trans.txt`, a line `<id> <TEXT>` for each
+`<id>.flac` beside it. Both give questions with recording and text, and no answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+from train.data.readers.contract import Options, Source
+from train.data.readers.files import Files
+from train.data.readers.record import Record
+from train.data.readers.source import RecordSource, make_row, text
+from train.data.readers.text_records import JsonLines, TableRecords
+from train.data.row import Row, RowTurn
+
+_ENDINGS = (".flac", ".wav", ".ogg", ".mp3")
+
+
+class CommonVoice:
+    """Reader of one table of Common Voice: the table, or a folder with no other."""
+
+    name = "common-voice"
+    summary = "Common Voice: a .tsv with client_id, path, sentence and the folder clips/ beside it"
+
+    def recognise(self, path: Path) -> bool:
+        return bool(self._tables(path))
+
+    def __call__(self, path: Path, options: Options) -> Source:
+        tables = self._tables(path)
+        if not tables:
+            raise UserError(f"{path} is no .tsv with the columns client_id, path, sentence, and holds none")
+        if len(tables) > 1:
+            names = ", ".join(table.name for table in tables)
+            raise UserError(f"{path} holds several tables, which share rows: name one of {names} in it")
+        files = Files.of(tables[0], options)
+        make = partial(common_voice_row, files=files, options=options)
+        return RecordSource(self.name, [TableRecords(tables[0], "\t")], make)
+
+    def _tables(self, path: Path) -> list[Path]:
+        files = sorted(path.glob("*.tsv")) if path.is_dir() else [path] if path.suffix == ".tsv" else []
+        return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file, "\t").header)]
+
+
+def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+    """The row of one line; UserError where its recording is missing or broken."""
+    name, said = text(data, "path", needed=True), text(data, "sentence", needed=True)
+    if not name or not said:
+        raise UserError(f"has no {'path' if not name else 'sentence'}: drop the row")
+    clip = name if "/" in name else f"clips/{name}"
+    turn = RowTurn(question_text=said, question_audio=files.sound(clip))
+    speaker, language = text(data, "client_id"), text(data, "locale")
+    return make_row([turn], options, "common-voice", where, id=Path(name).stem, speaker=speaker, language=language)
+
+
+class LibriSpeech:
+    """Reader of a folder with transcripts anywhere below it."""
+
+    name = "librispeech"
+    summary = "LibriSpeech: folders with *.trans.txt and a .flac for each of their lines"
+
+    def recognise(self, path: Path) -> bool:
+        return path.is_dir() and next(path.rglob("*.trans.txt"), None) is not None
+
+    def __call__(self, path: Path, options: Options) -> Source:
+        found = sorted(path.rglob("*.trans.txt")) if path.is_dir() else [path]
+        if not found:
+            raise UserError(f"data folder {path} holds no .trans.txt")
+        files = Files.of(path, options)
+        make = partial(librispeech_row, files=files, options=options)
+        return RecordSource(self.name, [Transcript(file) for file in found], make)
+
+
+class Transcript(JsonLines):
+    """The lines of a `.trans.txt`: `id`, `text`, and `folder`, the one that it is in."""
+
+    def _record(self, raw: bytes, number: int) -> Record:
+        where = f"{self.path} line {number + 1}"
+        try:
+            name, _, said = raw.decode("utf-8").strip().partition(" ")
+        except UnicodeDecodeError:
+            return Record(where, {}, "is not UTF-8: convert the file")
+        return Record(where, {"id": name, "text": said.strip(), "folder": str(self.path.parent.resolve())})
+
+
+def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+    """The row of one line; UserError where its recording is missing or broken."""
+    name, said = data["id"], data["text"]
+    if not said or Path(name).name != name:
+        raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")
+    folder = files.relative(data["folder"])
+    there = [ending for ending in _ENDINGS if (Path(data["folder"]) / f"{name}{ending}").is_file()]
+    sound = files.sound(str(Path(folder) / f"{name}{there[0] if there else _ENDINGS[0]}"))
+    return make_row([RowTurn(said, sound)], options, "librispeech", where, id=name, speaker=name.split("-")[0])

@@ -1,0 +1,78 @@
+"""LLaMA-Omni and VocalNet: JSON of `id, speech, conversations [{from: human | gpt, value}]`, answers' units in .npy files.
+
+`speech` is the recording of the question, or a list with one for each human message. A human value with `<speech>` in it is
+an instruction about the recording ("Please directly answer ..."), not what is said there: it is no question text. `units` are
+those of the answers: a path to an .npy file, a list of integers or their text, or a list of paths, one for each answer. Their
+codec is not written anywhere (CosyVoice 2 for VocalNet and LLaMA-Omni 2, HuBERT clusters for LLaMA-Omni), so `Options.codec`
+must say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omni.errors import UserError
+from train.data.readers.codes import load_array, read_codes
+from train.data.readers.contract import Options
+from train.data.readers.files import Files
+from train.data.readers.source import RecordReader, items, make_row, text
+from train.data.row import Codes, Row, RowTurn
+
+_UNITS = ("units", "unit", "tgt_units", "tgt_unit")
+
+
+def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+    """The row of one conversation; UserError where it is broken."""
+    messages = items(data, "conversations")
+    for index, message in enumerate(messages):
+        wanted = ("human", "gpt")[index % 2]
+        if text(message, "from", needed=True) != wanted:
+            raise UserError(f"message {index} is from {message['from']!r}, not {wanted!r}: they must alternate")
+    asked, answered = messages[::2], messages[1::2]
+    speech = _for_each(data.get("speech"), len(asked), "speech", "questions")
+    units = _for_each(
+        next((data[name] for name in _UNITS if data.get(name) is not None), None), len(answered), "units", "answers"
+    )
+    turns = []
+    for index, question in enumerate(asked):
+        value = text(question, "value", needed=True)
+        turns.append(
+            RowTurn(
+                question_text="" if "<speech>" in value else value,
+                question_audio=files.sound(speech[index]),
+                answer_text=text(answered[index], "value", needed=True) if index < len(answered) else "",
+                answer_codes=_codes(units[index], files, options) if index < len(answered) else None,
+            )
+        )
+        if not (turns[-1].question_text or turns[-1].question_audio):
+            raise UserError(f"question {index} is asked in a recording and there is none: drop the row")
+    return make_row(turns, options, "llama-omni", where, id=text(data, "id"))
+
+
+def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
+    """One value for each message. A single one, and a list of integers, is that of the last: earlier ones have none."""
+    if not isinstance(value, list) or all(isinstance(element, int) for element in value):
+        return [None] * (count - 1) + [value or None] if count else []
+    if len(value) != count:
+        raise UserError(f"{name} has {len(value)} entries for {count} {what}: mend the row")
+    return value
+
+
+def _codes(value: Any, files: Files, options: Options) -> Codes | None:
+    if isinstance(value, str) and value.endswith(".npy"):
+        path = files.file(value)
+        return read_codes(load_array(path), "", "", options)
+    return None if value is None else read_codes(value, "", "", options)
+
+
+LLAMA_OMNI = RecordReader(
+    "llama-omni",
+    "LLaMA-Omni, VocalNet: JSON of speech and conversations (from human, gpt), units in .npy; the same of text alone",
+    llama_omni_row,
+    (".json", ".jsonl"),
+    (frozenset({"conversations"}),),
+    inner=("conversations", frozenset({"from", "value"})),
+    notice="units are taken to be of the codec {codec}; what stands beside <speech> is no question text",
+    codec="(not written in the data: name it where there are units)",
+)

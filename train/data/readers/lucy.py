@@ -1,0 +1,80 @@
+"""LUCY: JSON of `conversations [{role, content, wavpath, codec, speaker}]`, with SNAC codes in files of text.
+
+A `.snac` file has seven integers a frame, level by level: c0 | c1 c1 | c2 c2 c2 c2 (our `levels`), which is not how the
+model's streams stand. Source: the data section of LUCY's README (VITA-MLLM/LUCY). The codes of the user's recordings are not
+read, and system messages have no place in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omni.errors import UserError
+from train.data.readers.codes import check_duration, read_codes
+from train.data.readers.contract import Options
+from train.data.readers.files import Files, seconds
+from train.data.readers.source import RecordReader, items, make_row, text
+from train.data.row import Codes, Row, RowTurn
+
+
+def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+    """The row of one conversation; UserError where it is broken."""
+    turns: list[RowTurn] = []
+    asked: Mapping[str, Any] | None = None
+    for number, message in enumerate(items(data, "conversations")):
+        role = text(message, "role", needed=True)
+        if role == "system":
+            continue
+        if role not in ("user", "assistant") or (role == "user") != (asked is None):
+            raise UserError(f"message {number} is of {role!r}: questions of 'user' and answers of 'assistant' must alternate")
+        if role == "user":
+            asked = message
+        elif asked is not None:
+            turns.append(_turn(asked, message, files, options))
+            asked = None
+    if asked is not None:
+        turns.append(_turn(asked, {}, files, options))
+    return make_row(turns, options, "lucy", where, id=text(data, "id"))
+
+
+def _turn(asked: Mapping[str, Any], answered: Mapping[str, Any], files: Files, options: Options) -> RowTurn:
+    codes = _codes(answered, files, options)
+    answer_audio = files.sound(answered.get("wavpath"))
+    check_duration(codes, seconds(answer_audio))
+    return RowTurn(
+        question_text=text(asked, "content"),
+        question_audio=files.sound(asked.get("wavpath")),
+        answer_text=text(answered, "content"),
+        answer_audio=answer_audio,
+        answer_codes=codes,
+    )
+
+
+def _codes(message: Mapping[str, Any], files: Files, options: Options) -> Codes | None:
+    """The codes in the file that an answer names."""
+    name = text(message, "codec")
+    if not name:
+        return None
+    path = files.file(name)
+    try:
+        written = path.read_text("utf-8")
+    except ValueError as error:
+        raise UserError(f"codes {name!r} are no text: seven integers a frame are expected") from error
+    try:
+        return read_codes(written, "snac", "levels", options)
+    except UserError as error:
+        raise UserError(f"codes {name!r}: {error}") from error
+
+
+LUCY = RecordReader(
+    "lucy",
+    "LUCY: JSON of conversations with role, content, wavpath and .snac files",
+    lucy_row,
+    (".json", ".jsonl"),
+    (frozenset({"conversations"}),),
+    inner=("conversations", frozenset({"role", "content"})),
+    notice="SNAC codes are taken to be in the order {order} (c0 | c1 c1 | c2 c2 c2 c2 as the format documents it); "
+    "system messages are left out",
+    order="levels",
+)

@@ -1,0 +1,183 @@
+"""A source made of files of records and a function that turns a record into a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+from train.data.readers.contract import Broken, Options, Source
+from train.data.readers.files import Files
+from train.data.readers.record import Record, Records
+from train.data.readers.records import open_records
+from train.data.row import Row, RowTurn
+
+MakeRow = Callable[[Mapping[str, Any], str], Row]
+"""Turns the fields of a record and the place where it stands into a row; UserError where they make none."""
+
+
+class RecordSource(Source):
+    """A row for each record of some files, in their order. `make` must be picklable for the source to be."""
+
+    def __init__(self, format: str, files: Sequence[Records], make: MakeRow, note: str = "") -> None:
+        self.format, self.note = format, note
+        self._files, self._make = list(files), make
+
+    def __len__(self) -> int:
+        return sum(len(file) for file in self._files)
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Row | Broken]:
+        if start < 0 or (stop is not None and stop < 0):
+            raise UserError(f"items {start} to {stop} of a data set: count from 0")
+        last = self._files[-1:]
+        for file in self._files:
+            if start == 0 and stop is None:
+                yield from map(self._item, file.iterate())
+                continue
+            # A file that ends behind `stop` is not counted: nothing comes after it.
+            count = 0 if [file] == last else len(file)
+            if start < count or [file] == last:
+                yield from map(self._item, file.iterate(start, stop))
+            start = max(0, start - count)
+            if stop is not None:
+                stop -= count
+                if stop <= 0:
+                    return
+
+    def _item(self, record: Record) -> Row | Broken:
+        if record.error:
+            return Broken(record.where, record.error)
+        try:
+            return self._make(record.data, record.where)
+        except (UserError, OSError) as error:
+            return Broken(record.where, " ".join(str(error).split()))
+
+
+def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
+    """The file, or those in a folder and below it that end so, in the order of their paths; UserError where there are none."""
+    if not path.is_dir():
+        return [open_records(path)]
+    found = sorted(file for file in path.rglob("*") if _readable(file, endings))
+    if not found:
+        raise UserError(f"data folder {path} holds no file that ends in {', '.join(endings)}")
+    return [open_records(file) for file in found]
+
+
+def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
+    """The first record of a file, or of the first file in a folder; empty where there is none."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for pattern in ("*", "*/*") for file in path.glob(pattern) if _readable(file, endings))
+    if not files or not _readable(files[0], endings):
+        return {}
+    return open_records(files[0]).first()
+
+
+def _readable(file: Path, endings: Sequence[str]) -> bool:
+    return file.name.lower().endswith(tuple(endings)) and not file.name.startswith(".") and file.is_file()
+
+
+@dataclass(frozen=True)
+class RecordReader:
+    """A reader of a format whose rows are records: told by its files' endings and the fields of the first record.
+
+    Attributes:
+        row: makes the row: `row(data, where, files, options)`.
+        endings: of its files.
+        fields: sets of fields; a first record with all of one set is of this format.
+        absent: fields that tell that it is another format.
+        inner: a field that is a list of objects, and what the first of them has.
+        notice: see `Source.note`; `{order}` and `{codec}` become those that hold.
+        order: SNAC's order as the format documents it.
+        codec: the codec as the format documents it.
+    """
+
+    name: str
+    summary: str
+    row: Callable[..., Row]
+    endings: tuple[str, ...]
+    fields: tuple[frozenset[str], ...]
+    absent: frozenset[str] = frozenset()
+    inner: tuple[str, frozenset[str]] | None = None
+    notice: str = ""
+    order: str = ""
+    codec: str = ""
+
+    def recognise(self, path: Path) -> bool:
+        found = first_record(path, self.endings)
+        if not any(fields <= found.keys() for fields in self.fields) or self.absent & found.keys():
+            return False
+        if self.inner is None:
+            return True
+        name, fields = self.inner
+        inner = found[name]
+        return isinstance(inner, list) and bool(inner) and isinstance(inner[0], Mapping) and fields <= inner[0].keys()
+
+    def __call__(self, path: Path, options: Options) -> Source:
+        make = partial(self.row, files=Files.of(path, options), options=options)
+        note = self.notice.format(order=options.order or self.order, codec=options.codec or self.codec)
+        return RecordSource(self.name, find_records(path, self.endings), make, note)
+
+
+# ------------------------------------------------------------------------------------------- fields of a record
+
+
+def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
+    """The first of these fields that is there, as text without space around it; "" for null or none.
+
+    UserError where it is no text or number, or where none is there and it is needed.
+    """
+    for name in names:
+        if name in data:
+            value = data[name]
+            if value is None:
+                return ""
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise UserError(f"field {name!r} is {type(value).__name__}, not text: mend the row")
+            return str(value).strip()
+    if needed:
+        raise UserError(f"has no field {' or '.join(repr(name) for name in names)}: its fields are {', '.join(data) or 'none'}")
+    return ""
+
+
+def number(data: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A finite number; UserError for anything else, or where it is absent and there is no default."""
+    value = data.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise UserError(f"field {name!r} is {_shown(value)}, not a number: mend the row")
+    return float(value)
+
+
+def items(data: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """A list of objects, at least one; UserError for anything else."""
+    value = data.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
+        raise UserError(f"field {name!r} is {_shown(value)}, not a list of objects: mend the row")
+    return value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "missing"
+    shown = json.dumps(value, default=str)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def make_row(turns: Sequence[RowTurn], options: Options, format: str, where: str, **fields: str) -> Row:
+    """The row of these turns; UserError where a turn holds nothing.
+
+    `fields` are those of `Row` that the data say; an empty `language` becomes that of the options.
+    """
+    for index, turn in enumerate(turns):
+        if not (turn.question_text or turn.answer_text or turn.question_audio or turn.answer_audio or turn.answer_codes):
+            raise UserError(f"turn {index} holds neither text, recording nor codes: drop the row")
+    if not turns:
+        raise UserError("holds no question and no answer: drop the row")
+    fields["language"] = fields.get("language") or options.language
+    return Row(tuple(turns), source=options.name or format, task=options.task, where=where, **fields)  # type: ignore[arg-type]

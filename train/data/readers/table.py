@@ -1,0 +1,92 @@
+"""A table or JSON lines of one's own: a row each, its columns named as the row's fields, or mapped to them.
+
+    question_audio, question_text, answer_audio, answer_text       what the turn holds; paths of recordings and texts
+    id, speaker, language                                          of the row
+
+Other names are mapped (`Options.columns`: field to column), never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+from train.data.readers.contract import Options, Source
+from train.data.readers.files import Files
+from train.data.readers.records import ParquetRecords, TableRecords, open_records
+from train.data.readers.source import RecordSource, first_record, make_row, text
+from train.data.row import Row, RowTurn
+
+TURN = ("question_audio", "question_text", "answer_audio", "answer_text")
+ROW = ("id", "speaker", "language")
+ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".parquet")
+
+_USUAL = {
+    "question_audio": ("audio", "wav", "audio_path", "question_wav", "path", "file"),
+    "question_text": ("question", "text", "transcript", "sentence", "instruction", "prompt"),
+    "answer_text": ("answer", "response", "output", "reply"),
+    "answer_audio": ("answer_wav", "response_audio"),
+}
+"""Columns that are suggested in the error, not used."""
+
+
+class Table:
+    """Reader of one file (or a folder with one such file)."""
+
+    name = "table"
+    summary = (
+        "CSV, TSV, JSON lines or Parquet with question_audio, question_text, answer_audio, answer_text (or columns mapped)"
+    )
+
+    def recognise(self, path: Path) -> bool:
+        files = self._files(path)
+        return len(files) == 1 and bool(set(TURN) & set(_columns(files[0])))
+
+    def __call__(self, path: Path, options: Options) -> Source:
+        files = self._files(path)
+        if len(files) != 1:
+            raise UserError(f"{path} holds {len(files)} tables (.csv, .tsv, .jsonl, .json, .parquet): name one")
+        unknown = [field for field in options.columns if field not in (*TURN, *ROW)]
+        if unknown:
+            raise UserError(f"columns maps {unknown[0]!r}, which is no field of a row: there are {', '.join((*TURN, *ROW))}")
+        names = {field: options.columns.get(field, field) for field in (*TURN, *ROW)}
+        columns = _columns(files[0])
+        missing = [column for field, column in options.columns.items() if columns and column not in columns]
+        if missing:
+            raise UserError(f"{files[0]} has no column {missing[0]!r}: it has {', '.join(columns)}")
+        if not any(names[field] in columns for field in TURN):
+            maps = [f"{field}={name}" for field, usual in _USUAL.items() for name in columns if name in usual]
+            hint = f"such as {' '.join(maps)}" if maps else "field=column"
+            raise UserError(
+                f"{files[0]} has none of the columns {', '.join(TURN)}: it has {', '.join(columns) or 'none'}; "
+                f"map them with columns, {hint}"
+            )
+        make = partial(table_row, files=Files.of(path, options), options=options, names=names)
+        return RecordSource(self.name, [open_records(files[0])], make)
+
+    def _files(self, path: Path) -> list[Path]:
+        if not path.is_dir():
+            return [path] if path.name.lower().endswith(ENDINGS) else []
+        return sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS) and not file.name.startswith("."))
+
+
+def table_row(data: Mapping[str, Any], where: str, files: Files, options: Options, names: Mapping[str, str]) -> Row:
+    """The row of one record; UserError where it has none of the parts of a turn, or one is broken."""
+    turn = RowTurn(
+        question_text=text(data, names["question_text"]),
+        question_audio=files.sound(data.get(names["question_audio"])),
+        answer_text=text(data, names["answer_text"]),
+        answer_audio=files.sound(data.get(names["answer_audio"])),
+    )
+    fields = {field: text(data, names[field]) for field in ROW}
+    return make_row([turn], options, "table", where, **fields)
+
+
+def _columns(path: Path) -> list[str]:
+    records = open_records(path)
+    if isinstance(records, ParquetRecords):
+        return records.columns()
+    return records.header if isinstance(records, TableRecords) else list(first_record(path, ENDINGS))

@@ -1,0 +1,232 @@
+"""Records of text files: JSON lines, JSON arrays and tables, plain or packed by gzip.
+
+The place of every 256th record is kept (found on first need), so that reading can start near any record.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import itertools
+import json
+import re
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from omni.errors import UserError
+from train.data.readers.record import Record, Records
+
+STRIDE = 256
+"""Records between two places that are remembered."""
+
+_CHUNK = 1 << 20
+_LONGEST = 64 << 20  # characters of one element of a JSON array; beyond it the array is taken to be damaged
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
+
+
+def open_binary(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+class TextRecords(Records):
+    """Records of a text file, which start at lines or bytes that can be sought."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._anchors: list[tuple[int, int]] = []
+        self._count = -1
+
+    @abstractmethod
+    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
+        """From a record's start on: offset and number (of the line, or of the element) of each record, and its raw form."""
+
+    @abstractmethod
+    def _record(self, raw: Any, number: int) -> Record:
+        """What the raw form holds."""
+
+    def _from(self, offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
+        """`_raw` with the file opened; where the file breaks off, one last record is the error."""
+        try:
+            with open_binary(self.path) as file:
+                if offset:
+                    file.seek(offset)
+                for item in self._raw(file, offset, number):
+                    yield item
+                    offset, number = item[:2]
+        except (OSError, EOFError, zlib.error) as error:
+            yield offset, number, UserError(f"the file cannot be read from here on ({error}): download or copy it again")
+
+    def _index(self) -> None:
+        if self._count < 0:
+            count, anchors = 0, []
+            for offset, number, _ in self._from(0, 0):
+                if count % STRIDE == 0:
+                    anchors.append((offset, number))
+                count += 1
+            self._count, self._anchors = count, anchors
+
+    def __len__(self) -> int:
+        self._index()
+        return self._count
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
+        """Records `start` to `stop`; only fewer than 256 before `start` are passed over (all of them in a .gz)."""
+        skip, place = start, (0, 0)
+        if start >= STRIDE and not self.path.name.lower().endswith(".gz"):
+            self._index()
+            if start >= self._count:
+                return
+            skip, place = start % STRIDE, self._anchors[start // STRIDE]
+        wanted = None if stop is None else skip + max(0, stop - start)
+        for _, number, raw in itertools.islice(self._from(*place), skip, wanted):
+            if isinstance(raw, UserError):
+                yield Record(f"{self.path} after line {number}", {}, str(raw))
+            else:
+                yield self._record(raw, number)
+
+
+class JsonLines(TextRecords):
+    """A JSON object a line; empty lines are passed over."""
+
+    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, bytes]]:
+        for line in file:
+            if line.strip():
+                yield offset, number, line
+            offset += len(line)
+            number += 1
+
+    def _record(self, raw: bytes, number: int) -> Record:
+        where = f"{self.path} line {number + 1}"
+        try:
+            return _object(where, json.loads(raw.removeprefix(codecs.BOM_UTF8)))
+        except ValueError as error:
+            return Record(where, {}, f"is no JSON ({error}): mend or drop the line")
+        except RecursionError:
+            return Record(where, {}, "is JSON nested too deeply: mend or drop the line")
+
+
+def _object(where: str, data: Any) -> Record:
+    if isinstance(data, dict):
+        return Record(where, data)
+    return Record(where, {}, f"is {type(data).__name__}, not an object with fields: mend or drop it")
+
+
+class JsonArray(TextRecords):
+    """The elements of one JSON array, read one after another. An element that is no JSON ends it, as an error."""
+
+    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
+        decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
+        opened, ended = offset > 0, False
+        text, at = "", 0  # the file's byte `offset` is character `at` of `text`
+        while True:
+            skipped = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+            offset, at = offset + skipped - at, skipped
+            problem = "the array is not closed"
+            if at < len(text):
+                if not opened:
+                    opened, offset, at = True, offset + 1, at + 1
+                    continue
+                if text[at] == "]":
+                    return
+                try:
+                    element, end = decoder.raw_decode(text, at)
+                except (ValueError, RecursionError) as error:
+                    problem = str(error)
+                else:
+                    if end < len(text):  # what follows shows that it is whole: a number may go on in the next chunk
+                        yield offset, number, element
+                        offset, at, number = offset + len(text[at:end].encode()), end, number + 1
+                        continue
+            if ended or len(text) - at > _LONGEST:
+                yield offset, number, ValueError(problem)
+                return
+            chunk = file.read(max(_CHUNK, len(text) - at))
+            ended = not chunk
+            if offset == 0 and chunk.startswith(codecs.BOM_UTF8):
+                chunk, offset = chunk[3:], 3
+            try:
+                text, at = text[at:] + utf8.decode(chunk, final=ended), 0
+            except UnicodeDecodeError as error:
+                yield offset, number, error
+                return
+
+    def _record(self, raw: Any, number: int) -> Record:
+        where = f"{self.path} row {number}"
+        if isinstance(raw, ValueError):
+            return Record(where, {}, f"is no JSON, and what follows cannot be read either ({raw}): mend the file")
+        return _object(where, raw)
+
+
+class TableRecords(TextRecords):
+    """A table whose first line names its columns. Comma-separated values may be quoted; tab-separated ones never are."""
+
+    def __init__(self, path: Path, delimiter: str) -> None:
+        super().__init__(path)
+        self.delimiter = delimiter
+        self._header: list[str] | None = None
+
+    @property
+    def header(self) -> list[str]:
+        """The names of the columns; empty where they cannot be read."""
+        if self._header is None:
+            try:
+                with open_binary(self.path) as file:
+                    self._header = next(self._reader(_Lines(file, 0, 0)), [])
+            except (OSError, EOFError, zlib.error, csv.Error):
+                self._header = []
+        return self._header
+
+    def _reader(self, lines: Iterator[str]) -> Iterator[list[str]]:
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if self.delimiter == "\t" else csv.QUOTE_MINIMAL
+        return csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True)
+
+    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
+        lines = _Lines(file, offset, number)
+        rows = self._reader(lines)
+        if offset == 0:
+            next(rows, None)
+        while True:
+            offset, number = lines.offset, lines.number
+            try:
+                row: list[str] | csv.Error = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                row = error
+            if row:
+                yield offset, number, row
+
+    def _record(self, raw: list[str] | csv.Error, number: int) -> Record:
+        where = f"{self.path} line {number + 1}"
+        if isinstance(raw, csv.Error):
+            return Record(where, {}, f"is no row of a table ({raw}): mend or drop it")
+        if len(raw) != len(self.header):
+            return Record(
+                where, {}, f"has {len(raw)} values, the first line names {len(self.header)} columns: quote or mend it"
+            )
+        if any("\udc80" <= character <= "\udcff" for value in raw for character in value):
+            return Record(where, {}, "is not UTF-8: convert the file")
+        return Record(where, dict(zip(self.header, raw, strict=True)))
+
+
+class _Lines:
+    """Lines of a file as text, knowing where the next one starts."""
+
+    def __init__(self, file: IO[bytes], offset: int, number: int) -> None:
+        self._file, self.offset, self.number = file, offset, number
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline()
+        if not line:
+            raise StopIteration
+        first = self.offset == 0
+        self.offset += len(line)
+        self.number += 1
+        return (line.removeprefix(codecs.BOM_UTF8) if first else line).decode("utf-8", "surrogateescape")
