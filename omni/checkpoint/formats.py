@@ -1,0 +1,64 @@
+"""The table of formats: what a path holds, and who reads and writes it. A new format is one module and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omni.checkpoint import codec_weights, huggingface, streamed, whisper_weights
+from omni.checkpoint.foreign import Foreign, Watch, closest
+from omni.checkpoint.safe import Written
+from omni.errors import UserError
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of files; see `foreign.py` for the three functions.
+
+    Attributes:
+        what: what it is, for help and messages.
+        write: a whole model of ours as these files, where that is possible.
+    """
+
+    what: str
+    recognise: Callable[[Path], bool]
+    read: Callable[[Path], Foreign]
+    write: Callable[[Foreign, Path, Watch | None], dict[str, Written]] | None = None
+
+
+FORMATS: dict[str, Format] = {
+    "omni": Format("a model folder of this project", streamed.recognise, streamed.read, streamed.write),
+    "whisper": Format("a Whisper: OpenAI's .pt or a Hugging Face folder", whisper_weights.recognise, whisper_weights.read),
+    "snac": Format("a SNAC codec's folder", codec_weights.recognise_snac, codec_weights.read_snac),
+    "mimi": Format("a Mimi codec's folder", codec_weights.recognise_mimi, codec_weights.read_mimi),
+    "hf": Format("a language model's Hugging Face folder", huggingface.recognise, huggingface.read, huggingface.write),
+}
+"""By the name that `--kind` takes, in the order in which a path is tried: the particular before the general."""
+
+
+def kind_of(path: Path) -> str:
+    """The format of a file or folder; UserError where there is none, or none is recognised."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a model's file or folder")
+    for name, known in FORMATS.items():
+        if known.recognise(path):
+            return name
+    kinds = "; ".join(f"{name}: {known.what}" for name, known in FORMATS.items())
+    raise UserError(f"{path} is not recognised; name what it is with --kind ({kinds})")
+
+
+def open_foreign(path: Path, kind: str | None = None) -> Foreign:
+    """Open a checkpoint without reading its weights.
+
+    Args:
+        kind: its format; by default what `kind_of` recognises.
+
+    Raises:
+        UserError: an unknown format, or files that do not fit it.
+    """
+    if kind is not None and kind not in FORMATS:
+        raise UserError(f"kind {kind!r} is unknown; {closest(kind, FORMATS)}")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a model's file or folder")
+    return FORMATS[kind or kind_of(path)].read(path)

@@ -1,0 +1,324 @@
+"""Weights in files, read lazily and written as a stream; nothing in a file is ever run.
+
+Reading: safetensors (one file, or shards listed in an index) row by row with plain reads, so that no more memory is used than
+is asked for; files of `torch.save` mapped into memory under `weights_only`, which refuses whatever could run code.
+
+Writing: header first, then each tensor in pieces of a few megabytes, its CRC-32 taken on the way. Files are written into a
+folder beside the wanted one, which is renamed when everything is on the disk.
+
+The format: https://github.com/huggingface/safetensors#format (8 bytes of header length, a JSON header, the data).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from omni.checkpoint.folder import replace_folder
+from omni.checkpoint.foreign import Lazy, Watch
+from omni.errors import UserError
+
+PIECE = 8 << 20
+"""Bytes that are held at once."""
+
+HEADER_LIMIT = 100_000_000
+"""Longest header of a safetensors file, as the reference implementation has it."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_safetensors(path: Path) -> dict[str, Lazy]:
+    """The tensors of one file, none of them read yet.
+
+    Raises:
+        UserError: the file is missing, truncated, a pickle, or its header contradicts itself.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is missing; fetch the folder again")
+    size = path.stat().st_size
+    handle = path.open("rb", buffering=0)  # closed when the last tensor that reads from it is gone
+    start = handle.read(9)
+    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
+    if start[8:] != b"{" and (start[:2] == b"PK" or start[:1] == b"\x80"):
+        raise UserError(f"{path} is a pickle, which could run code; fetch the safetensors of this model")
+    if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+        raise UserError(f"{path} is no safetensors file, or truncated ({size} bytes); fetch it again")
+    try:
+        header = json.loads(_read(handle, 8, length))
+        header.pop("__metadata__", None)
+        entries = {name: (DTYPES[e["dtype"]], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+    except KeyError as error:
+        raise UserError(f"{path}: a tensor's header has no known {error}; fetch the file again") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} has a broken header ({error}); fetch it again") from error
+    end = max((e[3] for e in entries.values()), default=0)
+    if 8 + length + end != size:
+        kind = "truncated" if 8 + length + end > size else "longer than its header says"
+        raise UserError(f"{path} is {kind}: {size} bytes of {8 + length + end}; fetch it again")
+    out = {}
+    for name, (dtype, shape, low, high) in entries.items():
+        if low < 0 or high - low != prod(shape) * dtype.itemsize:
+            raise UserError(f"{path}: tensor {name} {list(shape)} does not fill its {high - low} bytes; fetch the file again")
+        out[name] = _from_file(handle, path, 8 + length + low, shape, dtype)
+    return out
+
+
+def _from_file(handle: BinaryIO, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Lazy:
+    row = prod(shape[1:]) * dtype.itemsize
+
+    def read(start: int, stop: int) -> Tensor:
+        wanted = (stop - start) * row
+        shape_read = (stop - start, *shape[1:]) if shape else ()
+        if not wanted:
+            return torch.empty(shape_read, dtype=dtype)
+        data = _read(handle, offset + start * row, wanted)
+        if len(data) != wanted:
+            raise UserError(f"{path} was cut while it was read; fetch it again")
+        return torch.frombuffer(data, dtype=dtype).reshape(shape_read)
+
+    return Lazy(shape, dtype, read)
+
+
+def _read(handle: BinaryIO, offset: int, count: int) -> bytearray:
+    """`count` bytes from `offset` on, fewer only where the file ends."""
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    handle.seek(offset)
+    while done < count:
+        got = handle.readinto(view[done : done + (1 << 30)])  # type: ignore[attr-defined]
+        if not got:
+            break
+        done += got
+    return data if done == count else data[:done]
+
+
+def read_torch(path: Path) -> Any:
+    """What `torch.save` wrote, tensors mapped, not read. Only tensors and plain containers: nothing is run.
+
+    Raises:
+        UserError: missing, truncated, or a pickle that asks for anything else.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is missing; fetch it again")
+    try:
+        with path.open("rb") as handle:
+            mapped = handle.read(2) == b"PK"  # the older format, before 2020, cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line), "")
+        raise UserError(
+            f"{path} is a pickle with more than tensors in it, which could run code: nothing was run, and it is not read"
+            f"{f' ({reason})' if reason else ''}; fetch the weights as safetensors"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is truncated or no file of weights ({reason}); fetch it again") from error
+
+
+def state_of(data: Any, path: Path) -> dict[str, Lazy]:
+    """A state dict read by `read_torch`; UserError where it is none."""
+    if not isinstance(data, Mapping) or not all(isinstance(t, Tensor) for t in data.values()):
+        raise UserError(f"{path} holds a {type(data).__name__}, not a mapping of names to tensors; fetch the original weights")
+    return {str(name): Lazy.of(tensor.detach()) for name, tensor in data.items()}
+
+
+def read_weights(folder: Path) -> dict[str, Lazy]:
+    """The weights of a folder as Hugging Face writes them: safetensors or `torch.save`, single or in shards.
+
+    Raises:
+        UserError: no weights, a missing shard, or shards that are not what their index says.
+    """
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / stem).is_file():
+            return _read_any(folder / stem)
+        index = folder / f"{stem}.index.json"
+        if index.is_file():
+            return _read_shards(index)
+    raise UserError(f"{folder} has no weights; it needs model.safetensors, or shards with a model.safetensors.index.json")
+
+
+def _read_any(path: Path) -> dict[str, Lazy]:
+    return read_safetensors(path) if path.suffix == ".safetensors" else state_of(read_torch(path), path)
+
+
+def _read_shards(index: Path) -> dict[str, Lazy]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{index} has no weight_map; fetch it again")
+    out: dict[str, Lazy] = {}
+    shards = sorted({str(place) for place in places.values()})
+    for number, shard in enumerate(shards, 1):
+        path = index.parent / shard
+        if Path(shard).name != shard:
+            raise UserError(f"{index}: shard {shard!r} lies outside of the folder; fetch the index again")
+        if not path.is_file():
+            raise UserError(f"shard {path} is missing ({number} of {len(shards)} in {index.name}); fetch it")
+        for name, tensor in _read_any(path).items():
+            if places.get(name) != shard:
+                raise UserError(f"{path} holds tensor {name}, which {index.name} does not place there; fetch the folder again")
+            out[name] = tensor
+    for name, shard in places.items():
+        if name not in out:
+            raise UserError(f"tensor {name} is missing in shard {index.parent / shard}; fetch it again")
+    return out
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; UserError where the file is none."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing; fetch the folder again")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not JSON ({error}); fetch it again") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds no JSON object; fetch it again")
+    return data
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """Size and CRC-32 of a file, taken while it was written."""
+
+    bytes: int
+    crc32: int
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Lazy], watch: Watch | None = None) -> Written:
+    """Write a file of tensors, never holding more than a piece of one; it is on the disk when this returns.
+
+    Args:
+        watch: called with the bytes written so far and in all.
+
+    Raises:
+        OSError: as the disk has it; see `beside`.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        place = [end, end + tensor.nbytes]
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    done = crc = 0
+    with path.open("wb", buffering=0) as handle:
+
+        def put(data: Any) -> None:
+            nonlocal crc
+            view = memoryview(data)
+            crc = zlib.crc32(view, crc)
+            while len(view):
+                view = view[handle.write(view) :]
+
+        put(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            for piece in pieces(tensors[name]):
+                put(piece.contiguous().view(-1).view(torch.uint8).numpy())
+                done += piece.nbytes
+                if watch is not None:
+                    watch(done, end)
+        os.fsync(handle.fileno())
+    return Written(8 + len(text) + end, crc)
+
+
+def pieces(tensor: Lazy) -> Iterator[Tensor]:
+    """A tensor in groups of rows of at most `PIECE` bytes (or of one row)."""
+    if not tensor.nbytes:
+        return
+    step = max(1, PIECE * tensor.length // tensor.nbytes)
+    for start in range(0, tensor.length, step):
+        stop = min(start + step, tensor.length)
+        piece = tensor.read(start, stop)
+        wanted = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+        assert tuple(piece.shape) == wanted and piece.dtype == tensor.dtype, (piece.shape, wanted, piece.dtype)
+        yield piece
+
+
+def write_file(path: Path, data: bytes) -> Written:
+    """Write a small file through to the disk."""
+    with path.open("wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return Written(len(data), zlib.crc32(data))
+
+
+def copy_file(source: Path, target: Path) -> Written:
+    """Copy a file through to the disk."""
+    crc = size = 0
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while block := reader.read(PIECE):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+            writer.write(block)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return Written(size, crc)
+
+
+@contextmanager
+def beside(target: Path, needed: int = 0) -> Iterator[Path]:
+    """A fresh folder to fill, renamed to `target` when the block ends well; nothing is left when it does not.
+
+    Args:
+        needed: bytes that will be written; a disk that is too small is refused before anything is.
+
+    Raises:
+        UserError: no space left, or a place that cannot be written.
+    """
+    folder = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if needed > free:
+            raise UserError(f"{target} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; free some space")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+        replace_folder(folder, target)
+        _sync(target.parent)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = "free some space and convert again" if full else "choose a place that can be written"
+        raise UserError(f"{target} cannot be written ({error.strerror or error}); {way_out}; nothing was left there") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's entries to the disk, where the system lets folders be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,323 @@
+"""`python -m train convert SOURCE TARGET`: weights of other projects into ours, and out again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import jsonargparse
+from tqdm import tqdm
+
+from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
+from omni.checkpoint import codec_weights, huggingface, streamed, whisper_weights
+from omni.checkpoint.foreign import (
+    FLOATS,
+    CodecConfig,
+    Foreign,
+    TextConfig,
+    cast,
+    closest,
+    one_dtype,
+    type_name,
+)
+from omni.checkpoint.formats import FORMATS, kind_of, open_foreign
+from omni.checkpoint.grow import Growth, grow, with_encoder
+from omni.checkpoint.safe import Written
+from omni.config import AdapterConfig, ModelConfig
+from omni.errors import UserError
+from omni.layout import Layout
+from train.progress import duration
+
+DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `convert` can be told.
+
+    Attributes:
+        kind: what SOURCE is, where that is not recognised; of a model folder: what TARGET becomes.
+        dtype: float32, bfloat16 or float16 for all weights; by default as they are.
+        overwrite: replace a TARGET that an earlier conversion or training wrote.
+        into: a model folder whose encoder is replaced by SOURCE, a Whisper; TARGET is the folder with both.
+        keep_text: keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained.
+        encoder: a Whisper's file or folder, or the name of a size for random weights.
+        encoder_mode: padded (30 s window then cut, as Whisper was trained: its default) or variable (the audio there is).
+        codec: the codec that the model will speak: snac (default), codec2, mimi, mimi-16 or mimi-32.
+        codec_folder: the codec's weights, put into the model folder.
+        layout: how streams stand: mini-omni, snac or codec2; by default the codec's.
+        combine: whether streams' embeddings are summed (text is then unchanged) or averaged (as mini-omni does).
+        adapter: linear, mlp or gated (mini-omni's).
+        adapter_hidden: inner size of mlp and gated; by default the language model's.
+        adapter_stack: encoder frames in one position.
+        init: how new tables, heads and ids begin: mean, normal or zero.
+        seed: of all that is drawn.
+        tokenizer: a tokenizer.json, where the folder's own is not there.
+        quiet: show no bar on a terminal.
+    """
+
+    kind: str | None = None
+    dtype: str | None = None
+    overwrite: bool = False
+    into: Path | None = None
+    keep_text: bool = False
+    encoder: str | None = None
+    encoder_mode: Literal["padded", "variable"] | None = None
+    codec: str | None = None
+    codec_folder: Path | None = None
+    layout: str | None = None
+    combine: Literal["sum", "mean"] = "sum"
+    adapter: Literal["linear", "mlp", "gated"] = "gated"
+    adapter_hidden: int | None = None
+    adapter_stack: int = 1
+    init: str = "mean"
+    seed: int = 0
+    tokenizer: Path | None = None
+    quiet: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command."""
+    source, target, options = parse(argv)
+    started = time.monotonic()
+    with Bar(not options.quiet) as bar:
+        what, files = convert(source, target, options, bar)
+    size, seconds = sum(f.bytes for f in files.values()), time.monotonic() - started
+    print(f"{target}: {what}")
+    for name, stamp in sorted(files.items()):
+        print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
+    print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[Path, Path, Options]:
+    """Source, target and options; UserError where they make no sense."""
+    formats = ", ".join(f"{name} ({known.what})" for name, known in FORMATS.items())
+    parser = jsonargparse.ArgumentParser(
+        prog="python -m train convert", description=f"{__doc__} Kinds: {formats}.", exit_on_error=False, default_env=False
+    )
+    parser.add_argument("source", type=Path, help="a file or folder of weights")
+    parser.add_argument("target", type=Path, help="the folder to write")
+    for flag, text in _FLAGS.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=text)
+    parser.add_class_arguments(Options, None, skip=set(_FLAGS))
+    known = {name.strip("-").replace("-", "_") for name in parser._option_string_actions}
+    for argument in argv:
+        name = argument.split("=")[0]
+        if name.startswith("--") and name[2:].split(".help")[0] not in known:
+            raise UserError(f"unknown option {name}; {closest(name[2:], sorted(known - {'h', 'help'}))}")
+    try:
+        values = vars(parser.instantiate(parser.parse_args(list(argv))))
+    except jsonargparse.ArgumentError as error:
+        raise UserError(" ".join(str(error).split())) from error
+    source, target = values.pop("source"), values.pop("target")
+    return source, target, Options(**values)
+
+
+_FLAGS = {
+    "overwrite": "replace a TARGET that an earlier conversion or training wrote",
+    "keep_text": "keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained",
+    "quiet": "show no bar on a terminal",
+}
+
+
+def convert(source: Path, target: Path, options: Options, watch: Bar | None = None) -> tuple[str, dict[str, Written]]:
+    """Convert SOURCE to TARGET.
+
+    Returns:
+        what TARGET is, in a few words, and the files written with their checksums.
+
+    Raises:
+        UserError: anything that does not fit; nothing is left at TARGET then.
+    """
+    check_target(source, target, options)
+    if not source.exists():
+        raise UserError(f"{source} does not exist; give a model's file or folder")
+    if options.kind is not None and options.kind not in FORMATS:
+        raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, FORMATS)}")
+    if source.is_dir() and streamed.recognise(source):
+        return export(streamed.read(source), target, options, watch)
+    kind = options.kind or kind_of(source)
+    foreign = huggingface.read(source, options.tokenizer) if kind == "hf" else FORMATS[kind].read(source)
+    config = foreign.config
+    if options.into is not None and not isinstance(config, EncoderConfig):
+        raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
+    if isinstance(config, CodecConfig):
+        check_options(options, (), f"{source} is a codec")
+        return f"codec {config.name}", codec_weights.write(foreign, target, watch)
+    if isinstance(config, TextConfig):
+        return into_speech(foreign, target, options, watch)
+    if isinstance(config, ModelConfig):
+        return f"speech model from {source}", whole(foreign, target, options, watch)
+    if options.into is None:
+        raise UserError(
+            f"{source} is an encoder; name the model folder it belongs into with --into, or grow a language model around it: "
+            f"convert LANGUAGE_MODEL {target} --encoder {source}"
+        )
+    check_options(options, ("into", "dtype"), f"{source} is an encoder")
+    model = with_encoder(streamed.read(options.into), foreign)
+    return f"{options.into} with the encoder of {source}", streamed.write(_typed(model, options), target, watch)
+
+
+def export(model: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
+    """A model folder of ours as something else."""
+    kinds = [name for name, known in FORMATS.items() if known.write is not None]
+    if options.kind is None:
+        raise UserError(f"{model.place} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")
+    write = FORMATS[options.kind].write
+    if write is None:
+        raise UserError(f"a model folder cannot be written as {FORMATS[options.kind].what}; --kind may be {', '.join(kinds)}")
+    if options.kind == "omni":
+        return f"{model.place} anew", whole(model, target, options, watch)
+    check_options(options, ("dtype",), f"{model.place} goes out as {options.kind}")
+    return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, watch)
+
+
+def whole(model: Foreign, target: Path, options: Options, watch: Bar | None) -> dict[str, Written]:
+    """A whole model as a model folder, with another encoder or the codec's weights where they are given."""
+    check_options(options, ("dtype", "encoder", "codec_folder"), f"{model.place} is a whole speech model")
+    assert isinstance(model.config, ModelConfig)
+    if options.encoder is not None:
+        encoder = choose_encoder(options)
+        if not isinstance(encoder, Foreign):
+            raise UserError(f"--encoder {options.encoder}: {model.place} is a whole model; give a Whisper's file or folder")
+        model = with_encoder(model, encoder)
+    assert isinstance(model.config, ModelConfig)
+    return streamed.write(_typed(model, options), target, watch, codec=codec_of(options, model.config.codec))
+
+
+def codec_of(options: Options, codec: str) -> Foreign | None:
+    """The weights in `codec_folder`; UserError where they are of another codec than the model's."""
+    if options.codec_folder is None:
+        return None
+    weights = open_foreign(options.codec_folder)
+    if not isinstance(weights.config, CodecConfig) or weights.config.name != codec.split("-")[0]:
+        raise UserError(f"--codec_folder {options.codec_folder} holds {weights.kind}, the model speaks {codec}")
+    return weights
+
+
+def check_options(options: Options, allowed: tuple[str, ...], what: str) -> None:
+    """Refuse an option that would be ignored (UserError)."""
+    for field in fields(Options):
+        given = getattr(options, field.name) != field.default
+        if given and field.name not in ("kind", "overwrite", "quiet", *allowed):
+            raise UserError(f"--{field.name} has no meaning here: {what}; leave it out")
+
+
+def into_speech(text: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
+    """A language model, grown into a speech model."""
+    assert isinstance(text.config, TextConfig)
+    dtype = DTYPES[_dtype(options)] if options.dtype else one_dtype(text)
+    if options.keep_text:
+        check_options(options, ("keep_text", "dtype", "seed", "tokenizer"), "--keep_text leaves sound aside")
+        growth = Growth(
+            Layout.preset("codec2", text.config.size), "codec2", AdapterConfig("linear"), "zero", "sum", options.seed
+        )
+        model = grow(text, ENCODER_PRESETS["nano"], growth, dtype)
+        return "a text model; its audio parts are the smallest there are, and untrained", streamed.write(model, target, watch)
+    layout, codec = choose_layout(options, text.config.size)
+    hidden = options.adapter_hidden or text.config.decoder.mlp_width
+    adapter = AdapterConfig(options.adapter, hidden, options.adapter_stack)
+    encoder = choose_encoder(options)
+    growth = Growth(layout, codec, adapter, options.init, options.combine, options.seed)
+    model = grow(text, encoder, growth, dtype)
+    heard = f"the encoder of {encoder.place}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
+    words = f"{text.place} grown by the rule {options.init}, with {heard}"
+    return words, streamed.write(model, target, watch, codec=codec_of(options, codec))
+
+
+def choose_layout(options: Options, size: int) -> tuple[Layout, str]:
+    """The layout for a text table of `size` rows, and the codec it is for."""
+    codec = options.codec or {"mini-omni": "snac", None: "snac"}.get(options.layout, str(options.layout))
+    if codec not in _CODEBOOKS:
+        raise UserError(f"--codec {codec!r} is unknown; {closest(codec, _CODEBOOKS)}")
+    sizes = _CODEBOOKS[codec]
+    if options.layout is not None:
+        layout = Layout.preset(options.layout, size)
+    elif codec.startswith("mimi"):
+        layout = Layout.build(sizes, size)
+    else:
+        layout = Layout.preset(codec, size)
+    if layout.codebook_sizes != sizes:
+        raise UserError(
+            f"--layout {options.layout} has codebooks {layout.codebook_sizes}, the codec {codec} {sizes}; choose others"
+        )
+    return layout, codec
+
+
+_CODEBOOKS = {
+    "snac": (4096,) * 7,
+    "codec2": (512, 512, 16, 64),
+    "mimi": (2048,) * 8,
+    "mimi-16": (2048,) * 16,
+    "mimi-32": (2048,) * 32,
+}
+"""Sizes of a codec's codebooks, for models whose codec is not at hand when they are grown."""
+
+
+def choose_encoder(options: Options) -> Foreign | EncoderConfig:
+    """A Whisper's encoder, or a size to be drawn."""
+    if options.encoder is None:
+        raise UserError(
+            "--encoder is missing: give a Whisper's .pt file or folder, or a size for random weights "
+            f"({', '.join(ENCODER_PRESETS)}); or keep the model as text with --keep_text"
+        )
+    if options.encoder in ENCODER_PRESETS:
+        size = ENCODER_PRESETS[options.encoder]
+        return replace(size, mode=options.encoder_mode or size.mode)
+    path = Path(options.encoder)
+    if not path.exists():
+        raise UserError(
+            f"--encoder {options.encoder!r} is neither a file nor a size; {closest(options.encoder, ENCODER_PRESETS)}"
+        )
+    if not whisper_weights.recognise(path):
+        raise UserError(f"--encoder {path} is no Whisper: give OpenAI's .pt file or a Hugging Face folder of one")
+    encoder = whisper_weights.read(path)
+    assert isinstance(encoder.config, EncoderConfig)
+    return replace(encoder, config=replace(encoder.config, mode=options.encoder_mode or encoder.config.mode))
+
+
+def check_target(source: Path, target: Path, options: Options) -> None:
+    """Refuse to write over something else (UserError)."""
+    for path in (source, options.into):
+        if path is not None and path.resolve() != target.resolve() and path.resolve().is_relative_to(target.resolve()):
+            raise UserError(f"{target} holds {path}, which would be lost; give another target")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not options.overwrite:
+        raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
+    if not (target / "config.json").is_file():
+        raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
+
+
+def _dtype(options: Options) -> str:
+    name = str(options.dtype)
+    if name not in DTYPES:
+        raise UserError(f"--dtype {name!r} is unknown; {closest(name, DTYPES)}")
+    return name
+
+
+def _typed(model: Foreign, options: Options) -> Foreign:
+    """The model's weights in the type that was asked for."""
+    return replace(model, tensors=cast(model.tensors, DTYPES[_dtype(options)])) if options.dtype else model
+
+
+class Bar:
+    """Bytes written, the rate and the time left, on a terminal."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.bar = tqdm(unit="B", unit_scale=True, desc="writing", file=sys.stderr, disable=None if on else True, leave=False)
+
+    def __call__(self, done: int, total: int) -> None:
+        self.bar.total = total
+        self.bar.update(done - self.bar.n)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
