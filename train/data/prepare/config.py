@@ -1,0 +1,90 @@
+"""What a preparation does, as configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from omni.audio.io import SAMPLE_RATE
+from omni.errors import UserError
+from train.data.prepare.voices import check_spec
+from train.data.readers import Options
+
+SIDES = ("question", "answer")
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """How rows are read, completed and stored.
+
+    Attributes:
+        read: about the data set and its format.
+        limit: prepare the first so many items only; 0 for all.
+        speak: sides that are spoken where a row has them as text only: `question`, `answer` or `question,answer`.
+        voice: who speaks. `espeak`: espeak-ng in many voices of the row's language, one for each row. `espeak:en-us+f3`: in
+            this one; `espeak:+f3`: in this variant of the row's language. `command:prog {text} {out}`: a program that writes a
+            sound file to `{out}`, with no shell between (also `{language}`, `{seed}`). `module:name`: a Python callable
+            that takes a text (and `language`, `seed` where it names them) and returns samples and their rate.
+        answer_voice: who answers; empty for `voice`, or one voice (`espeak:+f3`) where that is espeak-ng in many.
+        seed: of the choice of voices, together with the row's id.
+        codec: encode spoken answers by this audio codec (`codec2`, `snac`, ...); empty leaves codes and sound as they are.
+        codec_folder: its weights.
+        device: where the codec computes.
+        keep_answer_audio: store an answer's sound beside its codes.
+        question_rate: samples per second that questions are stored with, as FLAC; 0 leaves files as they are (but WAV
+            becomes FLAC).
+        answer_rate: the same for the sound of answers.
+        shard_mb: size of a Parquet file in MiB, before compression.
+        workers: processes; 0 works in this one, null takes one for every core (and `threads`). The rows do not depend on it.
+        threads: of each process. Sums of a neural codec may round differently with another number.
+    """
+
+    read: Options = field(default_factory=Options)
+    limit: int = 0
+    speak: str = ""
+    voice: str = "espeak"
+    answer_voice: str = ""
+    seed: int = 0
+    codec: str = ""
+    codec_folder: str = ""
+    device: str = "cpu"
+    keep_answer_audio: bool = False
+    question_rate: int = SAMPLE_RATE
+    answer_rate: int = 0
+    shard_mb: int = 256
+    workers: int | None = None
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for side in self.sides:
+            if side not in SIDES:
+                raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
+        for name, least in (("limit", 0), ("question_rate", 0), ("answer_rate", 0), ("shard_mb", 1), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.workers is not None and self.workers < 0:
+            raise UserError(f"workers is {self.workers}; it must be at least 0")
+        if self.codec_folder and not self.codec:
+            raise UserError(f"codec_folder {self.codec_folder!r} is given without a codec; name one, such as --codec snac")
+        if self.sides:
+            for spec in (self.voice, self.answering):
+                check_spec(spec)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Which sides are spoken."""
+        return tuple(part.strip() for part in self.speak.split(",") if part.strip())
+
+    @property
+    def answering(self) -> str:
+        """The voice of the answers."""
+        return self.answer_voice or ("espeak:+f3" if self.voice == "espeak" else self.voice)
+
+    @property
+    def processes(self) -> int:
+        """How many processes work, 0 for this one alone."""
+        if self.workers is not None:
+            return self.workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        most = max(1, cores // self.threads)
+        return most if self.device == "cpu" else min(most, 4)  # each holds a codec on the device

@@ -1,0 +1,127 @@
+"""A preparation from beginning to end, or from where it was interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omni.audio.codec import AudioCodec
+from omni.errors import UserError
+from train.data.prepare.blocks import BLOCK, codec_of
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.files import sync_folder
+from train.data.prepare.lock import NAME as LOCK
+from train.data.prepare.lock import FolderLock
+from train.data.prepare.pool import make_blocks
+from train.data.prepare.report import REPORT, read_report, write_report
+from train.data.prepare.settings import agree, settings_of
+from train.data.prepare.shards import ShardWriter
+from train.data.prepare.show import Display
+from train.data.prepare.tally import Tally
+from train.data.prepare.voices import make_voice
+from train.data.readers import Source, open_source
+from train.progress import Kind
+
+_HOPELESS = 1000
+"""So many items without a single row, and the settings are wrong rather than the data."""
+
+
+def prepare(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    config: PrepareConfig | None = None,
+    progress: Kind = "off",
+    opener: Callable[[Path], Source] | None = None,
+) -> Tally:
+    """Make the rows of a data set into Parquet shards in the folder `out`, which appears when all is there.
+
+    What is interrupted goes on at the last finished shard when the same call is made again, and what is finished is left as
+    it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
+
+    Args:
+        path: file or folder of the data set.
+        opener: opens it, instead of `train.data.readers.open_source`; what it returns must be picklable.
+
+    Returns:
+        Counts of all rows, those of earlier starts included.
+
+    Raises:
+        UserError: settings, codec, voice or data set that do not fit; another process at work in `out`; a half-made or whole
+            `out` of other settings; no space left; a data set of which no item makes a row.
+    """
+    config = config or PrepareConfig()
+    path, out = Path(path), Path(out)
+    work = out.with_name(f"{out.name}.preparing")
+    source = opener(path) if opener else open_source(path, config.read)
+    settings = settings_of(path, source, config)
+    if _occupied(out):
+        return _finished(out, settings)
+    codec = codec_of(config)  # before any process starts or a folder is made, to find out what is missing
+    for side in config.sides:
+        make_voice(config.voice if side == "question" else config.answering)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"output {out} lies in a file: name a folder") from error
+    with FolderLock(work):
+        if _occupied(out):  # finished while we waited for nothing
+            shutil.rmtree(work)
+            return _finished(out, settings)
+        agree(work, settings, finished=False)
+        _fill(work, source, config, codec, progress)
+        write_report(work, settings, source.note)
+        os.rename(work, out)
+        sync_folder(out.parent)
+        _tidy(out)
+        return read_report(out)
+
+
+def _fill(work: Path, source: Source, config: PrepareConfig, codec: AudioCodec | None, progress: Kind) -> None:
+    """Write all shards that are not there yet."""
+    total = min(len(source), config.limit or len(source))
+    shards = ShardWriter(work, config.shard_mb << 20)
+    display = Display(total, shards.next_item, progress)
+    if source.note:
+        display.say(source.note)
+    if shards.next_item:
+        display.say(f"going on after {shards.next_item} items, {shards.done.rows} rows of which are there")
+    rows, first_why = shards.done.rows, ""
+    blocks = make_blocks(source, config, range(shards.next_item, total, BLOCK), total, display.tick, codec)
+    try:
+        for block in blocks:
+            rows += block.tally.rows
+            if not first_why and block.broken:
+                first_why = f"{block.broken[0].where}: {block.broken[0].why}"
+            if not rows and block.stop >= min(total, _HOPELESS):
+                raise UserError(f"none of the first {block.stop} items makes a row; the first, {first_why}")
+            shards.add(block)
+        shards.finish()
+    finally:
+        shards.abandon()
+        blocks.close()
+        display.close()
+    if not shards.done.rows:
+        raise UserError(f"the source has {total} items and none makes a row: there is nothing to store")
+
+
+def _occupied(out: Path) -> bool:
+    """Whether something stands where the output goes; an empty folder does not count."""
+    return out.exists() and not (out.is_dir() and not any(out.iterdir()))
+
+
+def _finished(out: Path, settings: dict[str, Any]) -> Tally:
+    """An output that is whole already."""
+    if not (out / REPORT).is_file():
+        raise UserError(f"output {out} exists and is none of this command's: choose another, or remove it")
+    agree(out, settings, finished=True)
+    _tidy(out)
+    return read_report(out)
+
+
+def _tidy(out: Path) -> None:
+    """Remove what only an unfinished output needs."""
+    shutil.rmtree(out / "notes", ignore_errors=True)
+    (out / LOCK).unlink(missing_ok=True)

@@ -1,0 +1,148 @@
+"""Blocks made by several processes, handed out in their order, with no more than a few in memory.
+
+Each process hears from its own pipe what to do; a pipe whose other end has gone is how a process and its master learn of each
+other's death, so nothing is left running when either is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import traceback
+from collections.abc import Generator, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
+
+import torch
+
+from omni.audio.codec import AudioCodec
+from omni.errors import UserError
+from train.data.prepare.blocks import BLOCK, Block, BlockMaker, Tick
+from train.data.prepare.config import PrepareConfig
+from train.data.readers import Source
+from train.data.row import features
+
+_AHEAD = 2  # blocks that each process has been told of: the one it makes and the next
+_WINDOW = 4  # blocks for each process that are told of and not handed out yet
+
+
+def make_blocks(
+    source: Source, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None = None
+) -> Generator[Block, None, None]:
+    """The blocks that begin at `starts` and end before `total`, in this order, made by `config.processes`.
+
+    `codec` is the configuration's; other processes load one of their own.
+
+    Raises:
+        UserError: the codec, a voice or the source cannot be had, or a process was ended from outside.
+    """
+    if not starts:
+        return
+    processes = min(config.processes, len(starts))
+    if processes == 0:
+        yield from _here(source, config, starts, total, tick, codec)
+        return
+    pool = _Pool(source, config, processes)
+    try:
+        yield from pool.run(starts, total, tick)
+    finally:
+        pool.close()
+
+
+def _here(
+    source: Source, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None
+) -> Iterator[Block]:
+    threads = torch.get_num_threads()
+    try:
+        maker = BlockMaker(source, config, features().arrow_schema, codec)
+        for start in starts:
+            yield maker.make(start, min(start + BLOCK, total), tick)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Pool:
+    def __init__(self, source: Source, config: PrepareConfig, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would copy threads and locks of torch
+        work = pickle.dumps((source, config, features().arrow_schema))
+        self.workers: dict[Connection, Any] = {}
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, work), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers[ours] = process
+
+    def run(self, starts: range, total: int, tick: Tick) -> Iterator[Block]:
+        """Hand out in order. What a process is told is small, so telling never waits for one that is busy."""
+        told = given = 0
+        busy = dict.fromkeys(self.workers, 0)
+        ready: dict[int, Block] = {}
+        while given < len(starts):
+            while told < len(starts) and told - given < _WINDOW * len(busy) and min(busy.values()) < _AHEAD:
+                pipe = min(busy, key=lambda one: busy[one])
+                self._tell(pipe, (starts[told], min(starts[told] + BLOCK, total)))
+                busy[pipe] += 1
+                told += 1
+            for pipe in cast("list[Connection]", wait(list(self.workers))):
+                message = self._hear(pipe)
+                if isinstance(message, Block):
+                    ready[starts.index(message.start)] = message
+                    busy[pipe] -= 1
+                else:
+                    tick(*message)
+            while given in ready:
+                yield ready.pop(given)
+                given += 1
+
+    def _tell(self, pipe: Connection, block: tuple[int, int]) -> None:
+        try:
+            pipe.send(block)
+        except OSError:
+            self._died(pipe)
+
+    def _hear(self, pipe: Connection) -> Any:
+        try:
+            kind, content = pipe.recv()
+        except (EOFError, OSError):
+            self._died(pipe)
+        if kind == "mistake":
+            raise UserError(content)
+        if kind == "failure":
+            raise RuntimeError(f"a process that prepares failed:\n{content}")
+        return content
+
+    def _died(self, pipe: Connection) -> None:
+        process = self.workers[pipe]
+        process.join(5)
+        code = process.exitcode
+        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
+        raise UserError(
+            f"a process that prepares {how}, perhaps for want of memory: run the same command again to go on, "
+            "with fewer --workers"
+        )
+
+    def close(self) -> None:
+        for pipe, process in self.workers.items():
+            pipe.close()
+            process.terminate()
+        for process in self.workers.values():
+            process.join()
+
+
+def _work(pipe: Connection, work: bytes) -> None:
+    """A process: makes the blocks that it is told of, until its master is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master ends it
+    try:
+        maker = BlockMaker(*pickle.loads(work))
+        while True:
+            start, stop = pipe.recv()
+            block = maker.make(start, stop, lambda items, seconds: pipe.send(("tick", (items, seconds))))
+            pipe.send(("block", block))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except UserError as error:
+        pipe.send(("mistake", str(error)))
+    except BaseException:
+        pipe.send(("failure", traceback.format_exc()))

@@ -1,0 +1,76 @@
+"""What a preparation leaves besides the rows: `report.json`, and `broken.csv` with the items that made no row."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from train.data.prepare.files import part_of, publish, read_json, write_json, writing
+from train.data.prepare.shards import notes
+from train.data.prepare.tally import Tally
+from train.progress import duration
+
+REPORT, BROKEN = "report.json", "broken.csv"
+_KINDS = 20
+
+
+def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
+    """Both files, from the notes of the shards; the report is written last.
+
+    The report holds no times, so that it depends on the source and the settings alone.
+    """
+    total, shards = Tally(), []
+    kinds: Counter[str] = Counter()
+    with writing(folder / BROKEN):
+        with open(part_of(folder / BROKEN), "w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["item", "where", "why"])
+            for shard in notes(folder):
+                total.add(Tally.from_plain(shard["tally"]))
+                shards.append({name: shard[name] for name in ("file", "rows", "bytes", "crc32", "items")})
+                for item in shard["broken"]:
+                    table.writerow([item["item"], item["where"], item["why"]])
+                    if item["why"] in kinds or len(kinds) < 10_000:
+                        kinds[item["why"]] += 1
+        publish(folder / BROKEN)
+    report = {
+        "source": settings["source"],
+        "source_format": settings["source_format"],
+        "note": note,
+        **total.plain(),
+        "reasons": dict(kinds.most_common(_KINDS)),
+        "shards": [shard for shard in shards if shard["file"]],
+    }
+    write_json(folder / REPORT, report)
+
+
+def read_report(folder: Path) -> Tally:
+    """The counts of a finished output."""
+    data = read_json(folder / REPORT)
+    return Tally.from_plain({name: data[name] for name in Tally().plain()})
+
+
+def summary(tally: Tally, folder: Path) -> str:
+    """A few lines for people."""
+    out = io.StringIO()
+    print(f"{tally.rows} rows of {tally.items} items in {folder}", file=out)
+    made = [
+        (tally.spoken_questions, "questions spoken"),
+        (tally.spoken_answers, "answers spoken"),
+        (tally.encoded, "answers encoded"),
+        (tally.codes_taken, "answers with codes of the source"),
+    ]
+    print(", ".join(f"{count} {what}" for count, what in made if count) or "nothing made", file=out)
+    print(
+        f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers", file=out
+    )
+    if tally.broken:
+        print(f"{tally.broken} items made no row: see {folder / BROKEN}", file=out)
+        reasons = json.loads((folder / REPORT).read_text(encoding="utf-8"))["reasons"]
+        for why, count in list(reasons.items())[:5]:
+            print(f"  {count:>6}  {why}", file=out)
+    return out.getvalue().rstrip()

@@ -1,0 +1,131 @@
+"""One row of a reader to one row as it is stored: missing sides spoken, answers encoded, recordings taken in.
+
+Dimensions: S samples, A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.audio.io import AudioSource, audio_info
+from omni.errors import UserError
+from train.data.keys import key
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.tally import Tally
+from train.data.prepare.voices import Voice
+from train.data.row import Codes, Row, RowTurn, Sound, inside, to_plain
+
+_KEPT_FORMATS = ("FLAC", "OGG", "MP3", "MPEG")
+
+
+class RowMaker:
+    """Completes rows as a configuration says.
+
+    Args:
+        codec: that of `config.codec`; None where answers are left as they are.
+        voices: of the sides that are spoken.
+    """
+
+    def __init__(self, config: PrepareConfig, codec: AudioCodec | None, voices: dict[str, Voice]) -> None:
+        self.config = config
+        self.codec = codec
+        self.voices = voices
+
+    def make(self, row: Row, name: str) -> tuple[dict[str, Any], Tally]:
+        """The plain data to store, and what was done for it; `name` is its id where it has none.
+
+        Raises:
+            UserError: sound that cannot be read or holds no finite samples, codes that do not fit, a text that cannot be said.
+        """
+        done = Tally(items=1, rows=1, turns=len(row.turns))
+        row = replace(row, id=row.id or name)
+        turns = []
+        for number, turn in enumerate(row.turns):
+            try:
+                turns.append(self._turn(row, number, turn, done))
+            except UserError as error:
+                raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
+        return to_plain(replace(row, turns=tuple(turns))), done
+
+    def _turn(self, row: Row, number: int, turn: RowTurn, done: Tally) -> RowTurn:
+        question = turn.question_audio
+        if question is None and "question" in self.voices and turn.question_text.strip():
+            question = self._say("question", turn.question_text, row, number)
+            done.spoken_questions += 1
+        if question is not None:
+            question, seconds = stored(question, self.config.question_rate)
+            done.question_seconds += seconds
+        audio, codes = self._answer(row, number, turn, done)
+        return RowTurn(turn.question_text, question, turn.answer_text, audio, codes)
+
+    def _answer(self, row: Row, number: int, turn: RowTurn, done: Tally) -> tuple[Sound | None, Codes | None]:
+        """Sound and codes of the answer, as far as they are stored."""
+        audio, codes = turn.answer_audio, turn.answer_codes
+        fitting = codes is not None and (self.codec is None or codes.codec == self.codec.name)
+        if audio is None and not fitting and "answer" in self.voices and turn.answer_text.strip():
+            audio = self._say("answer", turn.answer_text, row, number)
+            done.spoken_answers += 1
+        if codes is not None and codes.frames.numel() == 0:
+            raise UserError("its answer_codes are empty: drop the row, or encode its sound anew")
+        if self.codec is None:
+            if codes is not None and int(codes.frames.min()) < 0:
+                raise UserError(f"its answer_codes hold {int(codes.frames.min())}: codes start at 0")
+            done.codes_taken += codes is not None
+            if audio is not None:
+                audio, seconds = stored(audio, self.config.answer_rate)
+                done.answer_seconds += seconds
+            return audio, codes
+        if codes is not None and fitting:
+            frames = codes.for_codec(self.codec)
+            done.codes_taken += 1
+        elif audio is not None:
+            frames = self.codec.check(self.codec.encode(checked(audio.load(self.codec.sample_rate))))
+            done.encoded += 1
+        elif codes is not None:
+            frames = codes.for_codec(self.codec)  # raises: it is another codec's, and there is nothing to encode
+        else:
+            return None, None
+        done.answer_seconds += frames.shape[1] / self.codec.frame_rate
+        kept = stored(audio, self.config.answer_rate)[0] if audio is not None and self.config.keep_answer_audio else None
+        return kept, Codes(self.codec.name, frames.cpu())
+
+    def _say(self, side: str, text: str, row: Row, number: int) -> Sound:
+        """A side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
+        return self.voices[side].say(text, row.language, key(self.config.seed, side, row.id))
+
+
+def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
+    """A sound to be stored by itself, at `rate` (0: as it is), and its length in seconds.
+
+    It is decoded in any case: what cannot be heard is not stored. Compressed files are kept as they are where the rate allows;
+    all else becomes FLAC of 16 bits.
+    """
+    if sound.samples is not None:
+        own, kind, channels = sound.sample_rate, "", 1
+    else:
+        info = audio_info(_source(sound))
+        own, kind, channels = info.sample_rate, info.format.split()[0], info.channels
+    samples = checked(sound.load(rate or own))
+    length = len(samples) / (rate or own)
+    if kind in _KEPT_FORMATS and (rate == 0 or (rate == own and kind == "FLAC" and channels == 1)):
+        return Sound(data=sound.data or inside(sound.folder, sound.path or "").read_bytes()), length
+    return Sound(samples, rate or own), length
+
+
+def checked(samples: Tensor) -> Tensor:
+    """The same samples [S]; UserError where there are none, or one is not finite."""
+    if len(samples) == 0:
+        raise UserError("its sound holds no samples: record or convert it again")
+    finite = torch.isfinite(samples)
+    if not bool(finite.all()):
+        raise UserError(f"its sound holds NaN or infinity from sample {int((~finite).nonzero()[0])}: mend or drop it")
+    return samples
+
+
+def _source(sound: Sound) -> AudioSource:
+    return sound.data or inside(sound.folder, sound.path or "")

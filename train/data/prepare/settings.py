@@ -1,0 +1,57 @@
+"""What the rows of an output depend on, written into it: an output is not gone on with under other settings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+from train.data.prepare.blocks import BLOCK
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.files import read_json, write_json
+from train.data.prepare.shards import checksum
+from train.data.readers import Source
+from train.data.row import ROW_VERSION
+
+NAME = "settings.json"
+FORMAT = 1
+_WITHOUT_EFFECT = ("workers",)
+
+
+def settings_of(path: Path, source: Source, config: PrepareConfig) -> dict[str, Any]:
+    """Everything that rows and shards depend on: the configuration, the source as it is, and the codec's weights."""
+    plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
+    plain["read"] = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
+    if not config.sides:
+        plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed")}
+    codec = Path(config.codec_folder) if config.codec_folder else None
+    return {
+        "format": FORMAT,
+        "row_version": ROW_VERSION,
+        "block": BLOCK,
+        "source": str(path.resolve()),
+        "source_format": source.format,
+        "source_items": len(source),
+        "source_bytes": path.stat().st_size if path.is_file() else None,
+        "codec_weights": {file.name: checksum(file) for file in sorted(codec.iterdir()) if file.is_file()} if codec else None,
+        **plain,
+    }
+
+
+def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
+    """Write the settings into a new folder; UserError where it holds others."""
+    path = folder / NAME
+    if not path.is_file():
+        if (folder / "notes").is_dir() or finished:
+            raise UserError(f"{folder} has shards but no {NAME}: it is not of this command; choose another output")
+        write_json(path, settings)
+        return
+    held = read_json(path)
+    for name in (*settings, *held):
+        if held.get(name) != settings.get(name):
+            state = "was prepared" if finished else "has been begun"
+            raise UserError(
+                f"{folder} {state} with other settings: {name} was {held.get(name)!r} and is now {settings.get(name)!r}; "
+                "give the same ones, choose another output, or remove the folder"
+            )

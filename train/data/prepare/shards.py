@@ -1,0 +1,167 @@
+"""Shards: Parquet files of rows in the source's order, each with a note of the items it covers.
+
+    rows-00000.parquet      rows
+    notes/00000.json        {"file", "rows", "bytes", "crc32", "items": [first, next], "tally", "broken"}
+
+A shard is finished when its note is there; the note is written last. An interrupted preparation goes on after the notes that
+stand in an unbroken series, and writes anew what has none.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni.errors import UserError
+from train.data.prepare.blocks import Block, BrokenItem
+from train.data.prepare.files import part_of, publish, read_json, write_json, writing
+from train.data.prepare.tally import Tally
+from train.data.row import features
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_GROUP_ROWS = 256
+_GROUP_BYTES = 16 << 20
+
+
+class ShardWriter:
+    """Writes blocks, given in order, into shards of about `size` bytes (before compression; one block at least).
+
+    Attributes:
+        next_item: first item of the source that no finished shard covers.
+        done: what the finished shards hold.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder = folder
+        self.size = size
+        self.done = Tally()
+        self.next_item = self.number = 0
+        (folder / "notes").mkdir(exist_ok=True)
+        for note in _series(folder):
+            self._covered(note)
+            self.number += 1
+        for path in folder.glob("rows-*.parquet"):
+            if int(path.stem.partition("-")[2]) >= self.number:
+                path.unlink()
+        for path in (*folder.glob(".*.part"), *folder.glob("notes/.*.part")):
+            path.unlink()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._writer: Any = None
+        self._group: list[pa.Table] = []
+        self._group_rows = self._group_bytes = self._bytes = 0
+        self._tally = Tally()
+        self._broken: list[BrokenItem] = []
+        self._last = self.next_item
+
+    @property
+    def file(self) -> Path:
+        """The shard that grows."""
+        return self.folder / f"rows-{self.number:05d}.parquet"
+
+    def add(self, block: Block) -> None:
+        """Take the next block; UserError where there is no space left."""
+        table = block.table()
+        if self._bytes and self._bytes + table.nbytes > self.size:
+            self.finish()
+        if block.start != self._last:
+            raise RuntimeError(f"block {block.start} comes after item {self._last}")
+        self._tally.add(block.tally)
+        self._broken += block.broken
+        self._last = block.stop
+        if not len(table):
+            return
+        self._group.append(table)
+        self._bytes += table.nbytes
+        self._group_bytes += table.nbytes
+        self._group_rows += len(table)
+        if self._group_rows >= _GROUP_ROWS or self._group_bytes >= _GROUP_BYTES:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self._group:
+            return
+        with writing(self.file):
+            if self._writer is None:
+                self._writer = pq.ParquetWriter(str(part_of(self.file)), features().arrow_schema)
+            self._writer.write_table(pa.concat_tables(self._group).combine_chunks())
+        self._group, self._group_rows, self._group_bytes = [], 0, 0
+
+    def finish(self) -> None:
+        """End the shard that grows, where it covers anything."""
+        if self._last == self.next_item:
+            return
+        self._write_group()
+        whole = self._writer is not None
+        if whole:
+            with writing(self.file):
+                self._writer.close()
+                publish(self.file)
+        note = {
+            "file": self.file.name if whole else None,
+            "rows": self._tally.rows,
+            "bytes": self.file.stat().st_size if whole else 0,
+            "crc32": checksum(self.file) if whole else 0,
+            "items": [self.next_item, self._last],
+            "tally": self._tally.plain(),
+            "broken": [asdict(item) for item in self._broken],
+        }
+        write_json(self.folder / "notes" / f"{self.number:05d}.json", note)
+        self._covered(note)
+        self.number += 1
+        self._begin()
+
+    def abandon(self) -> None:
+        """Drop the shard that grows."""
+        if self._writer is not None:
+            with suppress(OSError):  # of a full disk, once more
+                self._writer.close()
+        part_of(self.file).unlink(missing_ok=True)
+        self._begin()
+
+    def _covered(self, note: dict[str, Any]) -> None:
+        self.done.add(Tally.from_plain(note["tally"]))
+        self.next_item = note["items"][1]
+
+
+def notes(folder: Path) -> Iterator[dict[str, Any]]:
+    """The notes of a folder's finished shards, in order."""
+    for path in sorted((folder / "notes").glob("*.json")):
+        yield read_json(path)
+
+
+def _series(folder: Path) -> Iterator[dict[str, Any]]:
+    """The notes that follow each other without a gap from item 0; UserError where one's shard is not what it says."""
+    expected = 0
+    for number, note in enumerate(notes(folder)):
+        if note["items"][0] != expected:
+            return
+        if note["file"]:
+            path = folder / f"rows-{number:05d}.parquet"
+            size = path.stat().st_size if path.is_file() else None
+            if size != note["bytes"]:
+                raise UserError(
+                    f"{path} has {size} bytes and its note says {note['bytes']}: something else has changed it; "
+                    f"remove {folder} and prepare the data again"
+                )
+        expected = note["items"][1]
+        yield note
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            value = zlib.crc32(part, value)
+    return value
