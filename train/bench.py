@@ -29,6 +29,8 @@ from train.memory import PeakMemory
 from train.objective import LinearCrossEntropy
 
 GIB = 1 << 30
+EXAMPLES = 4
+"""Examples in a row of the training step's table."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ def objective(
 
 
 def decoder_step(device: torch.device, name: str, rows: int, length: int, compiled: bool, repeat: int = 5) -> list[Row]:
-    """A whole training step of a preset's decoder and losses on random columns (AdamW, all positions supervised)."""
+    """A whole training step of a preset's decoder and losses on random columns (AdamW, all positions supervised).
+
+    Every row is packed with `EXAMPLES` examples of one length that do not see each other, as training's are.
+    """
     config = preset(name)
     layout: Layout = config.layout
     precision = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -147,10 +152,11 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
     index = [torch.arange(rows * length, device=device)] * len(layout)
     where = [tokens[:, k].flatten() for k in range(len(layout))]
     scale = torch.full((len(layout),), 1 / (rows * length), device=device)
+    segments = (torch.arange(length, device=device) * EXAMPLES // length).expand(rows, -1)
 
     def step() -> None:
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-            hidden = run(tokens)
+            hidden = run(tokens, segments=segments)
             x = hidden.text.flatten(0, 1)
             y = x if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
             total, _ = LinearCrossEntropy.apply(
@@ -166,7 +172,8 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
     if decoder.text_head is None:
         inner += decoder.text_embedding.weight.numel()
     c = config.decoder
-    flops = 6 * inner * positions + 6 * c.layers * c.heads * c.head_size * length * positions
+    pairs = positions * (length / EXAMPLES) / 2
+    flops = 6 * inner * positions + 12 * (c.layers + c.post_layers) * c.heads * c.head_size * pairs
     out = [
         Row("step", seconds * 1e3, "ms"),
         Row("positions", positions / seconds, "/s"),
@@ -180,7 +187,7 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
 # --- data --------------------------------------------------------------------------------------------------------------
 
 
-def data(file: str, steps: int = 40, rounds: int = 3) -> list[Row]:
+def data(file: str, device: torch.device, steps: int = 40, rounds: int = 3) -> list[Row]:
     """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
 
     Kinds alternate, so that a machine's moods meet both; while batches are at hand, the loader's workers fill their queue and
@@ -196,7 +203,7 @@ def data(file: str, steps: int = 40, rounds: int = 3) -> list[Row]:
 
     config = with_alignment(read_fit_config([file])[0])
     initial = build_initial(config.model, config.seed)
-    module = Objective(initial.model, replace(config.objective, align_first=0.0))
+    module = Objective(initial.model, replace(config.objective, align_first=0.0)).to(device)
     optimizer = build_optimizer([(n.removeprefix("model."), p) for n, p in module.named_parameters()], config.optimizer)
     pipeline = build_pipeline(config.data, initial.config, initial.tokenizer, initial.codec)
 
@@ -204,13 +211,15 @@ def data(file: str, steps: int = 40, rounds: int = 3) -> list[Row]:
         seen, start = [], time.perf_counter()
         for _ in range(count):
             step = next(batches)
-            wanted = sum(targets(batch) for batch in step)
+            wanted = torch.stack([targets(batch) for batch in step]).sum(0).to(device)
             for batch in step:
-                module(batch, wanted).total.backward()
+                module(batch.to(device), wanted).total.backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             seen.append(step)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return seen, time.perf_counter() - start
 
     live, at_hand, examples, positions, used = [], [], 0, 0, 0
@@ -250,7 +259,7 @@ def sections(device: torch.device, only: Sequence[str], positions: int, config: 
             rows = decoder_step(device, "qwen2-0.5b-omni", 8, 2048, True)
             yield "training step: qwen2-0.5b-omni decoder, 8 x 2048 positions, bf16, compiled", rows
     if "data" in only:
-        yield f"data: {config}", data(config)
+        yield f"data: {config}", data(config, device)
     if "objective" in only:
         for text, audio in ((0.2, 0.6), (1.0, 1.0)):
             title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"

@@ -15,6 +15,8 @@ COMMANDS = {
     "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
     "demo": ("train.demo", "train the small model of configs/nano.yaml, examine it and talk to it"),
     "evaluate": ("train.evaluate_command", "ask a model held-out questions: evaluate MODEL_FOLDER [--questions 200]"),
+    "convert": ("train.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
+    "data": ("train.data_command", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
     "bench": ("train.bench", "measure the training step and print tables"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
@@ -50,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if debug or (error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)):
             raise
         what = error.filename or "a file"
-        print(f"error: {what} cannot be written ({error.strerror}); mend that and run again", file=sys.stderr)
+        print(f"error: {what} cannot be read or written ({error.strerror}); mend that and run again", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

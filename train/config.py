@@ -81,15 +81,23 @@ class GroupConfig:
 
     Attributes:
         pattern: names of the parameters, as in `trainable`.
-        lr: their learning rate; the optimizer's own where absent.
+        lr: learning rate of those that learn by AdamW (under Muon: tables, heads, norms, biases); the optimizer's own where
+            absent.
+        muon_lr: learning rate of those that learn by Muon; the optimizer's own where absent.
         weight_decay: their weight decay; the optimizer's own where absent.
         rule: `adamw` or `muon`; the optimizer's own where absent.
     """
 
     pattern: str
     lr: float | None = None
+    muon_lr: float | None = None
     weight_decay: float | None = None
     rule: Literal["adamw", "muon"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "muon_lr", "weight_decay"):
+            value = getattr(self, name)
+            _need(value is None or value >= 0, f"optimizer.groups {self.pattern!r}: {name} is {value}; it must not be negative")
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,10 @@ class BudgetConfig:
         _need(self.minutes is None or self.minutes > 0, f"budget.minutes is {self.minutes}; it must be above 0")
 
 
+FIGURES = ("exact_match", "wer", "code_accuracy", "ended")
+"""What a validation measures; some of it also by task or by kind of question (`exact_match/A1A2`). See `train.evaluate`."""
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When the training state is saved, and what is kept. It is always saved at the end and when the run is stopped.
@@ -180,7 +192,8 @@ class CheckpointConfig:
         every_steps, every_minutes: how often; both may be given.
         keep_last: newest checkpoints kept.
         keep_best: best checkpoints kept, by the validation's figure `metric`.
-        metric: a figure of the validation.
+        metric: a figure of the validation: `exact_match`, `wer`, `code_accuracy`, `ended`, or one of a part
+            (`exact_match/A1A2`).
         mode: `max` or `min`: which values of it are good.
     """
 
@@ -194,6 +207,11 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _need(self.keep_last >= 1, f"checkpoint.keep_last is {self.keep_last}; it must be at least 1")
         _need(self.keep_best >= 0, f"checkpoint.keep_best is {self.keep_best}; it must not be negative")
+        _need(
+            self.metric.partition("/")[0] in FIGURES,
+            f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
+            f"{FIGURES[0]}/A1A2",
+        )
 
 
 @dataclass(frozen=True)

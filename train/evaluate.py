@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec
+from omni.audio.encoder_config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from train.data.row import Row
 
 SAMPLE_RATE = 16000
+GROUPS = 12
+"""Most parts of a set that are reported by themselves."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,15 @@ class Report:
     judged: tuple[Judged, ...]
 
 
-def items_of(rows: Iterable[Row], tasks: Sequence[str], codec: AudioCodec | None) -> list[Item]:
+def items_of(
+    rows: Iterable[Row], tasks: Sequence[str], codec: AudioCodec | None, encoder: EncoderConfig | None = None
+) -> list[Item]:
     """Held-out rows as items, each row's first turn once for every task that it has all parts for.
 
-    `kind` is what stands after the slash in the row's source.
+    `kind` is what stands after the slash in the row's source. An `encoder` is asked whether it can hear the questions.
 
     Raises:
-        UserError: no row can be asked as any of the tasks.
+        UserError: a row is broken (it is named), or none can be asked as any of the tasks.
     """
     items = []
     for row in rows:
@@ -96,8 +101,13 @@ def items_of(rows: Iterable[Row], tasks: Sequence[str], codec: AudioCodec | None
             task = find_task(name)
             if turn.lacks(task) is not None:
                 continue
-            spoken = turn.question_audio.load(SAMPLE_RATE) if task.question == "audio" and turn.question_audio else None
-            codes = turn.answer_codes.for_codec(codec) if task.audio and turn.answer_codes and codec else None
+            try:
+                spoken = turn.question_audio.load(SAMPLE_RATE) if task.question == "audio" and turn.question_audio else None
+                if spoken is not None and encoder is not None:
+                    encoder.clips(len(spoken))
+                codes = turn.answer_codes.for_codec(codec) if task.audio and turn.answer_codes and codec else None
+            except UserError as error:
+                raise UserError(f"held-out {row.where}: {error}") from error
             text = (turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None
             question: str | Tensor = turn.question_text if spoken is None else spoken
             items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2]))
@@ -181,10 +191,10 @@ def summarise(judged: Sequence[Judged]) -> dict[str, float]:
 
 
 def _by(group: Callable[[Judged], str], judged: Sequence[Judged]) -> dict[str, float]:
-    """Exact match, or else code accuracy, of every group, where there are at least two."""
+    """Exact match, or else code accuracy, of every group, where there are at least two and not too many to look at."""
     names = sorted({group(j) for j in judged} - {""})
     out: dict[str, float] = {}
-    for name in names if len(names) > 1 else []:
+    for name in names if 1 < len(names) <= GROUPS else []:
         figures = summarise([j for j in judged if group(j) == name])
         for key in ("exact_match", "code_accuracy"):
             if key in figures:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if chosen.tasks is not None:
         plan = replace(plan, tasks=tuple(chosen.tasks))
     lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
-    items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec)
+    items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec, lm.model.config.encoder)
     report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
     for name, value in report.figures.items():
         print(f"{name.replace('_', ' '):<28}{value:.4f}")

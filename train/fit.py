@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -34,8 +33,6 @@ from train.shelf import write_text
 from train.validation import build_validator
 
 MODEL = "model"
-OF_A_RUN = ("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "curves.png", "spectrogram.png")
-"""What `resume: restart` deletes of a run folder."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,12 +56,8 @@ def fit(config: FitConfig) -> Outcome | None:
     """
     fabric = build_fabric(config.fabric)
     launch(fabric)
-    folder = Path(config.run_folder)
     try:
-        if config.resume == "restart" and fabric.global_rank == 0:
-            clear(folder)
-        fabric.barrier()
-        loop = prepare(config, fabric, folder)
+        loop = prepare(config, fabric, Path(config.run_folder))
         outcome = loop.run()
         return outcome if fabric.global_rank == 0 else None
     finally:
@@ -77,8 +70,7 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     initial = build_initial(with_alignment(config).model, config.seed)
     plain = plain_config(config)
     loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
-    if fabric.global_rank == 0:
-        write_text(folder / "config.yaml", _yaml(plain))
+    loop.team.first_alone(lambda: write_text(folder / "config.yaml", _yaml(plain)))
     return loop
 
 
@@ -103,6 +95,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         return folder / MODEL
 
     objective = Objective(model, config.objective)
+    sizes = enumerate(source.size for source in pipeline.mixture.sources)
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
@@ -112,6 +105,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         tasks=tuple(TASKS),
         idle=objective.idle,
         flops=StepFlops(model),
+        rows={f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None},
         validate=validator,
         export=export,
         draw=lambda: pictures(folder),
@@ -151,16 +145,6 @@ def _yaml(plain: Mapping[str, Any]) -> str:
     import yaml
 
     return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True)
-
-
-def clear(folder: Path) -> None:
-    """Delete what an earlier run has left in its folder (its exported model stays until there is a new one)."""
-    for name in OF_A_RUN:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def dry_run(config: FitConfig) -> str:

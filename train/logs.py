@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import os
 from collections.abc import Mapping
@@ -78,7 +79,7 @@ class Logs:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION)}
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else None)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
 
     def metrics(self, step: int, figures: Mapping[str, float]) -> None:
@@ -115,4 +116,9 @@ def _wandb_run(project: str, folder: Path, config: Any) -> Any:
         raise UserError(
             f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out"
         ) from error
-    return wandb.init(project=project, name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=config)
+    return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
+
+
+def run_id(folder: Path) -> str:
+    """What a run is resumed by at Weights & Biases: its folder's name, and a mark of its place, as names come again."""
+    return f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"

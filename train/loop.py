@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from train.stop import Stop
 
 Figures = dict[str, float]
 
+GIVE_UP = 10
+"""Steps one after another that may be left out because their gradients are no numbers."""
+
 
 @dataclass
 class Parts:
@@ -46,6 +49,7 @@ class Parts:
         streams, tasks: names, in the order of `Losses.sums`.
         idle: parameters that do not learn at that share of the budget.
         flops: work of a batch with so many targets.
+        rows: sizes of the stored sources, by what to call them: a run goes on with the same ones only.
         validate: figures of the model with these weights after so many steps.
         export: writes the finished model and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
@@ -60,6 +64,7 @@ class Parts:
     tasks: Sequence[str]
     idle: Callable[[float], Iterable[nn.Parameter]] = lambda progress: ()
     flops: Callable[[Batch, Tensor], float] | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
     validate: Callable[[dict[str, Tensor], int], Figures] | None = None
     export: Callable[[dict[str, Tensor]], Path] | None = None
     draw: Callable[[], dict[str, Path]] | None = None
@@ -109,12 +114,13 @@ class Loop:
         self.average = Average(learning, config.ema) if config.ema is not None else None
         self.meter = Meter(parts.tasks, parts.streams, fabric.device, self.team)
         self.position = state.Position()
+        self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
         self.saved: Path | None = None
         self.exported: Path | None = None
-        self.norm: Tensor | None = None
+        self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
         torch.manual_seed(config.seed + 1 + self.team.rank)
         self._resume()
-        self.logs = Logs(folder, self.position.step, config.log.wandb, plain) if self.team.first else None
+        self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
         start = (self._used(), self.position.seconds)
         self.progress = Progress(config.log.progress if self.team.first else "off", start)
         self.before, self.since = self.position.seconds, time.perf_counter()
@@ -129,7 +135,7 @@ class Loop:
                 feed = self._feed(stop)
                 while not stopped and self._used() < 1:
                     self.meter.start()
-                    step = feed.next()
+                    step = self._next(feed)
                     position.seconds = step.seconds
                     if self._used() >= 1:
                         break
@@ -144,8 +150,8 @@ class Loop:
                     self.meter.pause()
                     stopped = step.stop
                     if not stopped:
-                        self._validate_if_due()
                         self._save_if_due()
+                        self._validate_if_due()
                 self._save()
                 if not stopped:
                     self._finish()
@@ -162,6 +168,16 @@ class Loop:
         batches = parts.steps(self.lanes, position.step, position.lanes) if self._used() < 1 else iter(())
         return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.team, stop)
 
+    def _next(self, feed: Feed) -> Step:
+        """The next step. Broken data end the run, but not what was learnt before them."""
+        try:
+            return feed.next()
+        except UserError:
+            if self.position.step:
+                self._save()
+                self.progress.say(f"the state after step {self.position.step} is in {self.saved}")
+            raise
+
     def _used(self) -> float:
         return used(self.config.budget, self.position.step, self.position.seconds)
 
@@ -172,7 +188,7 @@ class Loop:
         """Forward and backward of every micro-batch, then one step of the optimizer.
 
         Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes,
-        hence the factor.
+        hence the factor. A step whose gradients are no numbers is left out, by the device itself: nobody waits for the norm.
         """
         denominators, progress = step.denominators.to(self.fabric.device, non_blocking=True), self._used()
         for i, batch in enumerate(step.batches):
@@ -182,13 +198,15 @@ class Loop:
             self.meter.add(losses)
         for p in self.parts.idle(progress):
             p.grad = None
-        if self.config.clip is not None:
-            self.norm = self.fabric.clip_gradients(
-                self.module, self.stepper, max_norm=self.config.clip, error_if_nonfinite=False
-            )
+        limit = math.inf if self.config.clip is None else self.config.clip
+        norm = self.fabric.clip_gradients(self.module, self.stepper, max_norm=limit, error_if_nonfinite=False)
+        assert norm is not None
+        self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.optimizer.skip = skip = (~self.norm.isfinite()).float()
+        self.skipped_in_a_row = (self.skipped_in_a_row + skip) * skip
         self.stepper.step()
         self.stepper.zero_grad()
-        self.meter.step(step.positions, step.flops)
+        self.meter.step(step.positions, step.flops, skip)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -198,11 +216,13 @@ class Loop:
             self.progress.show(position.step, share, position.seconds)
             return
         figures = self.meter.figures()
-        self._check_finite(figures["loss"])
+        self._check_finite("loss", figures["loss"])
+        if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
+            self._check_finite(f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm))
         figures["lr"] = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
         figures["seconds"] = position.seconds
-        if self.norm is not None:
-            figures["gradient_norm"] = float(self.norm.full_tensor() if isinstance(self.norm, DTensor) else self.norm)
+        figures["gradient_norm"] = float(self.norm)
+        figures.update(self._left_out())
         speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
         if speed and peak:
             figures["mfu"] = speed / (peak * self.team.world)
@@ -210,12 +230,19 @@ class Loop:
             self.logs.metrics(position.step, figures)
         self.progress.row(position.step, share, position.seconds, figures)
 
-    def _check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
+    def _left_out(self) -> Figures:
+        """Rows that were too long or broken and therefore not used, since the beginning of the run."""
+        own = [lane for lane in self.position.lanes.values() if lane["lane"] in self.lanes]
+        kinds = ("skipped", "broken")
+        counts = self.team.sum(torch.tensor([sum(lane.get(kind, 0) for lane in own) for kind in kinds]))
+        return {f"rows_{kind}": count for kind, count in zip(kinds, counts.tolist(), strict=True) if count}
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
             good = shelf.newest(self.place)
             where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
             raise UserError(
-                f"the loss is {loss} at step {self.position.step}; {where}; try a lower optimizer.lr, clip 1.0 or precision "
+                f"the {what} is {value} at step {self.position.step}; {where}; try a lower optimizer.lr, clip 1.0 or precision "
                 "bf16-mixed"
             )
 
@@ -233,33 +260,38 @@ class Loop:
         if not self.team.share(self.parts.validate is not None):
             return
         weights, validate = self._weights(), self.parts.validate
-        figures = self._first_alone(lambda: validate(weights, position.step) if validate is not None else None)
+        figures = self.team.first_alone(lambda: validate(weights, position.step) if validate is not None else None)
         position.figures = self.team.share(figures or {})
+        self.team.first_alone(self._show_validation)
+        value = position.figures.get(keep.metric)
+        best = self.team.first_alone(lambda: shelf.is_best(self.place, value, keep.metric, keep.mode, keep.keep_best))
+        useless = value is None and keep.keep_best > 0 and self._used() < 1
+        if self.team.share(best) or useless:
+            self._save()
+        self.team.first_alone(self._note_validation)
+        if useless:
+            raise UserError(
+                f"checkpoint.metric {keep.metric!r} is not measured here; the validation's figures are "
+                f"{', '.join(position.figures)}: name one of them, or set checkpoint.keep_best to 0; the state is in "
+                f"{self.saved}"
+            )
+
+    def _show_validation(self) -> None:
+        position = self.position
         if self.logs is not None:
             self.logs.validation(position.step, {**position.figures, "seconds": position.seconds})
-            self.progress.say(f"validation at step {position.step}: {figures_line(position.figures)}")
-            self._draw()
-        value = position.figures.get(keep.metric)
-        if self.team.share(self.team.first and shelf.is_best(self.place, value, keep.metric, keep.mode, keep.keep_best)):
-            self._save()
-        if self._is_saved() and self.saved is not None and self.team.first:
-            shelf.annotate(self.saved, figures=position.figures, validated=position.validated)
-            shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.mode)
+        self.progress.say(f"validation at step {position.step}: {figures_line(position.figures)}")
+        self._draw()
+
+    def _note_validation(self) -> None:
+        """Figures belong to the checkpoint of their step, which may have been written before them."""
+        if self._is_saved() and self.saved is not None:
+            shelf.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
+            self._prune()
 
     def _weights(self) -> dict[str, Tensor]:
         """The model's weights, or their running average, whole, on the CPU of the first process."""
         return full_state(self.objective, self.average.values if self.average else None, self.team, prefix="model.")
-
-    def _first_alone(self, work: Callable[[], Any]) -> Any:
-        """The result of `work` in the first process (None in the others); its error is raised in all."""
-        result, failure = None, None
-        if self.team.first:
-            try:
-                result = work()
-            except UserError as error:
-                failure = error
-        self.team.agree(failure)
-        return result
 
     def _draw(self) -> None:
         if self.parts.draw is not None and self.logs is not None:
@@ -274,11 +306,11 @@ class Loop:
             self._save()
 
     def _save(self) -> None:
-        position, keep = self.position, self.config.checkpoint
+        position = self.position
         if self._is_saved():
             return
         position.meter = self.meter.state()
-        self._check_finite(position.meter[0])
+        self._check_finite("loss", position.meter[0])
         position.seconds = self.team.share(self._clock())
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
@@ -287,26 +319,36 @@ class Loop:
         own = {key: lane for key, lane in position.lanes.items() if lane["lane"] in self.lanes}
         whole = replace(position, lanes=merge(self.team.gather(own)))  # others' may date from the last start
         self.saved = state.save(self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team)
-        if self.team.first:
-            shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.mode)
+        self.team.first_alone(self._prune)
+
+    def _prune(self) -> None:
+        keep = self.config.checkpoint
+        shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.mode)
 
     def _is_saved(self) -> bool:
         return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)
 
     def _resume(self) -> None:
         """Continue from the last checkpoint of the run folder, if there is one and it is of this run."""
-        found = self.team.share(shelf.newest(self.place))
+        rows = self.position.rows = dict(self.parts.rows)
+        if self.config.resume == "restart":
+            self.team.first_alone(lambda: shelf.clear(self.folder))
+            return
+        self.team.first_alone(lambda: shelf.sweep(self.place))
+        found = self.team.share(self.team.first_alone(lambda: shelf.newest(self.place)))
         if found is None:
             return
         if self.config.resume != "force":
-            for key, old, new in shelf.differences(shelf.read_state(found)["config"], self.plain):
+            stored = shelf.read_state(found)
+            changed = shelf.differences(stored["config"], self.plain)
+            for key, old, new in [*changed, *shelf.differences(stored.get("rows", rows), rows)]:
                 now, before = shelf.brief(new), shelf.brief(old)
                 raise UserError(
                     f"{key} is {now}, but the run in {self.folder} was started with {before}; set it back, choose another "
                     "--run_folder, or say --resume restart (start over) or --resume force (go on all the same)"
                 )
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.position = state.load(found, self.objective, self.optimizer, self.average, self.team)
+        self.position = replace(state.load(found, self.objective, self.optimizer, self.average, self.team), rows=rows)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.fabric.strategy.precision.load_state_dict(self.position.scaler)
@@ -320,8 +362,8 @@ class Loop:
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
         weights, export = self._weights(), self.parts.export
-        self.exported = self._first_alone(lambda: export(weights) if export is not None else None)
-        self._draw()
+        self.exported = self.team.first_alone(lambda: export(weights) if export is not None else None)
+        self.team.first_alone(self._draw)
 
     def _say_where(self, stopped: int) -> None:
         step, say = self.position.step, self.progress.say

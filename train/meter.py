@@ -18,8 +18,8 @@ class Meter:
     Dimensions: T tasks, K streams.
     """
 
-    FIXED = 4
-    """Leading entries of the sums: the objective, steps, the alignment loss and its count."""
+    FIXED = 5
+    """Leading entries of the sums: the objective, steps, the alignment loss and its count, and steps left out."""
 
     def __init__(self, tasks: Sequence[str], streams: Sequence[str], device: torch.device | str, team: Team) -> None:
         self.tasks, self.streams, self.team = tuple(tasks), tuple(streams), team
@@ -32,12 +32,14 @@ class Meter:
 
     def add(self, losses: Losses) -> None:
         """Take in one micro-batch's losses ([T, K] sums and counts)."""
-        fixed = torch.stack([losses.total.detach(), losses.total.new_zeros(()), losses.ctc_sum, losses.ctc_count])
+        none = losses.total.new_zeros(())
+        fixed = torch.stack([losses.total.detach(), none, losses.ctc_sum.to(none), losses.ctc_count.to(none), none])
         self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten()]).to(self.values)
 
-    def step(self, positions: float, flops: float) -> None:
-        """One optimizer step is done; positions and FLOPs are those of all processes."""
+    def step(self, positions: float, flops: float, skipped: Tensor) -> None:
+        """One optimizer step is done, or left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes."""
         self.values[1] += 1.0 / self.team.world
+        self.values[4] += skipped / self.team.world
         self.positions += positions
         self.flops += flops
 
@@ -82,6 +84,8 @@ class Meter:
                 out[f"loss/{name}"] = s / n
         if values[3] > 0:
             out["loss/alignment"] = float(values[2] / values[3])
+        if values[4] > 0:
+            out["steps_skipped"] = round(float(values[4]))
         if self.seconds > 0:
             out["tokens_per_second"] = self.positions / self.seconds
             out["flops_per_second"] = self.flops / self.seconds

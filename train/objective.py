@@ -77,6 +77,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The gradient is formed chunk by chunk while the logits are at hand (the loss is a sum, so it is known up to the factor that
     `backward` brings): logits are computed once, as in the plain loss. The price: one backward a forward.
+
+    Where products are taken in half precision, what enters them is softmax - target, within [-1, 1]: divided by the targets of
+    a step it would vanish in fp16, whose scaler multiplies only in `backward`. The scale comes after, in fp32, in which all
+    gradients are summed then.
     """
 
     @staticmethod
@@ -97,12 +101,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         kind = text.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else text.dtype
         last = len(index) - 1
+        half = dtype in (torch.bfloat16, torch.float16)
+        kept = torch.float32 if half else None
         needs = ctx.needs_input_grad
         same = audio is text  # without a post-adapter both heads read the same states
-        d_text = torch.zeros_like(text) if needs[0] else None
-        d_audio = (d_text if same and needs[0] else torch.zeros_like(audio)) if needs[1] else None
-        d_text_weight = torch.zeros_like(text_weight) if needs[2] else None
-        d_audio_weight = torch.zeros_like(audio_weight) if needs[3] else None
+        d_text = torch.zeros_like(text, dtype=kept) if needs[0] else None
+        d_audio = (d_text if same and needs[0] else torch.zeros_like(audio, dtype=kept)) if needs[1] else None
+        d_text_weight = torch.zeros_like(text_weight, dtype=kept) if needs[2] else None
+        d_audio_weight = torch.zeros_like(audio_weight, dtype=kept) if needs[3] else None
         losses: list[Tensor] = []
         total = torch.zeros((), device=text.device, dtype=torch.float32)
         with torch.autocast(kind, enabled=False):
@@ -113,6 +119,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 full = d_text_weight if k == last else d_audio_weight
                 d_weight = None if full is None else full[rows]
                 step = max(1, chunk // weight.shape[0])
+                inside = torch.ones_like(scale[k]) if half else scale[k]
                 for low in range(0, len(where), step):
                     at, goal = where[low : low + step], target[low : low + step, None]
                     h = hidden[at].to(dtype)
@@ -125,18 +132,22 @@ class LinearCrossEntropy(torch.autograd.Function):
                     total += loss.sum() * scale[k]
                     if d_hidden is None and d_weight is None:
                         continue
-                    d_logits = logits.mul_(scale[k] / norm)
-                    d_logits.scatter_add_(1, goal, -scale[k].expand_as(goal).to(d_logits.dtype))
+                    d_logits = logits.mul_(inside / norm)
+                    d_logits.scatter_add_(1, goal, -inside.expand_as(goal).to(d_logits.dtype))
                     d_logits = d_logits.to(dtype)
                     if d_hidden is not None:
-                        d_hidden.index_add_(0, at, (d_logits @ weight).to(d_hidden.dtype))
+                        d_h = _product(d_logits, weight).mul_(scale[k]) if half else d_logits @ weight
+                        d_hidden.index_add_(0, at, d_h.to(d_hidden.dtype))
                     if d_weight is not None:
                         if d_weight.dtype == dtype:
                             d_weight.addmm_(d_logits.T, h)
                         else:
-                            d_weight.add_(d_logits.T @ h)
+                            d_weight.add_(_product(d_logits.T, h) if half else d_logits.T @ h)
                     del d_logits, logits
+                if half and d_weight is not None:
+                    d_weight.mul_(scale[k])
         ctx.same = same
+        ctx.dtypes = [t.dtype for t in (text, audio, text_weight, audio_weight)]
         ctx.gradients = [d_text, None if same else d_audio, d_text_weight, d_audio_weight]
         each = torch.cat(losses) if losses else total.new_zeros(0)
         ctx.mark_non_differentiable(each)
@@ -149,9 +160,19 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "LinearCrossEntropy was asked for a second backward through one forward: its gradients are handed on, not "
                 "kept; run the objective's forward again"
             )
-        gradients = [None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.gradients]
+        gradients = [
+            None if g is None else g.mul_(grad.to(g.dtype)).to(dtype)
+            for g, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
         ctx.gradients = None
         return (*gradients, None, None, None, None, None)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32 of two half-precision matrices: fp16 could not hold the sum over many rows."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float() if a.dtype == torch.float16 else (a @ b).float()
 
 
 def targets(batch: Batch) -> Tensor:
@@ -162,8 +183,6 @@ def targets(batch: Batch) -> Tensor:
 
 class Objective(nn.Module):
     """Model and losses. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap nothing else)."""
-
-    stream_weights: Tensor
 
     def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None) -> None:
         super().__init__()
@@ -178,7 +197,8 @@ class Objective(nn.Module):
             )
         if self.config.ctc_weight > 0 and model.alignment_head is None:
             raise UserError(f"objective.ctc_weight is {self.config.ctc_weight}, but model.ctc is 0; set it to the ids' number")
-        self.register_buffer("stream_weights", torch.tensor(weights), persistent=False)
+        # Not a buffer: a module in bf16 has its buffers rounded, and with them what the losses are divided by.
+        self.stream_weights = torch.tensor(weights, dtype=torch.float32)
 
     def idle(self, progress: float) -> list[nn.Parameter]:
         """Parameters that do not learn at this point of the budget: an optimizer is to leave them as they are."""
@@ -197,7 +217,7 @@ class Objective(nn.Module):
         model, decoder = self.model, self.model.decoder
         features, ctc = self._hear(batch)
         weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
-        aligned = torch.tensor(float(sum(map(len, batch.transcripts))), device=ctc.device)
+        aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
         if progress < self.config.align_first:
             # Under DDP all parameters must take part, at no effect; sharded ones (FSDP2) may be left out.
             idle = [p for p in self.idle(progress) if p.requires_grad and not isinstance(p, DTensor)]
@@ -217,7 +237,7 @@ class Objective(nn.Module):
             decoder.audio_offsets,
             index,
             goals,
-            self.stream_weights / denominators[:-1].clamp_min(1).to(self.stream_weights),
+            self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float(),
             self.config.chunk,
         )
         sums, counts = self._by_task(batch, index, each)
@@ -229,7 +249,7 @@ class Objective(nn.Module):
         return first + (last - first) * min(max(progress, 0.0), 1.0)
 
     def _hear(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Features of the batch's clips, and the summed alignment loss (0 without an alignment head).
+        """Features of the batch's clips, and the alignment loss summed over those with a transcript (0 where none is learnt).
 
         A batch without clips still runs the encoder on one silent frame, at no effect: every process then takes part in the
         same collectives, and every parameter in the backward pass.
@@ -251,15 +271,16 @@ class Objective(nn.Module):
         if model.alignment_head is None:
             return features, heard.new_zeros(())
         logits = model.alignment_head(heard).float()
-        if empty or not any(batch.transcripts):
+        spelt = [i for i, ids in enumerate(batch.transcripts) if ids]
+        if empty or not spelt:
             return features, logits.sum() * 0
-        padded = nn.utils.rnn.pad_sequence(logits.log_softmax(-1).split(list(frames)))
-        ids = torch.tensor([i for ids in batch.transcripts for i in ids], device=logits.device)
+        clips = logits.split(list(frames))
+        ids = torch.tensor([i for ids in batch.transcripts for i in ids])
         ctc = F.ctc_loss(
-            padded,
-            ids,
-            torch.tensor(list(frames)),
-            torch.tensor([len(ids) for ids in batch.transcripts]),
+            nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1),
+            ids.to(logits.device, non_blocking=True),
+            torch.tensor([frames[i] for i in spelt]),
+            torch.tensor([len(batch.transcripts[i]) for i in spelt]),
             reduction="sum",
             zero_infinity=True,
         )

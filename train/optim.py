@@ -27,13 +27,17 @@ class BatchedMuon(torch.optim.Muon):
     """`torch.optim.Muon` with all matrices of one shape orthogonalised in one batched product.
 
     On the CPU the iteration runs in fp32, which most processors multiply faster than bf16; on a GPU in bf16, as torch's own.
-    A matrix and a transposed one of the same shape share a batch.
+    A matrix and a transposed one of the same shape share a batch. Where `found_inf` is 1, a step leaves all as it is.
     """
+
+    found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        keep = None if self.found_inf is None else 1 - self.found_inf.double()  # doubles: as exact as a plain number
         for group in self.param_groups:
             lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+            shrink = 1 - lr * decay * (1.0 if keep is None else keep)
             shapes: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is None:
@@ -42,14 +46,17 @@ class BatchedMuon(torch.optim.Muon):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p.grad)
                 buffer = state["momentum_buffer"]
-                buffer.lerp_(p.grad, 1 - momentum)
-                update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                grad = p.grad if keep is None else torch.where(keep > 0, p.grad, buffer)
+                buffer.lerp_(grad, 1 - momentum)
+                update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
                 shapes[min(p.shape), max(p.shape)].append((p, update))
             for pairs in shapes.values():
                 wide = torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for _, u in pairs])
                 wide = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                if keep is not None:
+                    wide = wide * keep
                 for (p, _), u in zip(pairs, wide, strict=True):
-                    p.mul_(1 - lr * decay)
+                    p.mul_(shrink)
                     step = u if p.shape[0] <= p.shape[1] else u.mT
                     p.add_(step.to(p.dtype), alpha=-lr * update_scale(group["adjust_lr_fn"], p.shape))
 
@@ -95,7 +102,13 @@ RULES: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.O
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several rules as one optimizer: every parameter group has a `rule`, and all of them share one state."""
+    """Several rules as one optimizer: every parameter group has a `rule`, and all of them share one state.
+
+    `skip` is 1 where the next step is to leave weights and state as they are, 0 where not, None for 0: a tensor on the device,
+    so that nobody waits to know it.
+    """
+
+    skip: Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
         super().__init__(groups, {})
@@ -117,6 +130,7 @@ class Optimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for inner in self.inner.values():
+            inner.found_inf = self.skip  # type: ignore[attr-defined]  # what torch's fused rules look at
             inner.step()
 
 
@@ -137,7 +151,8 @@ def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, 
     """Sort parameters into groups of one rule, learning rate and weight decay.
 
     The first of `config.groups` whose pattern names a parameter decides; what it leaves open comes from the optimizer's own
-    settings. Parameters of less than two dimensions (norms, biases) are not decayed.
+    settings. Parameters of less than two dimensions (norms, biases) are not decayed. UserError: a pattern names no parameter,
+    or gives a learning rate for a rule that none of its parameters has.
     """
     names = [name for name, _ in params]
     owner: dict[str, GroupConfig] = {}
@@ -145,6 +160,7 @@ def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, 
         owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups"), group))
     exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False)
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
+    used: set[tuple[str, str]] = set()  # patterns, and which of their learning rates members have
     for name, p in params:
         own = owner.get(name, GroupConfig(pattern=name))
         rule = own.rule or config.name
@@ -157,7 +173,9 @@ def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, 
                 "optimizer muon with fabric.strategy fsdp: Muon needs whole matrices, and fsdp gives each process a slice; "
                 "use optimizer.name adamw, or strategy ddp"
             )
-        lr = own.lr if own.lr is not None else config.muon_lr if rule == "muon" else config.lr
+        key = "muon_lr" if rule == "muon" else "lr"
+        lr = getattr(config if getattr(own, key) is None else own, key)
+        used.add((own.pattern, key))
         decay = own.weight_decay if own.weight_decay is not None else config.weight_decay
         decay = decay if p.ndim >= 2 else 0.0
         members = groups.setdefault(
@@ -165,6 +183,13 @@ def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, 
             {"params": [], "rule": rule, "lr": lr, "base_lr": lr, "weight_decay": decay},
         )
         members["params"].append(p)
+    for group in config.groups:
+        for key, other in (("lr", "muon_lr"), ("muon_lr", "lr")):
+            if getattr(group, key) is not None and (group.pattern, key) not in used and (group.pattern, other) in used:
+                raise UserError(
+                    f"optimizer.groups {group.pattern!r} gives {key} {getattr(group, key):g}, but all of these parameters "
+                    f"learn by {'Muon' if key == 'lr' else 'AdamW'}: give {other} instead"
+                )
     return list(groups.values())
 
 

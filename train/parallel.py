@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -164,6 +164,21 @@ class Team:
             if message is not None:
                 raise error or UserError(f"{message} (process {rank})")
 
+    def first_alone(self, work: Callable[[], T]) -> T | None:
+        """The result of `work` in the first process (None in the others); its error, or the system's, is raised in all."""
+        result, failure = None, None
+        if self.first:
+            try:
+                result = work()
+            except UserError as error:
+                failure = error
+            except OSError as error:
+                what, reason = error.filename or "a file", error.strerror or error
+                failure = UserError(f"{what} cannot be read or written ({reason}); mend that and run the same command again")
+                failure.__cause__ = error
+        self.agree(failure)
+        return result
+
 
 @torch.no_grad()
 def full_state(module: nn.Module, replace: Mapping[str, Tensor] | None, team: Team, prefix: str = "") -> dict[str, Tensor]:
@@ -186,8 +201,11 @@ def full_state(module: nn.Module, replace: Mapping[str, Tensor] | None, team: Te
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Compile every block of a module list in place: names stay, and blocks of one kind share their code."""
-    for part in module.modules():
-        if isinstance(part, nn.ModuleList):
+    """Compile the decoder's blocks in place: names stay, and blocks of one kind share their code.
+
+    The encoder's are left alone: what they are told of a batch's clips is new every time, and so would their code be.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.ModuleList) and name.endswith(("decoder.blocks", "decoder.post_blocks")):
             for block in part:
                 block.compile()

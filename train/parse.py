@@ -113,9 +113,7 @@ def _set(data: Any, path: str, value: str, file: Path) -> None:
         if isinstance(here, list):
             if not (part.isdigit() and int(part) < len(here)):
                 where = ".".join(path.split(".")[:i])
-                raise UserError(
-                    f"option --{path}: {where} of {file} has {len(here)} entries, counted from 0; {part} is none"
-                )
+                raise UserError(f"option --{path}: {where} of {file} has {len(here)} entries, counted from 0; {part} is none")
         elif not isinstance(here, dict):
             raise UserError(f"option --{path}: {'.'.join(path.split('.')[:i])} of {file} is {here!r}; it holds no {part}")
         place: Any = int(part) if isinstance(here, list) else part

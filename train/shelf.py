@@ -13,6 +13,8 @@ from omni.errors import UserError
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
+OF_A_RUN = ("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "curves.png", "spectrogram.png")
+"""What `resume: restart` deletes of a run folder."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -79,6 +81,23 @@ def discard(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
+def sweep(place: Path) -> None:
+    """Delete what a killed run has left of checkpoints half written or half deleted."""
+    for pattern in (".step-*.writing", ".step-*.deleting"):
+        for path in place.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Delete what an earlier run has left in its folder (its exported model stays until there is a new one)."""
+    for name in OF_A_RUN:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def annotate(folder: Path, **entries: Any) -> None:
     """Change entries of a checkpoint's `state.json`, such as what its validation has measured."""
     write_text(folder / STATE, json.dumps({**read_state(folder), **entries}) + "\n")
@@ -88,9 +107,10 @@ def annotate(folder: Path, **entries: Any) -> None:
 
 FREE = (
     "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy",
-    "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log",
+    "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
+    "model.tokenizer", "model.codec_folder", "model.init_from",
 )  # fmt: skip
-"""Keys that may differ between the starts of a run: they do not change what is learnt."""
+"""Keys that may differ between the starts of a run: they do not change what is learnt, or say where files lie, which move."""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:

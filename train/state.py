@@ -19,6 +19,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Position:
         figures: what the validation at this very step measured, if there was one.
         meter: sums since the last row of the log.
         scaler: state of the gradient scaler (16-mixed only).
+        rows: sizes of the stored sources, by what to call them.
     """
 
     step: int = 0
@@ -63,6 +65,7 @@ class Position:
     figures: dict[str, float] = field(default_factory=dict)
     meter: list[float] = field(default_factory=list)
     scaler: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
@@ -93,12 +96,13 @@ def save(
     target = place / name_of(position.step)
     beside = place / f".{target.name}.writing"
     random_states = team.gather(random_state())
-    failure: UserError | None = None
-    try:
+
+    def make_room() -> None:
         if team.first:
             shutil.rmtree(beside, ignore_errors=True)
             (beside / TENSORS).mkdir(parents=True)
-        team.wait()
+
+    def write() -> None:
         _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), team)
         if team.first:
             named = {f"{rank}.{name}": t for rank, state in enumerate(random_states) for name, t in state.items()}
@@ -106,19 +110,26 @@ def save(
             data = {"format": FORMAT, "processes": team.world, **asdict(position), "config": dict(config)}
             (beside / STATE).write_text(json.dumps(data) + "\n", encoding="utf-8")
             sync(beside)
-    except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
-        failure = _cannot_write(target, error, newest(place))
-    try:
-        team.agree(failure)
-    finally:
-        if failure is not None and team.first:
-            shutil.rmtree(beside, ignore_errors=True)
-    if team.first:
-        if target.exists():
-            discard(target)
-        os.rename(beside, target)
-        write_text(place / LAST, target.name + "\n")
-    team.wait()
+
+    def publish() -> None:
+        if team.first:
+            if target.exists():
+                discard(target)
+            os.rename(beside, target)
+            write_text(place / LAST, target.name + "\n")
+
+    for part in (make_room, write, publish):  # processes agree after each: none goes on to wait for one that has failed
+        failure: UserError | None = None
+        try:
+            part()
+        except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
+            failure = _cannot_write(target, error)
+        try:
+            team.agree(failure)
+        except UserError:
+            if team.first:
+                shutil.rmtree(beside, ignore_errors=True)
+            raise
     return target
 
 
@@ -132,7 +143,10 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, team
         save_file({name: t.to("cpu").contiguous() for name, t in tensors.items()}, folder / "state.safetensors")
 
 
-def _cannot_write(target: Path, error: BaseException, before: Path | None) -> UserError:
+def _cannot_write(target: Path, error: BaseException) -> UserError:
+    before: Path | None = None
+    with suppress(OSError):  # the folder may be what cannot be read
+        before = newest(target.parent)
     kept = f"the last good checkpoint is {before}" if before is not None else "there is no earlier one"
     full = getattr(error, "errno", None) in FULL or any(
         os.strerror(code) in str(error) or f"os error {code}" in str(error) for code in FULL
@@ -169,7 +183,7 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, aver
     own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{team.rank}.")}
     if own:
         set_random_state(own)
-    fields = {name: data[name] for name in Position.__dataclass_fields__}
+    fields = {name: data[name] for name in Position.__dataclass_fields__ if name in data}
     fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
     return Position(**fields)
 

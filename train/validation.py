@@ -83,5 +83,5 @@ def build_validator(
     rows = held_out_rows(data, codec, config.questions)
     half = device.type != "cpu" and precision.startswith("bf16")
     dtype = torch.bfloat16 if half else torch.float32
-    items = items_of(rows, config.tasks, codec)
+    items = items_of(rows, config.tasks, codec, model.encoder)
     return Validator(model, tokenizer, codec, items, config, device, dtype, folder)

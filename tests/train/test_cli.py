@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +91,18 @@ def test_overrides_of_every_kind(file: str) -> None:
     assert (config.optimizer.lr, config.ema, config.clip, config.fabric.devices) == (3e-4, 0.9, None, 2)
     assert config.trainable == ("adapter.*", "re:decoder\\..*")
     assert config.model.decoder == {"layers": 3} and config.data.packing.rows == 4
+
+
+@pytest.mark.parametrize("code", [errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOSPC])
+def test_what_the_system_refuses_is_one_line(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise OSError(code, os.strerror(code), "runs/x")
+
+    monkeypatch.setattr("train.bench.main", fail)
+    assert main(["bench"]) == 2
+    line = f"error: runs/x cannot be read or written ({os.strerror(code)}); mend that and run again\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(OSError, match="runs/x"):
+        main(["bench", "--debug"])

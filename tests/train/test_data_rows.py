@@ -15,7 +15,7 @@ from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.data_toys import ToyCodec, ToySource
 from train.data.parquet import StoredRows, write_rows
-from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound
+from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word
 from train.data.sources import StoredSource
 
 CODEC = ToyCodec((12, 12, 6, 8))
@@ -163,11 +163,11 @@ def test_rows_of_another_version_or_without_turns_are_refused(tmp_path):
         write_rows(tmp_path / "data.parquet", [Row(())])
     write_rows(tmp_path / "data.parquet", rows(2))
     table = pq.read_table(tmp_path / "data.parquet")
-    later = table.set_column(0, "version", pa.array([1, 2], pa.int32()))
+    later = table.set_column(0, "version", pa.array([2, 3], pa.int32()))
     pq.write_table(later, tmp_path / "later.parquet")
     stored = StoredRows(tmp_path / "later.parquet", tmp_path / "cache")
-    assert stored[0].version == 1
-    with pytest.raises(UserError, match=r"later.parquet row 1 is of version 2"):
+    assert stored[0].version == 2
+    with pytest.raises(UserError, match=r"later.parquet row 1 is of version 3"):
         stored[1]
 
 
@@ -198,3 +198,24 @@ def test_an_interrupted_writer_leaves_nothing_behind(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_rows(tmp_path / "data.parquet", interrupted(), row_group=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_while_the_arrow_copy_is_made_is_one_line(tmp_path, monkeypatch):
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    def fail(*args, **options):
+        raise DatasetGenerationError("An error occurred") from OSError(errno.ENOSPC, "No space left on device")
+
+    write_rows(tmp_path / "data.parquet", rows(3))
+    monkeypatch.setattr(datasets.Dataset, "from_parquet", fail)
+    with pytest.raises(UserError, match=r"copy of .*data.parquet .*No space left on device\): free some .* data.cache"):
+        StoredRows(tmp_path / "data.parquet")
+
+
+def test_words_and_their_times_are_kept(tmp_path):
+    words = (Word("hello", 0.25, 0.5, "user"), Word("hi", 0.0, 0.125, "model"))
+    turn = RowTurn("hello", answer_text="hi", words=words, question_start=3.5, answer_start=4.25)
+    write_rows(tmp_path / "data.parquet", [Row((turn, RowTurn("and?", answer_text="so")))])
+    (row,) = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")
+    assert row.turns == (turn, RowTurn("and?", answer_text="so"))

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from omni.audio.encoder_config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
+from train.config import FIGURES, CheckpointConfig
 from train.data.row import Codes, Row, RowTurn, Sound
 from train.evaluate import (
     Item,
@@ -146,3 +148,33 @@ def test_rows_become_items_of_the_tasks_that_they_can_be() -> None:
     assert isinstance(items[0].question, Tensor) and items[2].question == "what"
     with pytest.raises(UserError, match=r"no held-out row has what the tasks A1A2 need"):
         items_of(rows[1:], ["A1A2"], codec)  # type: ignore[arg-type]
+
+
+def test_a_held_out_row_that_cannot_be_asked_is_named_before_anybody_trains() -> None:
+    encoder = EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0, long_audio="refuse")
+    rows = [
+        Row((RowTurn("q", Sound(torch.zeros(16000 * seconds), 16000), "a"),), source="digits", where=f"test.parquet row {i}")
+        for i, seconds in enumerate((1, 3))
+    ]
+    assert len(items_of(rows, ["A1T1"], None)) == 2
+    with pytest.raises(UserError, match=r"held-out test.parquet row 1: the sound lasts 3.0 s and the encoder hears 2 s"):
+        items_of(rows, ["A1T1"], None, encoder)
+    broken = [Row((RowTurn("q", Sound(path="/nowhere.wav"), "a"),), source="digits", where="test.parquet row 0")]
+    with pytest.raises(UserError, match=r"held-out test.parquet row 0: .*nowhere"):
+        items_of(broken, ["A1T1"], None, encoder)
+
+
+@pytest.mark.parametrize(("kinds", "shown"), [(1, 0), (2, 2), (12, 12), (13, 0)])
+def test_a_few_kinds_of_questions_are_reported_by_themselves(kinds: int, shown: int) -> None:
+    """Where every row names its own origin there would be a column of the log for each."""
+    items = [Item("T1T2", "q", "q", "yes", None, f"kind{i % kinds}") for i in range(26)]
+    report = evaluate(FakeLM([answer("yes")] * 26), items)  # type: ignore[arg-type]
+    assert len([name for name in report.figures if "/" in name]) == shown
+
+
+def test_every_figure_may_be_a_checkpoints_metric() -> None:
+    items = [Item("A1A2", "q", "q", "yes", torch.zeros(2, 3), kind) for kind in ("a", "b")]
+    report = evaluate(FakeLM([answer("yes", torch.zeros(2, 3))] * 2), items)  # type: ignore[arg-type]
+    assert {name.partition("/")[0] for name in report.figures} == set(FIGURES)
+    for name in report.figures:
+        assert CheckpointConfig(metric=name).metric == name

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from tests.train.toys import (
+    ToyBatch,
     ToyModel,
     ToyObjective,
     final_tensors,
@@ -21,11 +25,13 @@ from tests.train.toys import (
     toy_config,
     toy_fit,
     toy_parts,
+    toy_steps,
     toy_targets,
 )
 from train import shelf
 from train.config import BudgetConfig, CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, ValidationConfig
-from train.logs import METRICS, VALIDATION, Table, read_table
+from train.logs import METRICS, VALIDATION, Logs, Table, read_table, run_id
+from train.objective import Losses
 from train.schedule import learning_rate
 
 
@@ -217,3 +223,153 @@ def test_a_table_survives_a_row_cut_short(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["lr"] == 0.1 and rows[0]["lr"] != rows[0]["lr"]
     assert rows[2]["loss"] == pytest.approx(1 / 3)
+
+
+class Bad(ToyObjective):
+    """At some steps a finite loss with gradients that are no numbers."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        torch.manual_seed(0)
+        super().__init__(ToyModel())
+        self.steps = steps
+
+    def forward(self, batch: ToyBatch, denominators: Tensor, progress: float = 1.0) -> Losses:
+        losses = super().forward(batch, denominators, progress)
+        if batch.state["next"] - 1 not in self.steps:
+            return losses
+        nothing = sum((p.sum() * 0).abs().sqrt() for p in self.parameters())  # 0, and its slope inf * 0
+        return losses._replace(total=losses.total + nothing)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradients_that_are_no_numbers_leave_a_step_out(
+    tmp_path: Path, name: Literal["adamw", "muon"], clip: float | None
+) -> None:
+    objective = Bad((0, 3, 4))
+    seen: list[dict[str, Tensor]] = []
+
+    def look(step: int) -> None:
+        seen.append({name: t.clone() for name, t in objective.state_dict().items()})
+
+    optimizer = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.3)
+    config = toy_config(tmp_path, clip=clip, optimizer=optimizer, schedule=ScheduleConfig())
+    outcome, weights = toy_fit(config, replace(toy_parts(look), objective=objective))
+    after = [*seen[1:], {key.removeprefix("model."): t for key, t in weights.items() if key.startswith("model.")}]
+    stayed = [all(t.equal(b[key]) for key, t in a.items()) for a, b in zip(seen, after, strict=True)]
+    assert stayed == [step in (0, 3, 4) for step in range(8)]
+    skipped = [row.get("steps_skipped", float("nan")) == 1 for row in read_table(tmp_path / METRICS)]
+    assert outcome.step == 8 and skipped == stayed
+    assert all(t.isfinite().all() for t in final_tensors(tmp_path).values())
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None:
+    """A run whose second step is left out ends where the plain loop without it ends."""
+    torch.manual_seed(0)
+    model = ToyModel()
+    objective = ToyObjective(model)
+    groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == matrix]} for matrix in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in (0, 2, 3):
+        batches = [toy_batch(lane, step) for lane in range(4)]
+        counts = torch.stack([toy_targets(b) for b in batches]).sum(0)
+        optimizer.zero_grad()
+        torch.stack([objective(b, counts).total for b in batches]).sum().backward()
+        optimizer.step()
+    config = toy_config(
+        tmp_path, clip=None, budget=BudgetConfig(steps=4), schedule=ScheduleConfig("constant"),
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+    )  # fmt: skip
+    _, weights = toy_fit(config, replace(toy_parts(), objective=Bad((1,))))
+    for name, wanted in model.state_dict().items():
+        torch.testing.assert_close(weights[f"model.model.{name}"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_ten_steps_without_a_gradient_end_the_run(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, budget=BudgetConfig(steps=30), checkpoint=CheckpointConfig(every_steps=5, every_minutes=None))
+    with pytest.raises(UserError, match=r"norm of 10 steps one after another is nan at step 16; .*step-00000015; try a lower"):
+        toy_fit(config, replace(toy_parts(), objective=Bad((*range(3, 5), *range(6, 30)))))
+
+
+def test_broken_data_do_not_cost_what_was_learnt(tmp_path: Path) -> None:
+    def broken(step: int) -> None:
+        if step == 5:
+            raise UserError("row 7 of data.parquet has no audio")
+
+    config = toy_config(tmp_path / "broken")
+    with pytest.raises(UserError, match=r"^row 7 of data\.parquet has no audio$"):
+        toy_fit(config, toy_parts(broken))
+    assert [p.name for p in shelf.checkpoints(tmp_path / "broken" / "checkpoints")] == ["step-00000005"]
+    _, resumed = toy_fit(config)
+    _, undisturbed = toy_fit(toy_config(tmp_path / "whole"))
+    assert all(t.equal(undisturbed[name]) for name, t in resumed.items())
+    with pytest.raises(UserError, match="row 7"):
+        toy_fit(toy_config(tmp_path / "first"), toy_parts(lambda step: broken(5)))
+    assert not shelf.checkpoints(tmp_path / "first" / "checkpoints")  # nothing learnt: another configuration may start
+
+
+def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> None:
+    def fail(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "answers.jsonl")
+
+    config = toy_config(
+        tmp_path,
+        validation=ValidationConfig(every_steps=4),
+        checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
+    )
+    with pytest.raises(UserError, match=r"answers\.jsonl cannot be read or written \(No space left on device\)"):
+        toy_fit(config, toy_parts(validate=fail))
+    newest = shelf.newest(tmp_path / "checkpoints")
+    assert newest is not None and newest.name == "step-00000004"
+    assert toy_fit(config, toy_parts(validate=lambda weights, step: {"exact_match": 0.1 * step}))[0].step == 8
+    newest = shelf.newest(tmp_path / "checkpoints")
+    assert newest is not None and shelf.read_state(newest)["figures"] == {"exact_match": 0.8}
+
+
+def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"checkpoint\.metric 'accuracy' is unknown; known: exact_match, wer"):
+        CheckpointConfig(metric="accuracy")
+    config = toy_config(tmp_path, validation=ValidationConfig(every_steps=3), checkpoint=CheckpointConfig(metric="wer/A1A2"))
+    parts = toy_parts(validate=lambda weights, step: {"exact_match": 0.5, "ended": 1.0})
+    with pytest.raises(UserError, match=r"'wer/A1A2' is not measured here; .* are exact_match, ended: name .*step-00000003"):
+        toy_fit(config, parts)
+    assert toy_fit(replace(config, checkpoint=CheckpointConfig()), parts)[0].step == 8
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match=r"file.* cannot be read or written \("):
+        toy_fit(toy_config(tmp_path / "file" / "run"))
+
+
+def test_rows_that_were_not_used_are_in_the_log(tmp_path: Path) -> None:
+    def counted(lanes: Sequence[int], start: int, states: Mapping[str, Any]) -> Iterator[list[ToyBatch]]:
+        for step in toy_steps(lanes, start, states):
+            for batch in step:
+                batch.state.update(skipped=batch.state["next"] * 2, broken=batch.state["lane"])
+            yield step
+
+    toy_fit(toy_config(tmp_path), toy_parts(steps=counted))
+    rows = read_table(tmp_path / METRICS)
+    assert [row["rows_skipped"] for row in rows] == [8.0 * step for step in range(1, 9)]
+    assert {row["rows_broken"] for row in rows} == {6.0}
+    toy_fit(toy_config(tmp_path / "none"))
+    assert "rows_broken" not in read_table(tmp_path / "none" / METRICS)[0]
+
+
+def test_runs_of_one_name_in_two_places_are_two_runs(tmp_path: Path) -> None:
+    a, b = (run_id(tmp_path / place / "nano") for place in ("a", "b"))
+    assert a != b and a == run_id(tmp_path / "a" / ".." / "a" / "nano") and a.startswith("nano-")
+
+
+def test_curves_of_a_start_that_saved_nothing_are_not_shown_twice(tmp_path: Path) -> None:
+    """TensorBoard drops what was written before from the step on that a start names."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for upto, first in ((0, 1.0), (0, 2.0), (2, 3.0)):
+        logs = Logs(tmp_path, upto)
+        for step in range(upto + 1, 5):
+            logs.metrics(step, {"loss": first})
+        logs.close()
+    seen = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(e.step, e.value) for e in seen] == [(1, 2.0), (2, 2.0), (3, 3.0), (4, 3.0)]

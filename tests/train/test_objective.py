@@ -212,6 +212,31 @@ def test_alignment_loss_is_torch_ctc():
     torch.testing.assert_close(losses.total, plain_total + 0.5 * wanted / 8, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("silent", [[0], [1], [0, 2]])
+def test_clips_without_a_transcript_learn_nothing_from_the_alignment(silent):
+    """They would learn blanks, which nobody counts: their frames add neither loss nor gradient."""
+    torch.manual_seed(0)
+    model = SpeechModel(MODELS["codec2"])
+    batch = pack(model, [make_examples(model, ["A1T1", "A1A2", "A1T2"])], 96)
+    batch.transcripts = [[] if i in silent else ids for i, ids in enumerate(batch.transcripts)]
+    losses = Objective(model, ObjectiveConfig(ctc_weight=1.0, align_first=0.5))(batch, targets(batch), 0.0)
+    losses.total.backward()
+    found = gradients(model)
+    model.zero_grad()
+    heard = model.hear(batch.mels, batch.mel_lengths, batch.frames).split(batch.frames)
+    wanted = torch.zeros(())
+    for h, ids in zip(heard, batch.transcripts, strict=True):
+        if ids:
+            scores = model.alignment_head(h).log_softmax(-1)[:, None]
+            wanted = wanted + F.ctc_loss(scores, torch.tensor([ids]), (len(h),), (len(ids),), reduction="sum")
+    count = sum(map(len, batch.transcripts))
+    (wanted / count).backward()
+    assert float(losses.ctc_count) == count == 4 * (3 - len(silent))
+    torch.testing.assert_close(losses.ctc_sum, wanted.detach(), rtol=1e-5, atol=1e-4)
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_validation_needs_no_gradients_and_equals_training(model):
     batch = pack(model, [make_examples(model, ALL[:3])], 96)
     with torch.no_grad():
@@ -244,6 +269,52 @@ def test_bf16_autocast_stays_close(model):
         rough = Objective(model)(batch, targets(batch)).total
     rough.backward()
     assert abs(float(rough.detach() - exact)) < 0.05 * float(exact)
+
+
+def heads_gradients(dtype: torch.dtype, hidden, weight, goals, denominator: float, chunk: int, factor: float):
+    """Gradients of states and weights, in fp32, of a loss in `dtype` that a scaler multiplies by `factor`."""
+    h, w = (t.detach().to(dtype, copy=True).requires_grad_() for t in (hidden, weight))
+    at, scale = torch.arange(len(goals)), torch.tensor([1 / denominator])
+    total, _ = LinearCrossEntropy.apply(h, h, w, torch.randn(0, w.shape[1]), (0,), [at], [goals], scale, chunk)
+    (total * factor).backward()
+    assert h.grad.dtype == w.grad.dtype == dtype
+    return h.grad.float() / factor, w.grad.float() / factor
+
+
+@pytest.mark.parametrize(("dtype", "factor", "limit"), [(torch.float16, 2.0**16, 0.01), (torch.bfloat16, 1.0, 0.005)])
+@pytest.mark.parametrize(("vocabulary", "positions"), [(4160, 64), (152_000, 4)])
+@pytest.mark.parametrize("denominator", [64.0, 300_000.0])
+def test_half_precision_gradients_do_not_vanish(dtype, factor, limit, vocabulary, positions, denominator):
+    """However many targets the step has: fp16 ends at 6e-8, and its scaler's factor comes only in the backward pass."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(positions, 16, generator=g), torch.randn(vocabulary, 16, generator=g) * 0.3
+    hidden, weight = hidden.to(dtype).float(), weight.to(dtype).float()
+    goals = torch.randint(vocabulary, (positions,), generator=g)
+    chunk = vocabulary * max(1, positions // 3)  # several, and a shorter last one
+    exact = heads_gradients(torch.float32, hidden, weight, goals, denominator, chunk, 1.0)
+    rough = heads_gradients(dtype, hidden, weight, goals, denominator, chunk, factor)
+    for ours, wanted in zip(rough, exact, strict=True):
+        assert float((ours - wanted).norm() / wanted.norm()) < limit
+
+
+def test_many_chunks_in_half_precision_lose_nothing():
+    """Sums over hundreds of chunks: kept in bf16, what is added last would be rounded away."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (1 + torch.randn(600, 8, generator=g) * 0.1).bfloat16(), torch.randn(12, 8, generator=g).bfloat16()
+    goals = torch.randint(12, (600,), generator=g)
+    exact = heads_gradients(torch.float32, hidden.float(), weight.float(), goals, 600.0, 1 << 20, 1.0)
+    rough = heads_gradients(torch.bfloat16, hidden.float(), weight.float(), goals, 600.0, 1, 1.0)
+    assert float((rough[1] - exact[1]).norm() / exact[1].norm()) < 0.005
+
+
+def test_a_module_in_bf16_divides_by_exact_counts(model):
+    """257 is not among bf16's numbers, nor is the weight 0.3."""
+    streams = len(model.layout)
+    batch = pack(model, [make_examples(model, ["A1A2"])], 64)
+    batch.mels = batch.mels.bfloat16()
+    objective = Objective(model, ObjectiveConfig((0.3,) * streams)).to(torch.bfloat16)
+    losses = objective(batch, torch.tensor([257] * (streams + 1)))
+    torch.testing.assert_close(losses.total.detach(), losses.sums.sum() * (0.3 / 257), rtol=1e-5, atol=0)
 
 
 def test_alignment_goes_first_and_leaves_the_rest_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 import torch
@@ -168,3 +169,39 @@ def test_average_follows_its_recursion(decay: float) -> None:
     torch.testing.assert_close(average.values["p"], expected)
     with pytest.raises(UserError, match="between 0 and 1"):
         Average([("p", p)], 1.0)
+
+
+def test_a_group_gives_each_rule_its_own_learning_rate() -> None:
+    """AdamW's and Muon's differ by an order of magnitude: one number for both would be wrong for one."""
+    params = list(ToyModel().named_parameters())
+    config = OptimizerConfig(name="muon", groups=(GroupConfig("blocks.0.*", lr=5e-4), GroupConfig("blocks.1.*", muon_lr=0.3)))
+    rates = {id(p): (g["rule"], g["lr"]) for g in parameter_groups(params, config) for p in g["params"]}
+    named = {name: rates[id(p)] for name, p in params}
+    assert named["blocks.0.1.weight"] == ("muon", config.muon_lr) and named["blocks.0.1.bias"] == ("adamw", 5e-4)
+    assert named["blocks.1.1.weight"] == ("muon", 0.3) and named["blocks.1.1.bias"] == ("adamw", config.lr)
+    with pytest.raises(UserError, match=r"'blocks.0.1.weight' gives lr 0.1, but all .* by Muon: give muon_lr instead"):
+        parameter_groups(params, OptimizerConfig(name="muon", groups=(GroupConfig("blocks.0.1.weight", lr=0.1),)))
+    with pytest.raises(UserError, match=r"gives muon_lr 0.1, but all .* by AdamW: give lr instead"):
+        parameter_groups(params, OptimizerConfig(groups=(GroupConfig("blocks.*", muon_lr=0.1),)))
+    with pytest.raises(UserError, match=r"'a': lr is -1"):
+        GroupConfig("a", lr=-1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_that_is_skipped_leaves_all_as_it_is(name: Literal["adamw", "muon"]) -> None:
+    """And one that is not, with the flag there, is bitwise the plain one."""
+    torch.manual_seed(0)
+    models = [ToyModel() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = OptimizerConfig(name=name, weight_decay=0.3)
+    optimizers = [build_optimizer(list(m.named_parameters()), config) for m in models]
+    for skip in (1.0, 0.0, 0.0, 1.0, 0.0):
+        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad / 0 if skip else p.grad.clone()
+        optimizers[1].skip = torch.tensor(skip)
+        optimizers[1].step()
+        if not skip:
+            optimizers[0].step()
+        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert p.equal(q)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch
 from omni.errors import UserError
 from omni.layout import IGNORE
 from omni.tasks import TASKS
-from tests.train.data_toys import MODELS, TOKENIZER, pipeline_of
+from tests.train.data_toys import MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batch import assemble
 from train.data.lanes import Lane
 from train.data.listen import describe
+from train.data.mixture import Mixture, TaskMixture
 from train.data.packing import choose
-from train.data.pipeline import PackingConfig
+from train.data.pipeline import PackingConfig, Pipeline
+from train.data.row import Sound
 
 
 def slow_choose(lengths: list[int], room: int) -> int:
@@ -106,7 +109,7 @@ def test_a_batch_holds_exactly_its_examples(name, turns):
                     assert batch.mel_lengths[n] == mel.shape[1] and torch.equal(batch.mels[n, :, : mel.shape[1]], mel)
                     assert not batch.mels[n, :, mel.shape[1] :].any()
         assert found == batch.examples and not examples
-        assert torch.equal(batch.counts(), (batch.targets != IGNORE).sum((0, 2)))
+        assert [len(at) for at in batch.supervised] == (batch.targets != IGNORE).sum((0, 2)).tolist()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -139,7 +142,9 @@ def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
     lane = Lane(pipeline_of(model, packing=PackingConfig(rows=2, length=2, buffer=4, too_long="skip")), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.data.lanes._GIVE_UP", 50)
-        with pytest.raises(UserError, match=r"50 examples one after another are longer than packing.length 2"):
+        with pytest.raises(
+            UserError, match=r"50 examples one after another cannot be used, .* too long: .* raise packing.length 2 "
+        ):
             lane.batch()
 
 
@@ -158,3 +163,48 @@ def test_a_batch_can_be_looked_at():
     names = {tuple(TASKS)[i] for i in batch.task[0].unique().tolist() if i >= 0}
     assert all(name in drawing for name in names)
     assert "~" in drawing and "*" in drawing and f"{batch.examples} examples" in drawing
+
+
+class Mixed(ToySource):
+    """Of four rows one lasts longer than the encoder hears, and one has lost its question."""
+
+    def row(self, index):
+        row = super().row(index)
+        sounds = {1: Sound(torch.randn(16000 * 3) * 0.1, 16000), 2: None}
+        turns = tuple(replace(turn, question_audio=sounds.get(index % 4, turn.question_audio)) for turn in row.turns)
+        return replace(row, turns=turns)
+
+
+def mixed(too_long: str, broken: str) -> Pipeline:
+    model = MODELS["codec2"]
+    model = replace(model, encoder=replace(model.encoder, long_audio="refuse"))
+    source = Mixed("mixed", 8, codec_of(model))
+    packing = PackingConfig(rows=2, length=300, buffer=4, too_long=too_long)
+    return Pipeline(Mixture([source], [1.0]), [TaskMixture({"A1A2": 1.0})], maker_of(model), packing, broken=broken)
+
+
+def test_rows_that_are_too_long_or_broken_are_named_or_skipped_and_counted():
+    with pytest.raises(UserError, match=r"mixed row \d, turn 0: the sound lasts 3.0 s and the encoder hears 2 s"):
+        Lane(mixed("error", "skip"), 0, 1).batch()
+    with pytest.raises(UserError, match=r"mixed row \d, turn 0: there is no question_audio"):
+        Lane(mixed("skip", "error"), 0, 1).batch()
+    pipeline = mixed("skip", "skip")
+    lane = Lane(pipeline, 0, 1)
+    batches = [lane.batch() for _ in range(6)]
+    drawn = [pipeline.mixture.draw(n).index % 4 for n in range(lane.next)]
+    assert (lane.skipped, lane.broken) == (drawn.count(1), drawn.count(2)) and lane.skipped and lane.broken
+    resumed = Lane(mixed("skip", "skip"), 0, 1, state=batches[2].state)
+    for batch in batches[3:]:
+        again = resumed.batch()
+        assert again.state == batch.state and torch.equal(again.tokens, batch.tokens)
+
+
+def test_what_the_host_has_found_is_pinned_too(monkeypatch):
+    """Otherwise every copy of it to a GPU makes the host wait."""
+    batch = Lane(pipeline_of(MODELS["codec2"]), 0, 1).batch()
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.clone()) or pinned[-1])
+    there = batch.pin_memory()
+    held = [getattr(there, name) for name in there.TENSORS] + there.supervised
+    assert {id(t) for t in held} == {id(t) for t in pinned}
+    assert all(torch.equal(a, b) for a, b in zip(there.supervised, batch.supervised, strict=True))

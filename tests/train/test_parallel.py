@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train import shelf
 from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig
 from train.logs import METRICS, read_table
-from train.parallel import build_fabric, placement
+from train.parallel import build_fabric, compile_blocks, placement
 
 LINES = {"log": LogConfig(every=1, progress="off"), "checkpoint": CheckpointConfig(every_steps=3, every_minutes=None)}
 
@@ -40,8 +42,8 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def two_processes(options: dict[str, Any], launcher: str) -> list[int]:
-    """Run it as torchrun or srun would start it; both exit codes."""
+def two_processes(options: dict[str, Any], launcher: str, seconds: float = 120) -> list[int]:
+    """Run it as torchrun or srun would start it; both exit codes. What takes longer hangs, and is ended."""
     main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = []
     for rank in ("0", "1"):
@@ -56,8 +58,12 @@ def two_processes(options: dict[str, Any], launcher: str) -> list[int]:
                 "SLURM_JOB_ID": "7", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0",
             }  # fmt: skip
         processes.append(start(options, environment(**main, **variables)))
-    for process in processes:
-        process.communicate(timeout=120)
+    try:
+        for process in processes:
+            process.communicate(timeout=seconds)
+    finally:
+        for process in processes:
+            process.kill()
     return [process.returncode for process in processes]
 
 
@@ -140,6 +146,28 @@ def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> N
     resumed, whole = final_tensors(tmp_path), final_tensors(runs / "ddp")
     for name, tensor in whole.items():
         assert tensor.equal(resumed[name]), name
+
+
+@pytest.mark.parametrize("block", [".step-00000006.writing", "last"])
+def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, block: str) -> None:
+    """At its beginning or at its end, where only the first process writes: the other must not wait for hours."""
+    options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}, "block": [block, 4]}
+    assert two_processes(options, "torchrun", seconds=60) == [2, 2]
+    newest = shelf.newest(tmp_path / "checkpoints")
+    assert newest is not None and shelf.read_state(newest)["step"] == int(newest.name[5:])
+
+
+def test_only_the_decoders_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder's would be compiled anew for every batch."""
+    from tests.train.data_toys import MODELS
+
+    for config in (MODELS["codec2"], replace(MODELS["codec2"], decoder=replace(MODELS["codec2"].decoder, post_layers=1))):
+        module = torch.nn.ModuleDict({"model": SpeechModel(config)})
+        compiled: list[torch.nn.Module] = []
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda self, compiled=compiled: compiled.append(self))
+        compile_blocks(module)
+        decoder = module["model"].decoder
+        assert compiled == [*decoder.blocks, *(decoder.post_blocks if config.decoder.post_layers else [])]
 
 
 def test_placement_follows_who_started_the_processes() -> None:

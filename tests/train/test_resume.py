@@ -17,7 +17,17 @@ from torch import Tensor
 from omni.errors import UserError
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train import shelf
-from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
+from train.config import (
+    CheckpointConfig,
+    FabricConfig,
+    GroupConfig,
+    LogConfig,
+    ModelSection,
+    OptimizerConfig,
+    ValidationConfig,
+)
+from train.data.config import DataConfig
+from train.fit import fit
 from train.logs import METRICS, read_table
 
 OPTIMIZERS = {
@@ -78,7 +88,8 @@ def test_killed_and_started_again(tmp_path: Path, undisturbed: dict[str, Path]) 
     place = tmp_path / "checkpoints"
     assert shelf.newest(place) == place / "step-00000003"
     assert read_table(tmp_path / METRICS)[-1]["step"] == 5
-    shutil.copytree(place / "step-00000003", place / ".step-00000006.writing")
+    for leftover in (".step-00000006.writing", ".step-00000005.writing", ".step-00000001.deleting"):
+        shutil.copytree(place / "step-00000003", place / leftover)
     (place / "last").unlink()  # killed between the rename and the pointer
     outcome, _ = toy_fit(toy_config(tmp_path, checkpoint=EVERY_3))
     assert outcome.step == 8
@@ -134,3 +145,41 @@ def test_differences_name_the_place() -> None:
     old = {"a": {"b": [{"c": 1}, {"c": 2}]}, "log": {"every": 1}, "d": [1, 2]}
     new = {"a": {"b": [{"c": 1}, {"c": 3}]}, "log": {"every": 2}, "d": [1]}
     assert shelf.differences(old, new) == [("a.b[1].c", 2, 3), ("d", [1, 2], [1])]
+
+
+def test_where_files_lie_and_how_many_workers_read_them_may_change(tmp_path: Path) -> None:
+    free = {"data": ("workers", "prefetch", "cache"), "model": ("tokenizer", "codec_folder", "init_from")}
+    plain, moved = ({section: dict.fromkeys(keys, value) for section, keys in free.items()} for value in (1, 2))
+    assert shelf.differences(plain, moved) == []
+    assert shelf.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]
+
+
+def test_data_that_have_grown_are_refused_unless_forced(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, checkpoint=EVERY_3)
+    name = "the number of rows of data.sources[0]"
+    toy_fit(config, toy_parts(rows={name: 10}))
+    with pytest.raises(UserError, match=r"rows of data\.sources\[0\] is 12, but the run .* with 10; .*--resume force"):
+        toy_fit(config, toy_parts(rows={name: 12}))
+    assert toy_fit(config, toy_parts(rows={name: 10}))[0].step == 8
+    longer = replace(config, budget=replace(config.budget, steps=9), resume="force")
+    assert toy_fit(longer, toy_parts(rows={name: 12}))[0].step == 9
+    assert toy_fit(replace(longer, resume="auto"), toy_parts(rows={name: 12}))[0].step == 9
+
+
+def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, checkpoint=EVERY_3)
+    toy_fit(config)
+    kept = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    again = replace(config, resume="restart")
+    for wrong, line in (
+        (replace(again, optimizer=OptimizerConfig(groups=(GroupConfig("nothing*"),))), "nothing"),
+        (replace(again, trainable=("nowhere*",)), "nowhere"),
+    ):
+        with pytest.raises(UserError, match=line):
+            toy_fit(wrong)
+    with pytest.raises(UserError, match="preset 'nona' is unknown"):
+        fit(replace(again, data=DataConfig(), model=ModelSection(preset="nona")))
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == kept
+    toy_fit(replace(again, budget=replace(config.budget, steps=4)))
+    assert [p.name for p in shelf.checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000004"]
+    assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1, 2, 3, 4]

@@ -179,14 +179,25 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes. Options of a run: folder, fabric (its fields), steps, every
-    (steps between checkpoints), kill: [signal, step] (the first process sends itself a signal before that step)."""
+    (steps between checkpoints), kill: [signal, step] (the first process sends itself a signal before that step), block:
+    [path, step] (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends
+    in `writing`, a file in place of the folder)."""
     code = 0
     for run in options.get("runs", [options]):
-        kill = run.get("kill")
+        kill, block = run.get("kill"), run.get("block")
 
-        def before(step: int, kill: Any = kill) -> None:
-            if kill and step == kill[1] and os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        def before(step: int, kill: Any = kill, block: Any = block, run: Any = run) -> None:
+            if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
+                return
+            if kill and step == kill[1]:
                 os.kill(os.getpid(), getattr(signal, kill[0]))
+            if block and step == block[1]:
+                path = Path(run["folder"]) / "checkpoints" / block[0]
+                path.unlink(missing_ok=True)
+                if path.name.endswith("writing"):
+                    path.write_text("in the way")
+                else:
+                    (path / "in the way").mkdir(parents=True)
 
         config = toy_config(
             run["folder"],

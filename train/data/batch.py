@@ -60,10 +60,6 @@ class Batch:
         """Flat positions [n] in [R * T] with a target, for each stream."""
         return [(self.targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(self.targets.shape[1])]
 
-    def counts(self) -> Tensor:
-        """Number of targets of each stream, [K] int64 on the CPU."""
-        return torch.tensor([len(index) for index in self.supervised])
-
     def to(self, device: torch.device | str) -> Batch:
         """The batch with its tensors on `device`. What must be known on the host (`supervised`) is found before they leave."""
         index = [i.to(device, non_blocking=True) for i in self.supervised]
@@ -73,7 +69,9 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory, from where copies to a GPU do not block (the loader calls this)."""
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in self.TENSORS})
+        pinned = replace(self, **{name: getattr(self, name).pin_memory() for name in self.TENSORS})
+        pinned.__dict__["supervised"] = [i.pin_memory() for i in self.supervised]
+        return pinned
 
 
 def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, n_mels: int, state: dict[str, Any]) -> Batch:

@@ -54,6 +54,7 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
         ),
         config.packing,
         config.seed,
+        broken=config.broken,
     )
 
 
@@ -71,7 +72,8 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
         share = count * (i + 1) // len(sources) - count * i // len(sources)
         if source.held_out:
             stored = StoredRows(source.held_out, config.cache)
-            rows += [stored[k * len(stored) // share] for k in range(min(share, len(stored)))] if share else []
+            asked = min(share, len(stored))
+            rows += [stored[k * len(stored) // asked] for k in range(asked)]
         else:
             made = build_source(source, codec, 0)
             assert isinstance(made, (SpokenDigits, RecordedDigits))

@@ -59,6 +59,8 @@ class DataConfig:
         augment: changes to what is heard; null for none.
         sound_anew: where utterances come back (`digits.reuse`), their sound is changed anew each time; otherwise only their
             features are, which costs a third.
+        broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
+            set there is always one.
         workers: processes that make batches, for each process that trains; 0 makes them there.
         prefetch: steps each of them works ahead.
         cache: folder for the Arrow copy of stored data; null for that of `datasets`.
@@ -72,6 +74,7 @@ class DataConfig:
     words: tuple[str, ...] = ()
     augment: AugmentConfig | None = None
     sound_anew: bool = True
+    broken: Literal["error", "skip"] = "error"
     workers: int = 1
     prefetch: int = 2
     cache: str | None = None
@@ -81,5 +84,7 @@ class DataConfig:
             raise UserError("data.sources is empty; name at least one source")
         if self.micro_batches < 1:
             raise UserError(f"data.micro_batches is {self.micro_batches}; it must be at least 1")
+        if self.broken not in ("error", "skip"):
+            raise UserError(f"data.broken {self.broken!r} is unknown; use 'error' or 'skip'")
         if self.workers < 0 or self.prefetch < 1:
             raise UserError(f"data.workers is {self.workers} and data.prefetch {self.prefetch}; they are at least 0 and 1")

@@ -55,6 +55,10 @@ class Example:
     where: str
 
 
+class TooLong(UserError):
+    """An example that does not fit: a question beyond the encoder's window, or columns beyond a packed row."""
+
+
 class Prepared:
     """A row with what has been computed of it; kept for rows that come back soon.
 
@@ -124,13 +128,15 @@ class ExampleMaker:
 
         Raises:
             UserError: a part that a task needs is missing or broken; the row and turn are named.
+            TooLong: a question lasts longer than the encoder hears.
         """
         turns, clips = [], []
         for number, (turn, name) in enumerate(zip(prepared.row.turns, tasks, strict=True)):
             try:
                 ids, heard = self._turn(draw, prepared, number, turn, name)
             except UserError as error:
-                raise UserError(f"{prepared.row.where}, turn {number}: {error}") from error
+                kind = TooLong if isinstance(error, TooLong) else UserError
+                raise kind(f"{prepared.row.where}, turn {number}: {error}") from error
             turns.append(ids)
             clips += heard
         parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: joined, they are the whole
@@ -176,8 +182,11 @@ class ExampleMaker:
     def _hear(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
         """Log-mel [M, F] and encoder frames of each window of a question [S], its sound changed as the key has it."""
         encoder, stack = self.model.encoder, self.model.adapter.stack
-        if self.augment is not None:
+        try:
             encoder.clips(len(audio))  # what is too long is refused as it is, not as it is changed
+        except UserError as error:
+            raise (TooLong if len(audio) else UserError)(str(error)) from error
+        if self.augment is not None:
             changed = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
             if len(changed) <= encoder.max_samples or len(audio) > encoder.max_samples:
                 audio = changed  # otherwise only being slowed down would take it out of the window

@@ -19,13 +19,13 @@ from omni.errors import UserError
 from train.data.batch import Batch, assemble
 from train.data.examples import Example
 from train.data.packing import choose
-from train.data.pipeline import Pipeline
+from train.data.pipeline import Pipeline, Skipped
 
 _CHOICE = 1.25
 """Columns that wait in a buffer, in rows: with less than a row and a quarter there is little to choose from."""
 
 _GIVE_UP = 10_000
-"""Examples one after another that no row can hold."""
+"""Examples one after another that cannot be used."""
 
 States = dict[str, dict[str, Any]]
 """State of every sub-lane, by `lane_key`: JSON and `torch.save(..., weights_only)` can hold it."""
@@ -51,7 +51,7 @@ class Lane:
         self.place = {"lane": lane, "lanes": lanes, "way": way, "ways": ways}
         self.stride = lanes * ways
         self.next = lane + lanes * way
-        self.skipped = 0
+        self.skipped = self.broken = 0
         self.buffer: list[Example] = []
         if state is not None:
             self._restore(state)
@@ -65,7 +65,8 @@ class Lane:
 
     def state(self) -> dict[str, Any]:
         """Plain data from which `Lane(state=...)` goes on."""
-        return {**self.place, "next": self.next, "buffer": [example.draw for example in self.buffer], "skipped": self.skipped}
+        waiting = [example.draw for example in self.buffer]
+        return {**self.place, "next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
 
     def _row(self) -> list[Example]:
         packing = self.pipeline.packing
@@ -74,12 +75,15 @@ class Lane:
         while len(self.buffer) < packing.buffer or filled < _CHOICE * packing.length:
             example = self.pipeline.fetch(self.next)
             self.next += self.stride
-            if example is None:
-                self.skipped += 1
+            if isinstance(example, Skipped):
+                self.skipped += example is Skipped.TOO_LONG
+                self.broken += example is Skipped.BROKEN
                 unused += 1
                 if unused == _GIVE_UP:
                     raise UserError(
-                        f"{_GIVE_UP} examples one after another are longer than packing.length {packing.length}: raise it"
+                        f"{_GIVE_UP} examples one after another cannot be used, the last because it is {example.value}: set "
+                        f"packing.too_long and data.broken to error to see why, and raise packing.length {packing.length} "
+                        "where it is too small"
                     )
             else:
                 self.buffer.append(example)
@@ -94,12 +98,13 @@ class Lane:
         if found != self.place:
             raise UserError(f"the data's state is of {found}, this run needs {self.place}: resume with the same micro_batches")
         self.next = int(state["next"])
-        self.skipped = int(state["skipped"])
+        self.skipped, self.broken = int(state["skipped"]), int(state.get("broken", 0))
         for draw in state["buffer"]:
             example = self.pipeline.fetch(int(draw))
-            if example is None:
+            if isinstance(example, Skipped):
                 raise UserError(
-                    f"draw {draw} waited in the packing buffer, but no row holds it now: resume with the same packing.length"
+                    f"draw {draw} waited in the packing buffer, but is {example.value} now: resume with the same data and "
+                    "packing.length"
                 )
             self.buffer.append(example)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omni.layout import IGNORE, Layout
-from omni.tasks import TASKS
+from omni.tasks import TASKS, Columns
 from omni.text import Tokenizer
 from train.data.batch import Batch
 
@@ -20,21 +20,29 @@ def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, c
         place = (segments == number).nonzero().squeeze(1)
         start, end = int(place[0]), int(place[-1]) + 1
         tokens, targets = (t[row, :, start:end].cpu() for t in (batch.tokens, batch.targets))
-        learnt = targets.roll(1, dims=1) != IGNORE
-        learnt[:, 0] = False
         index = batch.feature_index[row, start:end].cpu()
         names = dict.fromkeys(tasks[i] for i in batch.task[row, start:end].tolist())
         out.append(
             f"example {number}: {'+'.join(names)}, columns {start} to {end - 1}, {int((index >= 0).sum())} of them heard"
         )
-        for first, last in _windows(end - start, columns):
-            window = slice(first, last)
-            drawn = layout.draw(
-                tokens[:, window], learnt[:, window], lambda i: tokenizer.decode([i]), feature_index=index[window]
-            )
-            out.append(drawn)
+        out += draw_columns(Columns(tokens, targets, index), layout, tokenizer, columns)
     out.append(f"{batch.examples} examples, {len(batch.frames)} clips, {100 * batch.padding:.1f} % padding")
     return "\n".join(out)
+
+
+def draw_columns(example: Columns, layout: Layout, tokenizer: Tokenizer, columns: int = 24) -> list[str]:
+    """Draw an example's prompt and targets: in one piece, or at most `columns` columns at either end."""
+    learnt = example.targets.roll(1, dims=1) != IGNORE  # each column's target is the next column's token
+    learnt[:, 0] = False
+    return [
+        layout.draw(
+            example.tokens[:, first:last],
+            learnt[:, first:last],
+            lambda i: tokenizer.decode([i]),
+            feature_index=example.feature_index[first:last],
+        )
+        for first, last in _windows(len(example), columns)
+    ]
 
 
 def _windows(length: int, columns: int) -> list[tuple[int, int]]:

@@ -138,15 +138,22 @@ def _count(file: Path) -> int:
 
 def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     columns = features()
-    with _quiet():
-        return datasets.Dataset.from_parquet(
-            [str(file) for file in files],
-            features=columns,
-            columns=list(columns),
-            cache_dir=None if cache is None else str(cache),
-        )
+    try:
+        with _quiet():
+            return datasets.Dataset.from_parquet(
+                [str(file) for file in files],
+                features=columns,
+                columns=list(columns),
+                cache_dir=None if cache is None else str(cache),
+            )
+    except (DatasetGenerationError, OSError) as error:
+        raise UserError(
+            f"the Arrow copy of {files[0]} cannot be made ({_one_line(error.__cause__ or error)}): free some space or name "
+            "another folder as data.cache; if the file is damaged, prepare it again"
+        ) from error
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from omni.errors import UserError
-from train.data.examples import Example, ExampleMaker, Prepared
+from train.data.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.mixture import Mixture, TaskMixture
 
 
@@ -19,7 +20,8 @@ class PackingConfig:
         rows: rows of a micro-batch.
         length: columns of a row.
         buffer: examples to choose from when a row is filled (or more, where they are short).
-        too_long: an example that no row can hold is an `error`, or skipped and counted (`skip`).
+        too_long: an example that no row can hold, or whose question the encoder's window cannot, is an `error`, or skipped and
+            counted (`skip`).
     """
 
     rows: int = 8
@@ -35,6 +37,13 @@ class PackingConfig:
             raise UserError(f"packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
 
 
+class Skipped(Enum):
+    """Why a draw gives no example."""
+
+    TOO_LONG = "too long"
+    BROKEN = "broken"
+
+
 class Pipeline:
     """`fetch(n)` is a pure function of (seed, n): any process may call it, in any order, any number of times.
 
@@ -42,11 +51,12 @@ class Pipeline:
         mixture: says which row a draw is.
         tasks: one mixture of tasks for each source.
         kept: prepared rows to keep, of sources whose rows come back soon.
+        broken: a row that is no good is an `error`, or skipped and counted (`skip`).
     """
 
     def __init__(
         self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
-        kept: int = 2048,
+        kept: int = 2048, broken: str = "error",
     ) -> None:  # fmt: skip
         if len(tasks) != len(mixture.sources):
             raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
@@ -57,13 +67,26 @@ class Pipeline:
         self.seed = seed
         self._kept: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
         self._keep = kept
+        self.broken = broken
 
-    def fetch(self, number: int) -> Example | None:
-        """The example of draw `number`; None where it is too long and such ones are skipped.
+    def fetch(self, number: int) -> Example | Skipped:
+        """The example of draw `number`, or why there is none, where such ones are skipped.
 
         Raises:
-            UserError: a broken row, or one that no packed row can hold; it is named.
+            UserError: a broken row, or one that no packed row or window can hold; it is named.
         """
+        try:
+            return self._make(number)
+        except TooLong:
+            if self.packing.too_long != "skip":
+                raise
+            return Skipped.TOO_LONG
+        except UserError:
+            if self.broken != "skip":
+                raise
+            return Skipped.BROKEN
+
+    def _make(self, number: int) -> Example:
         draw = self.mixture.draw(number)
         prepared = self._prepare(draw.source, draw.index)
         row, mixture = prepared.row, self.tasks[draw.source]
@@ -71,9 +94,7 @@ class Pipeline:
         example = self.maker.make(number, prepared, tasks)
         if len(example.columns) <= self.packing.length:
             return example
-        if self.packing.too_long == "skip":
-            return None
-        raise UserError(
+        raise TooLong(
             f"{example.where} takes {len(example.columns)} columns as {'+'.join(tasks)}, a packed row holds "
             f"{self.packing.length}: raise packing.length, or set packing.too_long to skip"
         )

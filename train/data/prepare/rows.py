@@ -61,7 +61,7 @@ class RowMaker:
             question, seconds = stored(question, self.config.question_rate)
             done.question_seconds += seconds
         audio, codes = self._answer(row, number, turn, done)
-        return RowTurn(turn.question_text, question, turn.answer_text, audio, codes)
+        return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes)
 
     def _answer(self, row: Row, number: int, turn: RowTurn, done: Tally) -> tuple[Sound | None, Codes | None]:
         """Sound and codes of the answer, as far as they are stored."""
