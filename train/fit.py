@@ -91,7 +91,8 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     )
 
     def export(weights: dict[str, Tensor]) -> Path:
-        save_folder(folder / MODEL, model.config, weights, initial.tokenizer, codec_folder=initial.codec_folder)
+        codec, extra = initial.codec_folder, initial.extra
+        save_folder(folder / MODEL, model.config, weights, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
 
     objective = Objective(model, config.objective)

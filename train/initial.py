@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ class Initial:
     Attributes:
         codec: None where its weights are not at hand.
         codec_folder: the codec's weights, to be copied along.
+        extra: plain data of the folder it came from (the files of a converted model), to be handed on.
     """
 
     model: SpeechModel
     tokenizer: Tokenizer
     codec: AudioCodec | None
     codec_folder: Path | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> ModelConfig:
@@ -64,7 +66,8 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
     own = Path(section.init_from) / CODEC
     tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
     model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
-    return Initial(model.train(), tokenizer, loaded.codec, codec_folder or (own if own.is_dir() else None))
+    place = codec_folder or (own if own.is_dir() else None)
+    return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra)
 
 
 def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 from dataclasses import replace
 
 import pyarrow as pa
@@ -207,7 +208,7 @@ def test_a_full_disk_while_the_arrow_copy_is_made_is_one_line(tmp_path, monkeypa
     def fail(*args, **options):
         raise DatasetGenerationError("An error occurred") from OSError(errno.ENOSPC, "No space left on device")
 
-    write_rows(tmp_path / "data.parquet", rows(3))
+    write_rows(tmp_path / "data.parquet", rows(100, turns=1), row_group=100)
     monkeypatch.setattr(datasets.Dataset, "from_parquet", fail)
     with pytest.raises(UserError, match=r"copy of .*data.parquet .*No space left on device\): free some .* data.cache"):
         StoredRows(tmp_path / "data.parquet")
@@ -219,3 +220,32 @@ def test_words_and_their_times_are_kept(tmp_path):
     write_rows(tmp_path / "data.parquet", [Row((turn, RowTurn("and?", answer_text="so")))])
     (row,) = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")
     assert row.turns == (turn, RowTurn("and?", answer_text="so"))
+
+
+def test_large_groups_are_copied_and_small_ones_read_where_they_are(tmp_path):
+    wanted = rows(70, turns=1)
+    write_rows(tmp_path / "small" / "data.parquet", wanted)
+    write_rows(tmp_path / "large" / "data.parquet", wanted, row_group=70)
+    small, large = (StoredRows(tmp_path / name, tmp_path / f"{name}-cache") for name in ("small", "large"))
+    assert not (tmp_path / "small-cache").exists() and (tmp_path / "large-cache").exists()
+    for i in (69, 3, 17, 16, 3):
+        same(small[i], wanted[i])
+        same(large[i], wanted[i])
+    again = pickle.loads(pickle.dumps(small))
+    same(again[40], wanted[40])
+    with pytest.raises(IndexError):
+        small[70]
+
+
+def test_a_damaged_page_is_named_and_the_rest_is_read(tmp_path):
+    file = tmp_path / "data.parquet"
+    write_rows(file, rows(40, turns=1))
+    column = pq.read_metadata(file).row_group(1).column(2)
+    content = bytearray(file.read_bytes())
+    at = column.data_page_offset + column.total_compressed_size - 3
+    content[at] ^= 0xFF
+    file.write_bytes(content)
+    stored = StoredRows(file)
+    assert stored[15].id == "15" and stored[32].id == "32"
+    with pytest.raises(UserError, match=r"data.parquet \(rows 16 to 31\) cannot be read .*prepare it again"):
+        stored[20]

@@ -63,7 +63,8 @@ class DataConfig:
             set there is always one.
         workers: processes that make batches, for each process that trains; 0 makes them there.
         prefetch: steps each of them works ahead.
-        cache: folder for the Arrow copy of stored data; null for that of `datasets`.
+        cache: folder for Arrow copies of stored data, where its row groups are too large to be read for a row; null for that of
+            `datasets`.
     """
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)

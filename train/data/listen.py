@@ -34,15 +34,20 @@ def draw_columns(example: Columns, layout: Layout, tokenizer: Tokenizer, columns
     """Draw an example's prompt and targets: in one piece, or at most `columns` columns at either end."""
     learnt = example.targets.roll(1, dims=1) != IGNORE  # each column's target is the next column's token
     learnt[:, 0] = False
-    return [
-        layout.draw(
-            example.tokens[:, first:last],
-            learnt[:, first:last],
-            lambda i: tokenizer.decode([i]),
-            feature_index=example.feature_index[first:last],
+    out = []
+    for first, last in _windows(len(example), columns):
+        window = slice(first, last)
+        if first:
+            out.append(f"its last columns, {first} to {last - 1}:")
+        out.append(
+            layout.draw(
+                example.tokens[:, window],
+                learnt[:, window],
+                lambda i: tokenizer.decode([i]),
+                feature_index=example.feature_index[window],
+            )
         )
-        for first, last in _windows(len(example), columns)
-    ]
+    return out
 
 
 def _windows(length: int, columns: int) -> list[tuple[int, int]]:

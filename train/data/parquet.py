@@ -1,7 +1,8 @@
-"""Rows in Parquet files: written beside and renamed, read by index through Hugging Face `datasets`.
+"""Rows in Parquet files: written beside and renamed, read by index.
 
-`datasets` keeps an Arrow copy of the files in its cache folder (`HF_HOME`) and maps it into memory, so that any row is at hand
-without reading the others, and all workers share the pages.
+A file is read where it is, a row group at a time, so that the first row of any data is there at once; this wants small groups,
+which `write_rows` and `data prepare` make. A file of large groups is read through Hugging Face `datasets`, which keeps an Arrow
+copy of it in its cache folder (`HF_HOME`) and maps that into memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import errno
 import itertools
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.data.row import Row, features, from_plain, to_plain
@@ -23,7 +25,17 @@ if TYPE_CHECKING:
     import datasets
 
 
-def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = 256) -> int:
+ROW_GROUP = 16
+"""Rows of a group: to read one row, its group is decoded."""
+
+LARGE_ROWS, LARGE_BYTES = 64, 32 << 20
+"""A group beyond these is too large to be decoded for one row: the file is copied to Arrow."""
+
+KEPT_FILES, KEPT_GROUPS = 16, 4
+"""What a process keeps of a stored source: open files, and the groups it read last."""
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = ROW_GROUP) -> int:
     """Write rows to a Parquet file, in groups of `row_group`; returns how many.
 
     The file appears when it is whole: until then it grows under another name in the same folder, and an error removes it.
@@ -43,7 +55,7 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     try:
-        with pq.ParquetWriter(name, schema) as writer:
+        with pq.ParquetWriter(name, schema, write_page_checksum=True) as writer:
             iterator = iter(rows)
             while group := list(itertools.islice(iterator, row_group)):
                 plain = []
@@ -75,7 +87,7 @@ class StoredRows:
 
     Args:
         path: the file or folder.
-        cache: folder for the Arrow copy; None for that of `datasets`.
+        cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
 
     Raises:
         UserError: nothing there, a file that is no Parquet or of another format, or no rows.
@@ -86,31 +98,93 @@ class StoredRows:
         self.files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
         if not self.files:
             raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
-        counts = [_count(file) for file in self.files]
-        self._ends = list(itertools.accumulate(counts))
+        found = [_look(file) for file in self.files]
+        self._ends = list(itertools.accumulate(count for count, _ in found))
         if not self._ends[-1]:
             raise UserError(f"data {path} has no rows: prepare the data again")
-        self._rows = _open(self.files, cache)
+        self._copied = _open(self.files, cache) if any(large for _, large in found) else None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._open_files: OrderedDict[int, _GroupedFile] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open_files": OrderedDict()}
 
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def _place(self, index: int) -> tuple[int, int]:
+        """Number of the file, and of the row in it."""
+        file = bisect.bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
+
     def where(self, index: int) -> str:
         """File and row number within it, for errors."""
-        file = bisect.bisect_right(self._ends, index)
-        return f"{self.files[file]} row {index - (self._ends[file - 1] if file else 0)}"
+        file, row = self._place(index)
+        return f"{self.files[file]} row {row}"
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`; UserError where it breaks the format."""
+        """Row `index`; UserError where it breaks the format, or cannot be read."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
         folder = self.path if self.path.is_dir() else self.path.parent
-        return from_plain(self._rows[index], folder, self.where(index))
+        return from_plain(self._plain(index), folder, self.where(index))
+
+    def _plain(self, index: int) -> dict[str, Any]:
+        if self._copied is not None:
+            return self._copied[index]
+        if self._process != os.getpid():  # after a fork: open files are not shared
+            self._begin()
+        number, row = self._place(index)
+        if number not in self._open_files:
+            self._open_files[number] = _GroupedFile(self.files[number])
+            if len(self._open_files) > KEPT_FILES:
+                self._open_files.popitem(last=False)
+        self._open_files.move_to_end(number)
+        return self._open_files[number].row(row)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
 
 
-def _count(file: Path) -> int:
-    """Rows of a file whose columns are checked."""
+class _GroupedFile:
+    """An open Parquet file; `row` decodes the group that the row is in."""
+
+    def __init__(self, file: Path) -> None:
+        import pyarrow.parquet as pq
+
+        self.file = file
+        self.names = features().arrow_schema.names
+        with _readable(file):
+            self.parquet = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False, page_checksum_verification=True)
+            metadata = self.parquet.metadata
+        self.ends = list(itertools.accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
+        self.groups: OrderedDict[int, Any] = OrderedDict()
+
+    def row(self, row: int) -> dict[str, Any]:
+        group = bisect.bisect_right(self.ends, row)
+        if group not in self.groups:
+            with _readable(self.file, f" (rows {self.ends[group - 1] if group else 0} to {self.ends[group] - 1})"):
+                self.groups[group] = self.parquet.read_row_group(group, columns=self.names, use_threads=False)
+            if len(self.groups) > KEPT_GROUPS:
+                self.groups.popitem(last=False)
+        return self.groups[group].slice(row - (self.ends[group - 1] if group else 0), 1).to_pylist()[0]
+
+
+@contextmanager
+def _readable(file: Path, part: str = "") -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data file {file}{part} cannot be read ({_one_line(error)}): prepare it again") from error
+
+
+def _look(file: Path) -> tuple[int, bool]:
+    """Rows of a file whose columns are checked, and whether its groups are too large to be read for one row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -133,7 +207,11 @@ def _count(file: Path) -> int:
                 f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
                 "convert them first"
             )
-    return metadata.num_rows
+    large = any(
+        metadata.row_group(i).num_rows > LARGE_ROWS or metadata.row_group(i).total_byte_size > LARGE_BYTES
+        for i in range(min(metadata.num_row_groups, 4))
+    )
+    return metadata.num_rows, large
 
 
 def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.Dataset:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from train.data.parquet import ROW_GROUP
 from train.data.prepare.blocks import Block, BrokenItem
 from train.data.prepare.files import part_of, publish, read_json, write_json, writing
 from train.data.prepare.tally import Tally
@@ -25,7 +26,6 @@ from train.data.row import features
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_GROUP_ROWS = 256
 _GROUP_BYTES = 16 << 20
 
 
@@ -82,7 +82,7 @@ class ShardWriter:
         self._bytes += table.nbytes
         self._group_bytes += table.nbytes
         self._group_rows += len(table)
-        if self._group_rows >= _GROUP_ROWS or self._group_bytes >= _GROUP_BYTES:
+        if self._group_rows >= ROW_GROUP or self._group_bytes >= _GROUP_BYTES:
             self._write_group()
 
     def _write_group(self) -> None:
@@ -93,8 +93,8 @@ class ShardWriter:
             return
         with writing(self.file):
             if self._writer is None:
-                self._writer = pq.ParquetWriter(str(part_of(self.file)), features().arrow_schema)
-            self._writer.write_table(pa.concat_tables(self._group).combine_chunks())
+                self._writer = pq.ParquetWriter(str(part_of(self.file)), features().arrow_schema, write_page_checksum=True)
+            self._writer.write_table(pa.concat_tables(self._group).combine_chunks(), row_group_size=ROW_GROUP)
         self._group, self._group_rows, self._group_bytes = [], 0, 0
 
     def finish(self) -> None:
