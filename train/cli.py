@@ -17,6 +17,7 @@ COMMANDS = {
     "evaluate": ("train.evaluate_command", "ask a model held-out questions: evaluate MODEL_FOLDER [--questions 200]"),
     "convert": ("train.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
     "data": ("train.data_command", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
+    "eval": ("train.eval.command", "figures on somebody's questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
     "bench": ("train.bench", "measure the training step and print tables"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""

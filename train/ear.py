@@ -56,6 +56,8 @@ def nearest(query: Tensor, references: Sequence[Tensor]) -> int:
 class Sphinx:
     """pocketsphinx with a grammar of one rule: a sequence of the given words.
 
+    Every recording is heard as if it were the first: what pocketsphinx learns of level and channel is forgotten before the next.
+
     Args:
         words: what may be said, each any number of times, at most `longest` in all.
     """
@@ -78,6 +80,8 @@ class Sphinx:
             audio = resample(audio, sample_rate, 16000)
         quiet = torch.zeros(4000)
         audio = torch.cat([quiet, audio / audio.abs().max().clamp_min(1e-3) * 0.7, quiet])
+        self._decoder.reinit_feat()
+        self._decoder.activate_search("answers")
         self._decoder.start_utt()
         self._decoder.process_raw((audio * 32767).short().numpy().tobytes(), full_utt=True)
         self._decoder.end_utt()

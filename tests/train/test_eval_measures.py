@@ -1,0 +1,176 @@
+"""The figures of an evaluation against slow and obvious computations, and against jiwer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import jiwer
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+from omni.generate.results import Answer, Timings
+from omni.tasks import TASKS
+from train.data.row import Row, RowTurn
+from train.eval.answers import Asked, judge
+from train.eval.config import EvalConfig
+from train.eval.measures import MEASURES, RESAMPLES, difference, figure, pairs_of, value
+from train.eval.texts import find_normaliser, text_errors
+from train.eval.timing import scores
+from train.evaluate import Item
+
+PAIRS = np.array([[0, 2], [1, 3], [4, 4], [2, 1], [0, 5]], dtype=float)
+KINDS = {"ratio": "wer", "perplexity": "text_perplexity", "median": "first_audio"}
+
+
+def slow(kind: str, pairs: list[list[float]]) -> float:
+    if kind == "median":
+        return statistics.median(a for a, _ in pairs)
+    ratio = sum(a for a, _ in pairs) / sum(b for _, b in pairs)
+    return math.exp(ratio) if kind == "perplexity" else ratio
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_figure_and_its_interval_are_those_of_the_loop(kind: str) -> None:
+    name = KINDS[kind]
+    assert MEASURES[name].kind == kind
+    found = figure(name, PAIRS, seed=5)
+    assert found.value == pytest.approx(slow(kind, PAIRS.tolist())) and found.questions == len(PAIRS)
+    rng = np.random.default_rng(5)
+    drawn = [slow(kind, PAIRS[rng.integers(len(PAIRS), size=len(PAIRS))].tolist()) for _ in range(RESAMPLES)]
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(drawn, [2.5, 97.5])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_difference_is_paired(kind: str) -> None:
+    name = KINDS[kind]
+    same = difference(name, PAIRS, PAIRS)
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+    worse = PAIRS + np.array([[1, 0]])
+    found = difference(name, PAIRS, worse, seed=2)
+    assert found.value == pytest.approx(slow(kind, worse.tolist()) - slow(kind, PAIRS.tolist()))
+    assert 0 < found.low <= found.value <= found.high
+    if kind == "median":  # every question is slower by the same, so nothing is left to chance
+        assert (found.low, found.high) == (1, 1)
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng, hits = np.random.default_rng(1), 0
+    for i in range(60):
+        right = rng.random(80) < 0.3
+        found = figure("exact_match", np.stack([right, np.ones(80)], axis=1).astype(float), seed=i)
+        hits += found.low <= 0.3 <= found.high
+    assert 50 <= hits <= 60
+
+
+def test_one_question_and_resampling_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = figure("wer", PAIRS[1:2])
+    assert one.value == one.low == one.high == pytest.approx(1 / 3)
+    whole = figure("wer", PAIRS)
+    monkeypatch.setattr("train.eval.measures._CELLS", 7)
+    assert figure("wer", PAIRS) == whole
+
+
+SAID = [
+    ("the cat sat", "the cat sat"),
+    ("the cat sat", "a cat sits down"),
+    ("one", ""),
+    ("seven eight nine", "seven nine"),
+]
+
+
+@pytest.mark.parametrize("language", ["en", "zh-CN", "ja"])
+def test_errors_over_a_set_are_those_of_jiwer(language: str) -> None:
+    counted = [text_errors(reference, said, language) for reference, said in SAID]
+    assert {unit for unit, _, _ in counted} == {"wer" if language == "en" else "cer"}
+    references, said = [list(side) for side in zip(*SAID, strict=True)]
+    if language == "en":
+        wanted = jiwer.wer(references, said)
+    else:
+        wanted = jiwer.cer([r.replace(" ", "") for r in references], [s.replace(" ", "") for s in said])
+    pairs = np.array([pair for _, *pair in counted], dtype=float)
+    assert value(MEASURES["wer"], pairs) == pytest.approx(wanted)
+
+
+def test_normalisers() -> None:
+    text = "Mr. Brown's colour, twenty-one!"
+    assert find_normaliser("basic")(text) == "mr brown's colour twenty one"
+    assert find_normaliser("whisper-english")(text) == "mister brown is color 21"
+    assert find_normaliser("whisper-basic")(text) == "mr brown s colour twenty one "
+    with pytest.raises(UserError, match="normaliser 'loose' is unknown; known: basic"):
+        EvalConfig(normaliser="loose")
+
+
+# --- one answer -------------------------------------------------------------------------------------------------------
+
+
+class FakeEar:
+    """Hears what it was told to."""
+
+    name = "fake"
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+
+    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
+        return self.texts.pop(0)
+
+
+class FakeCodec:
+    sample_rate = 100
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return torch.ones(100)
+
+
+def answer(text: str, codes: Tensor | None = None, audio: Tensor | None = None, ended: Any = "end") -> Answer:
+    return Answer(text, audio, 100, (), codes, Timings(), ended)
+
+
+def asked(task: str, reference: str | None, codes: Tensor | None = None, language: str = "en") -> Asked:
+    row = Row((RowTurn("what?"),), id="r1", language=language, where="here row 1")
+    return Asked(4, row, Item(task, torch.zeros(8000), "what?", reference, codes))
+
+
+def test_an_answer_is_judged() -> None:
+    codes = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    got = answer("Two, three.", torch.tensor([[1, 9], [4, 5]]), torch.ones(50), ended="length")
+    ear = FakeEar("to three", "one two")
+    record = judge(asked("A1A2", "one two three", codes), got, TASKS["A1A2"], EvalConfig(), ear, FakeCodec())  # type: ignore[arg-type]
+    assert record["scores"] == {
+        "ended": (0, 1),
+        "wer": (1, 3),
+        "exact_match": (0, 1),
+        "code_accuracy": (3, 4),
+        "speech_wer": (jiwer.process_words("one two three", "to three").wer * 3, 3),
+        "ear_wer": (1, 3),
+        "speech_text_wer": (1, 2),
+    }
+    assert (record["index"], record["where"], record["heard"], record["seconds"]) == (4, "here row 1", "to three", 0.5)
+
+
+def test_what_has_no_reference_or_is_not_spoken_is_left_out() -> None:
+    written = judge(asked("A1T2", None), answer("x"), TASKS["A1T2"], EvalConfig(), FakeEar())
+    assert written["scores"] == {"ended": (1, 1)}
+    silent = judge(asked("A1A2", "x"), answer("X!", None, torch.zeros(80)), TASKS["A1A2"], EvalConfig(), FakeEar())
+    assert silent["heard"] == "" and silent["scores"]["speech_text_wer"] == (1, 1) and silent["scores"]["exact_match"] == (1, 1)
+    chinese = judge(asked("A1T2", "\u4f60\u597d\u5417", language="zh"), answer("\u4f60\u597d"), TASKS["A1T2"], EvalConfig())
+    assert chinese["scores"]["cer"] == (1, 3) and "wer" not in chinese["scores"]
+
+
+def test_times_of_a_streamed_answer() -> None:
+    assert scores(Timings(first_text=0.02, first_audio=0.15, total=0.6, audio=1.2)) == {
+        "first_text": (20, 1),
+        "first_audio": (150, 1),
+        "real_time_factor": (0.6, 1.2),
+    }
+    assert scores(Timings(total=0.1)) == {}
+
+
+def test_pairs_are_taken_from_the_records_that_have_them() -> None:
+    records = [{"scores": {"wer": [1, 2]}}, {"broken": "no"}, {"scores": {"cer": [1, 9]}}, {"scores": {"wer": [0, 4]}}]
+    assert pairs_of(records, "wer").tolist() == [[1, 2], [0, 4]] and pairs_of(records, "ended").shape == (0, 2)

@@ -1,0 +1,174 @@
+"""Answering: every question asked once, every answer judged, one record each.
+
+A record is plain data: `index` and `where` in the data, what was asked, expected, written and heard, and `scores`, the pairs
+of the measures (see `measures`). An item that cannot be asked has `broken`, the reason, instead; the others are not disturbed.
+
+Dimensions: S samples, A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.errors import UserError
+from omni.generate.question import SAMPLE_RATE, read_question
+from omni.generate.results import Answer
+from omni.generate.speech_lm import SpeechLM
+from omni.tasks import Task, prompt
+from train.data.keys import key
+from train.data.prepare.show import Display
+from train.data.readers import Broken
+from train.data.row import Row
+from train.eval.config import EvalConfig, Progress
+from train.eval.ears import Ear, transcript
+from train.eval.journal import Journal
+from train.eval.questions import GivenRow, Questions
+from train.eval.texts import find_normaliser, text_errors
+from train.evaluate import Item, compare_codes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question ready to be asked, and where it is from."""
+
+    index: int
+    row: Row
+    item: Item
+
+    @property
+    def seconds(self) -> float:
+        """Length of the spoken question."""
+        return len(self.item.question) / SAMPLE_RATE if isinstance(self.item.question, Tensor) else 0.0
+
+
+def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
+    """The first turn of a row as a question with its references, checked to fit the model.
+
+    Raises:
+        UserError: it has no question of the task's kind, or one that cannot be read or leaves no room for an answer.
+    """
+    turn = row.turns[0]
+    question: str | Tensor
+    if task.question == "audio":
+        if turn.question_audio is None:
+            raise UserError(f"has no question_audio, which {task.name} asks by")
+        question = turn.question_audio.load(SAMPLE_RATE)
+        lm.config.encoder.clips(len(question))
+    else:
+        if not turn.question_text.strip():
+            raise UserError(f"has no question_text, which {task.name} asks by")
+        question = turn.question_text
+    columns = len(prompt(lm.layout, read_question(question, task, lm.model, lm.tokenizer).turn))
+    if columns >= lm.config.decoder.context:
+        raise UserError(f"takes {columns} positions, and the model's context has {lm.config.decoder.context}")
+    expected = turn.question_text if task.marker == "asr" or not task.text else turn.answer_text
+    codes = None
+    if task.audio and lm.codec is not None and turn.answer_codes is not None and turn.answer_codes.codec == lm.codec.name:
+        codes = turn.answer_codes.for_codec(lm.codec)
+    return Item(task.name, question, turn.question_text, expected or None, codes)
+
+
+def answer_all(
+    lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, ear: Ear | None, file: Path, progress: Progress
+) -> None:
+    """Ask what has not been asked yet, and append the records to `file`."""
+    journal = Journal(file, config.batch, len(questions))
+    if journal.done == len(questions):
+        return
+    display = Display(len(questions), journal.done, progress)
+    items = questions.iterate(journal.done)
+    try:
+        while batch := [item for _, item in zip(range(config.batch), items, strict=False)]:
+            records, seconds = _answer(lm, batch, task, config, ear)
+            journal.append(records)
+            display.tick(len(records), seconds)
+    finally:
+        display.close()
+
+
+def _answer(
+    lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]], task: Task, config: EvalConfig, ear: Ear | None
+) -> tuple[list[dict[str, Any]], float]:
+    """The records of a batch in its order, and the seconds of its questions."""
+    records: dict[int, dict[str, Any]] = {}
+    asked: list[Asked] = []
+    for index, row in batch:
+        if isinstance(row, Broken):
+            records[index] = {"index": index, "where": row.where, "broken": row.why}
+            continue
+        try:
+            asked.append(Asked(index, row, make_item(row, task, lm)))
+        except (UserError, OSError) as error:
+            records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
+    answers = ask(lm, asked, config, sound=ear is not None)
+    for one, answer in zip(asked, answers, strict=True):
+        records[one.index] = judge(one, answer, task, config, ear, lm.codec)
+    return [records[index] for index, _ in batch], sum(one.seconds for one in asked)
+
+
+def ask(lm: SpeechLM, asked: Sequence[Asked], config: EvalConfig, sound: bool) -> list[Answer]:
+    """Answers to questions side by side; each draws by its own seed."""
+    if not asked:
+        return []
+    return lm.generate_batch(
+        [one.item.question for one in asked],
+        [one.item.task for one in asked],
+        sampling=config.sampling,
+        seed=[key(config.seed, one.index) % (1 << 31) for one in asked],
+        max_seconds=config.max_seconds,
+        max_tokens=config.max_tokens,
+        batch_size=config.batch,
+        sound=sound,
+    )
+
+
+@torch.no_grad()
+def judge(
+    one: Asked, answer: Answer, task: Task, config: EvalConfig, ear: Ear | None = None, codec: AudioCodec | None = None
+) -> dict[str, Any]:
+    """The record of an answered question; the codec lets an ear hear the reference's codes, too."""
+    row, item, normaliser = one.row, one.item, find_normaliser(config.normaliser)
+    scores: dict[str, tuple[float, float]] = {"ended": (float(answer.ended == "end"), 1)}
+    reference = None if item.text is None else normaliser(item.text)
+    written = normaliser(answer.text)
+    if reference is not None and task.text:
+        unit, errors, size = text_errors(reference, written, row.language)
+        scores[unit] = (errors, size)
+        scores["exact_match"] = (float(reference == written), 1)
+    if item.codes is not None:
+        scores["code_accuracy"] = compare_codes(item.codes, answer.codes)
+    heard = None
+    if ear is not None and task.audio:
+        heard = transcript(ear, answer.audio, answer.sample_rate, row.language)
+        said = normaliser(heard)
+        if reference is not None:
+            scores["speech_wer"] = text_errors(reference, said, row.language)[1:]
+            if item.codes is not None and codec is not None:
+                right = transcript(ear, codec.decode(item.codes), codec.sample_rate, row.language)
+                scores["ear_wer"] = text_errors(reference, normaliser(right), row.language)[1:]
+        if task.text:
+            scores["speech_text_wer"] = text_errors(written, said, row.language)[1:]
+    record: dict[str, Any] = {
+        "index": one.index,
+        "where": row.where,
+        "id": row.id,
+        "language": row.language,
+        "speaker": row.speaker,
+        "question": item.question_text,
+        "reference": item.text,
+        "response": answer.text,
+        "heard": heard,
+        "ended": answer.ended,
+        "seconds": round(one.seconds, 3),
+        "scores": scores,
+    }
+    if isinstance(row, GivenRow):
+        record["given"] = {name: value for name, value in row.given.items() if not isinstance(value, bytes)}
+    return record

@@ -1,0 +1,113 @@
+"""Two runs side by side, over the questions that both answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from omni.errors import UserError
+from train.eval.journal import write_whole
+from train.eval.measures import MEASURES
+from train.eval.pictures import COMPARISON, draw_comparison
+from train.eval.report import ANSWERS, TEXT, TIMINGS, Change, Record, Run, change_table, compared
+
+EAR = ("ear_words", "ear_longest")
+"""Settings that the ear's name says."""
+JSON, TABLE = "compare.json", "compare.md"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, what changed from A to B, and in what their settings differ."""
+
+    a: Run
+    b: Run
+    changes: Mapping[str, Change]
+    common: int
+    notes: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Short names of the two."""
+        first, second = self.a.folder.resolve(), self.b.folder.resolve()
+        return (first.name, second.name) if first.name != second.name else (str(self.a.folder), str(self.b.folder))
+
+
+def compare(folder_a: Path, folder_b: Path) -> Comparison:
+    """Compare two output folders; UserError where they have no question in common."""
+    a, b = Run.read(folder_a), Run.read(folder_b)
+    of_a, of_b = _answered(a.records[ANSWERS]), _answered(b.records[ANSWERS])
+    if not of_a.keys() & of_b.keys():
+        raise UserError(f"{folder_a} and {folder_b} have no answered question in common: compare two runs over the same data")
+    same = {record["index"]: of_a[key]["index"] for key, record in of_b.items() if key in of_a}
+    timed = [name for name in MEASURES if name in ("first_text", "first_audio", "real_time_factor")]
+    texts = [name for name in MEASURES if name.startswith("text_")]
+    spoken = [name for name in MEASURES if name not in (*timed, *texts)]
+    changes: dict[str, Change] = {}
+    for file, names in ((ANSWERS, spoken), (TIMINGS, timed), (TEXT, texts)):
+        moved = [{**r, "index": same[r["index"]]} for r in b.records[file] if r["index"] in same]
+        changes.update(compared(a.records[file], moved, names))
+    if not changes:
+        raise UserError(f"{folder_a} and {folder_b} have no figure in common: evaluate both with the same task")
+    return Comparison(a, b, changes, len(same), tuple(_notes(a, b, len(of_a), len(of_b), len(same))))
+
+
+def write_comparison(found: Comparison, out: Path) -> str:
+    """Write table, JSON and picture into a folder; returns the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    names = found.names
+    text = as_markdown(found)
+    write_whole(out / TABLE, text)
+    data = {
+        "a": dict(found.a.started),
+        "b": dict(found.b.started),
+        "common": found.common,
+        "notes": found.notes,
+        "changes": {name: {"a": asdict(c.before), "b": asdict(c.after), "difference": asdict(c.difference)}
+                    for name, c in found.changes.items()},
+    }  # fmt: skip
+    write_whole(out / JSON, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    draw_comparison(found.changes, names, out / COMPARISON)
+    return text
+
+
+def as_markdown(found: Comparison) -> str:
+    """The comparison to read."""
+    lines = [
+        "# Two runs side by side",
+        "",
+        f"- A, {found.names[0]}: {found.a.started['model']} on {found.a.started['data']}",
+        f"- B, {found.names[1]}: {found.b.started['model']} on {found.b.started['data']}",
+        f"- {found.common} questions that both answered; differences are B minus A, intervals by a paired bootstrap",
+        *(f"- {note}" for note in found.notes),
+        "",
+        *change_table(found.changes, "A", "B"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _answered(records: Sequence[Record]) -> dict[tuple[str, ...], Record]:
+    """Answered records by what was asked: the place in the data, id, question and reference."""
+    fields = ("index", "id", "question", "reference")
+    return {tuple(str(r[name]) for name in fields): r for r in records if "broken" not in r}
+
+
+def _notes(a: Run, b: Run, in_a: int, in_b: int, common: int) -> list[str]:
+    """What keeps the two from being alike."""
+    notes = []
+    for letter, count in (("A", in_a), ("B", in_b)):
+        if count > common:
+            notes.append(f"{count - common} further questions of {letter} are left out")
+    for name in ("task", "ear"):
+        if a.started.get(name) != b.started.get(name):
+            notes.append(f"note: {name} is {a.started.get(name)} in A and {b.started.get(name)} in B")
+    for name, value in a.started["settings"].items():
+        other = b.started["settings"].get(name)
+        if value != other and name not in ("batch", "questions", "ear", *EAR):
+            notes.append(f"note: {name} is {value} in A and {other} in B")
+    loads = [max((r.get("load") or 0 for r in run.records[TIMINGS]), default=0) for run in (a, b)]
+    if all(loads):
+        notes.append(f"times were taken at a load of {loads[0]:g} in A and {loads[1]:g} in B: others' work slows a machine")
+    return notes

@@ -1,0 +1,104 @@
+"""What an evaluation can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omni.errors import UserError
+from omni.generate.sampling import Sampling
+from omni.tasks import find_task
+from train.eval.texts import find_normaliser
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """An evaluation: how the data are read, how the questions are asked, and what is measured.
+
+    Attributes:
+        task: what the questions are asked as; by default A1T1 for LibriSpeech and Common Voice, A1A2 for VoiceBench (A1T2 for
+            a model without codec weights), else what the rows' parts allow.
+        questions: how many are asked, spread evenly over the data; by default all.
+        normaliser: what texts become before they are compared: basic (lower case, no punctuation), whisper-basic or
+            whisper-english (those of openai-whisper).
+        ear: what hears the spoken answers: a Whisper (OpenAI's .pt file or a Hugging Face folder), or sphinx (pocketsphinx with
+            the words of `ear_words`); by default nothing does.
+        ear_words: all the words that sphinx may hear, such as [zero, one].
+        ear_longest: most words of an answer that sphinx hears.
+        timed: how many questions are streamed one by one, for first audio and real-time factor.
+        text: also take the text-only score: the questions' texts asked as T1T2, perplexity of their reference answers.
+        text_before: the model before its speech training (a model folder, or a language model's Hugging Face folder), whose
+            text-only score is set beside this one's.
+        batch: questions that are answered side by side.
+        max_seconds: longest spoken answer.
+        max_tokens: longest answer of a task that only writes.
+        temperature: 0 takes the likeliest id (greedy); above 0 draws, by `seed`.
+        top_k: draw among the k likeliest ids; 0 for all.
+        seed: of the draws; each question draws by itself.
+        device: where the model runs, such as cpu or cuda.
+        codec_folder: the codec's weights, where they are not in the model folder.
+        format: form of the data, by default recognised: voicebench, rows, or one of the readers of `train data prepare`.
+        folder: where paths in the data start, by default the data's own folder.
+        prefix: beginning that is cut off paths in the data.
+        columns: columns by field of the row, such as {answer_text: output}.
+        language: of rows that do not say.
+    """
+
+    task: str | None = None
+    questions: int | None = None
+    normaliser: str = "basic"
+    ear: str | None = None
+    ear_words: list[str] = field(default_factory=list)
+    ear_longest: int = 8
+    timed: int = 8
+    text: bool = False
+    text_before: str | None = None
+    batch: int = 16
+    max_seconds: float = 30.0
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    codec_folder: str | None = None
+    format: str = ""
+    folder: str = ""
+    prefix: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    language: str = "en"
+
+    def __post_init__(self) -> None:
+        if self.task is not None:
+            find_task(self.task)
+        find_normaliser(self.normaliser)
+        for name, least in (("batch", 1), ("max_tokens", 1), ("ear_longest", 1), ("timed", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.questions is not None and self.questions < 1:
+            raise UserError(f"questions is {self.questions}; ask at least 1, or leave it out to ask all")
+        if not 0 < self.max_seconds < float("inf"):
+            raise UserError(f"max_seconds is {self.max_seconds}; it must be positive")
+        if self.ear == "sphinx" and not self.ear_words:
+            raise UserError("the ear sphinx needs the words that it may hear: give --ear_words '[zero, one, two]'")
+        _ = self.sampling  # its own checks
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k)
+
+    @property
+    def text_only(self) -> bool:
+        """Whether the text-only score is taken."""
+        return self.text or self.text_before is not None
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings that the stored answers depend on: another start may change the others."""
+        names = (
+            *("normaliser", "ear", "ear_words", "ear_longest", "questions", "batch", "max_seconds", "max_tokens"),
+            *("temperature", "top_k", "seed", "columns", "language"),
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+Progress = Literal["auto", "bar", "lines", "off"]

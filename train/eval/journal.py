@@ -1,0 +1,147 @@
+"""The output folder while it grows: who works in it, what was started there, and records that a later start goes on with.
+
+    run.json       what was started: model, data, task and the settings that answers depend on
+    NAME.jsonl     one record per item, in order, appended batch by batch
+
+A start of something else in the same folder is refused. What stands half-written at the end of a file is dropped, and of a
+batch that was not finished all of it: batches are then the same as without the interruption, and so are the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+
+RUN = "run.json"
+LATER = ("text_before", "text_before_hash")
+"""What a later start may add, or leave out."""
+
+
+def claim(folder: Path, started: Mapping[str, Any]) -> None:
+    """Note in a folder what is started there, or check that it is what was started before.
+
+    Raises:
+        UserError: something else was (the first difference is named), or the folder holds other files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / RUN
+    if not file.is_file():
+        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        if others:
+            raise UserError(f"output folder {folder} holds {others[0]!r}, but no {RUN}: name a new or empty folder with --out")
+        write_whole(file, json.dumps(started, indent=2, ensure_ascii=False) + "\n")
+        return
+    before = read_json(file)
+    for name, wanted in json.loads(json.dumps(started)).items():
+        if name in LATER and None in (wanted, before.get(name)):
+            before[name] = wanted or before.get(name)
+        elif before.get(name) != wanted:
+            raise UserError(
+                f"{folder} was started with {name} {_short(before.get(name))}, this start has {_short(wanted)}: go on with the "
+                "former, or name another folder with --out"
+            )
+    write_whole(file, json.dumps(before, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """A context in which no other evaluation writes into the folder (UserError where one does); the lock is the operating
+    system's and falls with the process."""
+    try:
+        import fcntl
+    except ImportError:  # a system without them: two at once are then the user's own affair
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"another evaluation writes into {folder}: wait for it, or name another folder with --out"
+            ) from error
+        yield
+    finally:
+        os.close(handle)
+
+
+class Journal:
+    """Records in a file of JSON lines, one per item.
+
+    Args:
+        group: records of a batch.
+        total: records of the whole file.
+
+    Attributes:
+        done: records that are there.
+    """
+
+    def __init__(self, file: Path, group: int, total: int) -> None:
+        self.file = file
+        ends = list(_ends(file))[:total]
+        self.done = len(ends) if len(ends) == total else len(ends) - len(ends) % group
+        if file.is_file():
+            os.truncate(file, ends[self.done - 1] if self.done else 0)
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add records; they are on the disk when this returns."""
+        lines = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+        with self.file.open("a", encoding="utf-8") as handle:
+            handle.write(lines)
+            handle.flush()
+            os.fsync(handle.fileno())
+        self.done += len(records)
+
+
+def read_records(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, one after another; none where there is no file."""
+    if file.is_file():
+        with file.open(encoding="utf-8") as handle:
+            for line in handle:
+                yield json.loads(line)
+
+
+def _ends(file: Path) -> Iterator[int]:
+    """Where each whole record ends, up to the first that is none."""
+    if not file.is_file():
+        return
+    end = 0
+    with file.open("rb") as handle:
+        for line in handle:
+            end += len(line)
+            try:
+                if not line.endswith(b"\n") or not isinstance(json.loads(line), dict):
+                    return
+            except ValueError:
+                return
+            yield end
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file beside its name, then rename."""
+    beside = file.with_name(f".{file.name}.writing")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError where it is none."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}): remove its folder and evaluate again") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{file} holds no JSON object: remove its folder and evaluate again")
+    return data
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

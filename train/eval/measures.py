@@ -1,0 +1,159 @@
+"""What the figures of an evaluation are, and how sure they are.
+
+A question's part in a figure is a pair (value, weight), and a figure is made of the pairs [N, 2] of N questions:
+
+    ratio        sum of the values over the sum of the weights (errors over words, right ones over all)
+    perplexity   the exponential of that (nats over tokens)
+    median       of the values
+
+Intervals are by the bootstrap over questions (Efron 1979; percentiles 2.5 and 97.5 of `RESAMPLES` draws with a fixed seed).
+Where two models answered the same questions, both are drawn with the same indices (a paired comparison).
+
+Dimensions: N questions, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+RESAMPLES = 2000
+_CELLS = 4_000_000  # resampled indices that are held at a time
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure: its title, unit, what is better, how it is made of its pairs, and what it says."""
+
+    title: str
+    better: Literal["lower", "higher"]
+    what: str
+    kind: Literal["ratio", "perplexity", "median"] = "ratio"
+    unit: str = ""
+
+
+MEASURES = {
+    "wer": Measure("word error rate", "lower", "word errors over words of the reference, all answers together (jiwer)"),
+    "cer": Measure("character error rate", "lower", "the same by characters, for languages without spaces"),
+    "exact_match": Measure("exact match", "higher", "share of the written answers that equal the reference, normalised"),
+    "ended": Measure("ended", "higher", "share of the answers that the model ended itself"),
+    "code_accuracy": Measure(
+        "code accuracy", "higher", "share of the codes that equal the reference's, frame by frame up to the shorter"
+    ),
+    "speech_text_wer": Measure(
+        "speech against its text", "lower", "word (or character) errors of what the ear hears, against what the model wrote"
+    ),
+    "speech_wer": Measure(
+        "speech against reference", "lower", "word (or character) errors of what the ear hears, against the reference"
+    ),
+    "ear_wer": Measure(
+        "the ear's own errors", "lower", "the same of the reference's codes, decoded: what the ear gets wrong by itself"
+    ),
+    "first_text": Measure(
+        "first text", "lower", "from the question to the first text, median of the streamed ones", "median", "ms"
+    ),
+    "first_audio": Measure(
+        "first audio", "lower", "from the question to the first samples, median of the streamed ones", "median", "ms"
+    ),
+    "real_time_factor": Measure("real-time factor", "lower", "seconds of work over seconds of sound, of the streamed ones"),
+    "text_exact_match": Measure(
+        "text: exact match", "higher", "share of the written questions whose answer equals the reference"
+    ),
+    "text_perplexity": Measure(
+        "text: perplexity", "lower", "per token of the reference answers and their end, asked as T1T2", "perplexity"
+    ),
+    "text_perplexity_plain": Measure(
+        "text: perplexity, plain",
+        "lower",
+        "per token of the reference answers after question and newline, no other ids",
+        "perplexity",
+    ),
+}
+
+Pairs = np.ndarray
+"""Values and weights of questions, [N, 2] float64."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value, its 95 % interval, and the questions it is made of."""
+
+    value: float
+    low: float
+    high: float
+    questions: int
+
+
+def pairs_of(records: Iterable[Mapping[str, Any]], name: str) -> Pairs:
+    """The pairs [N, 2] of the records that have some for this measure."""
+    found = [record["scores"][name] for record in records if name in record.get("scores", {})]
+    return np.asarray(found, dtype=np.float64).reshape(-1, 2)
+
+
+def value(measure: Measure, pairs: Pairs) -> float:
+    """The figure of pairs [N, 2], N at least 1."""
+    return float(_values(measure, pairs, np.arange(len(pairs))[None])[0])
+
+
+def figure(name: str, pairs: Pairs, seed: int = 0) -> Figure:
+    """The figure with its interval."""
+    measure = MEASURES[name]
+    low, high = _percentiles(_resampled(measure, [pairs], seed)[0])
+    return Figure(value(measure, pairs), low, high, len(pairs))
+
+
+def difference(name: str, a: Pairs, b: Pairs, seed: int = 0) -> Figure:
+    """B's figure minus A's, over the same N questions in the same order, with its interval."""
+    measure = MEASURES[name]
+    of_a, of_b = _resampled(measure, [a, b], seed)
+    low, high = _percentiles(of_b - of_a)
+    return Figure(value(measure, b) - value(measure, a), low, high, len(a))
+
+
+def _resampled(measure: Measure, sides: list[Pairs], seed: int) -> list[np.ndarray]:
+    """Figures [R] of each side over the same resampled questions."""
+    rng = np.random.default_rng(seed)
+    size = len(sides[0])
+    step = max(1, _CELLS // size)
+    parts: list[list[np.ndarray]] = [[] for _ in sides]
+    for low in range(0, RESAMPLES, step):
+        index = rng.integers(size, size=(min(step, RESAMPLES - low), size))
+        for part, pairs in zip(parts, sides, strict=True):
+            part.append(_values(measure, pairs, index))
+    return [np.concatenate(part) for part in parts]
+
+
+def _values(measure: Measure, pairs: Pairs, index: np.ndarray) -> np.ndarray:
+    """Figures [R] of the questions at `index` [R, N]."""
+    if measure.kind == "median":
+        return np.median(pairs[index, 0], axis=1)
+    ratio = pairs[index, 0].sum(1) / np.maximum(1e-12, pairs[index, 1].sum(1))
+    if measure.kind == "perplexity":
+        with np.errstate(over="ignore"):  # a hopeless model's is infinite
+            return np.exp(ratio)
+    return ratio
+
+
+def _percentiles(values: np.ndarray) -> tuple[float, float]:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return float("nan"), float("nan")
+    low, high = np.percentile(finite, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def shown(name: str, number: float) -> str:
+    """A value as people read it: shares in per cent, times in their unit."""
+    measure = MEASURES[name]
+    if number != number:
+        return "-"
+    if measure.kind == "ratio" and name != "real_time_factor":
+        return f"{100 * number:.2f} %"
+    size = abs(number)
+    text = f"{number:.0f}" if size >= 1000 else f"{number:.1f}" if size >= 100 else f"{number:.3f}"
+    if 0 < size < 0.01:
+        text = f"{number:.2g}"
+    return f"{text} {measure.unit}".strip()

@@ -1,0 +1,136 @@
+"""Pictures of an evaluation: figures with their intervals, how questions are spread, and two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.eval.measures import MEASURES, Figure, pairs_of, shown
+from train.eval.report import TEXT_BEFORE, Change, Record, Run, signed
+from train.plots import COLORS, GRID, INK, _pyplot, _save
+
+PICTURE, COMPARISON = "report.png", "compare.png"
+SHARES = ("exact_match", "ended", "code_accuracy", "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match")
+SPREAD = {
+    "wer": "word errors over words, per question",
+    "cer": "character errors over characters, per question",
+    "speech_text_wer": "speech against its text, per question",
+    "first_audio": "first audio in ms, per question",
+    "first_text": "first text in ms, per question",
+    "real_time_factor": "real-time factor, per question",
+    "text_perplexity": "text: nats per token, per question",
+    "text_perplexity_plain": "text, plain: nats per token, per question",
+}
+"""Measures whose spread over the questions is drawn, and what the axis says."""
+
+
+def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
+    """Draw `report.png`: bars of the shares with 95 % intervals, and the share of questions up to each value (ECDF)."""
+    shares = [name for name in SHARES if name in figures]
+    spreads = [name for name in SPREAD if name in figures]
+    columns = 2
+    rows = -(-len(spreads) // columns)
+    bars = 0.9 + 0.42 * len(shares)
+    pyplot = _pyplot()
+    figure = pyplot.figure(figsize=(9, bars + 2.5 * rows))
+    grid = figure.add_gridspec(rows + 1, columns, height_ratios=[bars, *[2.5] * rows])
+    _bars(figure.add_subplot(grid[0, :]), shares, figures)
+    for i, name in enumerate(spreads):
+        axis = figure.add_subplot(grid[1 + i // columns, i % columns])
+        series: list[tuple[str, Sequence[Record]]] = [("", run.scored)]
+        if name.startswith("text_") and len(pairs_of(run.records[TEXT_BEFORE], name)):
+            series = [("before", run.records[TEXT_BEFORE]), ("after", run.scored)]
+        for color, (label, records) in zip(COLORS, series, strict=False):
+            _spread(axis, _each(name, pairs_of(records, name)), color, label)
+        axis.set_xlabel(SPREAD[name], fontsize=9)
+        axis.set_ylabel("share of questions", fontsize=9)
+        axis.set_ylim(0, 1.02)
+        _tidy(axis)
+        if len(series) > 1:
+            axis.legend(fontsize=8, frameon=False)
+    title = f"{Path(run.started['model']).name}: {run.answered} questions of {Path(run.started['data']).name}"
+    figure.suptitle(f"{title}\nbelow: share of the questions up to a value; dotted: the median", fontsize=10)
+    return _save(figure, run.folder / PICTURE)
+
+
+def draw_comparison(changes: Mapping[str, Change], names: tuple[str, str], file: Path) -> Path:
+    """Draw both runs' figures with 95 % intervals, a panel each, the difference in its title."""
+    pyplot = _pyplot()
+    columns = min(3, len(changes))
+    rows = -(-len(changes) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(3.6 * columns, 2.7 * rows + 0.4), squeeze=False)
+    for axis in axes.flat[len(changes) :]:
+        axis.set_visible(False)
+    for axis, (name, change) in zip(axes.flat, changes.items(), strict=False):
+        sides = (change.before, change.after)
+        scale = _scale(name)
+        values = [scale * f.value for f in sides]
+        axis.bar(range(2), values, 0.6, color=COLORS[:2], yerr=_error(sides, scale), capsize=4, ecolor=INK)
+        axis.set_xticks(range(2), [f"{letter}: {label}" for letter, label in zip("AB", names, strict=True)], fontsize=8)
+        axis.set_ylim(bottom=0)
+        d = change.difference
+        title = f"{MEASURES[name].title} ({MEASURES[name].better} is better)"
+        interval = f"B - A: {signed(name, d.value)} ({signed(name, d.low)} to {signed(name, d.high)})"
+        axis.set_title(f"{title}\n{interval}", fontsize=8, loc="left")
+        axis.set_ylabel(_unit(name), fontsize=8)
+        _tidy(axis)
+    return _save(figure, file)
+
+
+def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> None:
+    found = [figures[name] for name in names]
+    places = np.arange(len(names))[::-1]
+    colors = [COLORS[2] if MEASURES[name].better == "higher" else COLORS[1] for name in names]
+    axis.barh(places, [100 * f.value for f in found], 0.62, xerr=_error(found, 100.0), color=colors, ecolor=INK, capsize=3)
+    axis.set_yticks(places, [MEASURES[name].title for name in names], fontsize=9)
+    axis.set_xlim(0, max([105.0, *[112 * f.high for f in found]]))
+    for place, name, f in zip(places, names, found, strict=True):
+        axis.annotate(
+            shown(name, f.value), (100 * max(f.value, f.high), place), xytext=(7, 0), textcoords="offset points",
+            va="center", fontsize=8, color=INK,
+        )  # fmt: skip
+    axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)", fontsize=9)
+    _tidy(axis)
+
+
+def _each(name: str, pairs: np.ndarray) -> np.ndarray:
+    """A value per question, [N]; those without weight are left out."""
+    pairs = pairs[pairs[:, 1] > 0]
+    return pairs[:, 0] / pairs[:, 1]
+
+
+def _spread(axis: Any, values: np.ndarray, color: str, label: str) -> None:
+    """The empirical distribution function."""
+    if not len(values):
+        return
+    x = np.sort(values)
+    left = min(0.0, x[0])
+    axis.step(
+        [left, *x, x[-1] * 1.02 + 1e-9], [0, *np.arange(1, len(x) + 1) / len(x), 1.0], where="post", color=color, label=label
+    )
+    axis.axvline(np.median(x), color=color, linewidth=0.8, linestyle=":")
+
+
+def _error(found: Sequence[Figure], scale: float) -> np.ndarray:
+    """Distances from values to interval ends, [2, figures]; none where there is no interval."""
+    ends = [(f.value - f.low, f.high - f.value) for f in found]
+    return scale * np.maximum(0, np.nan_to_num(np.asarray(ends).reshape(-1, 2).T))
+
+
+def _scale(name: str) -> float:
+    return 100.0 if _unit(name) == "per cent" else 1.0
+
+
+def _unit(name: str) -> str:
+    measure = MEASURES[name]
+    return "per cent" if measure.kind == "ratio" and name != "real_time_factor" else measure.unit
+
+
+def _tidy(axis: Any) -> None:
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(colors=INK, labelsize=8)

@@ -1,0 +1,172 @@
+"""The questions of an evaluation, in a fixed order: rows of any form that is known.
+
+Besides the readers of `train.data.readers` there are two forms:
+
+    voicebench   Parquet or JSON lines with `audio`, `prompt` and the references of its judges. The reference is the column
+                 that `columns` names as answer_text, else the first of `REFERENCES` that is there; many sets have none.
+    rows         Parquet files of our own rows (`train.data.row`).
+
+Only the first turn of a conversation is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.tasks import TASKS, Task, find_task
+from train.data.readers import READERS, Broken, Options, Source, open_source
+from train.data.readers.files import Files
+from train.data.readers.source import RecordReader, text
+from train.data.row import ROW_VERSION, Row, RowTurn, from_plain
+
+REFERENCES = ("reference", "output", "answer", "target")
+SOUND = ("audio",)
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class GivenRow(Row):
+    """A row that keeps the fields of the record it was made of, without the sound."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> GivenRow:
+    """The row of one record; UserError where it has no recording."""
+    named = options.columns.get("answer_text")
+    if named is not None and named not in data:
+        raise UserError(f"has no column {named!r} for answer_text: its columns are {', '.join(data)}")
+    names = [named] if named is not None else [name for name in REFERENCES if isinstance(data.get(name), str | int | float)]
+    turn = RowTurn(
+        question_text=text(data, "prompt"),
+        question_audio=files.sound(data.get("audio")),
+        answer_text=text(data, *names),
+    )
+    if turn.question_audio is None:
+        raise UserError("has no recording in its column 'audio': drop the row")
+    name = next((str(data[n]) for n in ("id", "key", "index") if isinstance(data.get(n), str | int)), "")
+    given = {name: value for name, value in data.items() if name not in SOUND}
+    return GivenRow((turn,), id=name, source="voicebench", language=options.language, where=where, given=given)
+
+
+def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+    """One of our own rows; UserError where columns are missing or it breaks the format."""
+    if data.get("version") != ROW_VERSION:
+        raise UserError(f"is of version {data.get('version')}; this is version {ROW_VERSION}: prepare the data again")
+    try:
+        return from_plain(data, files.folder, where)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"has no {error} where a row has it: its file is of another format, prepare it again") from error
+
+
+VOICEBENCH = RecordReader(
+    name="voicebench",
+    summary="VoiceBench: Parquet or JSON lines with audio, prompt and reference columns",
+    row=voicebench_row,
+    endings=(".parquet", ".jsonl", ".jsonl.gz", ".json"),
+    fields=(frozenset({"audio", "prompt"}),),
+)
+ROWS = RecordReader(
+    name="rows",
+    summary="Parquet files of our own rows, as `train data prepare` writes them",
+    row=stored_row,
+    endings=(".parquet",),
+    fields=(frozenset({"version", "turns"}),),
+)
+OWN = {reader.name: reader for reader in (VOICEBENCH, ROWS)}
+
+
+def open_data(path: Path, options: Options) -> Source:
+    """The data as a source of rows; UserError where there is nothing, or nothing known."""
+    if not path.exists():
+        raise UserError(f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
+    if options.format in OWN:
+        return OWN[options.format](path, options)
+    if not options.format:
+        for reader in OWN.values():
+            if reader.recognise(path):
+                return reader(path, options)
+    elif options.format not in READERS:
+        raise UserError(f"format {options.format!r} is unknown: there are {', '.join([*OWN, *READERS])}")
+    return open_source(path, options)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Some or all items of a source.
+
+    Attributes:
+        chosen: indices of the items, ascending.
+    """
+
+    source: Source
+    chosen: range | list[int]
+
+    @classmethod
+    def spread(cls, source: Source, count: int | None) -> Questions:
+        """`count` items, evenly over the source (all of them by default); UserError for data without any."""
+        size = len(source)
+        if size == 0:
+            raise UserError("the data hold no rows; name others")
+        if count is None or count >= size:
+            return cls(source, range(size))
+        return cls(source, [i * size // count for i in range(count)])
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def iterate(self, start: int = 0) -> Iterator[tuple[int, Row | Broken]]:
+        """Index and item, from the `start`th chosen one on."""
+        wanted = iter(self.chosen[start:])
+        index = next(wanted, None)
+        if index is None:
+            return
+        for at, item in enumerate(self.source.iterate(index), index):
+            if at == index:
+                yield at, item
+                index = next(wanted, None)
+                if index is None:
+                    return
+
+
+def choose_task(questions: Questions, lm: SpeechLM) -> Task:
+    """What the questions are asked as where nobody says; UserError where no row can be asked."""
+    if questions.source.format in ("librispeech", "common-voice"):
+        return TASKS["A1T1"]
+    if questions.source.format == "voicebench":
+        return TASKS["A1A2" if lm.codec is not None else "A1T2"]
+    why = ""
+    for _, item in questions.iterate():
+        if isinstance(item, Broken):
+            why = why or f"{item.where}: {item.why}"
+            continue
+        turn = item.turns[0]
+        if item.task:
+            return find_task(item.task)
+        spoken, answered = turn.question_audio is not None, bool(turn.answer_text or turn.answer_codes or turn.answer_audio)
+        if not spoken:
+            return TASKS["T1A2" if lm.codec is not None and not turn.answer_text else "T1T2"]
+        if not answered and turn.question_text:
+            return TASKS["A1T1"]
+        return TASKS["A1A2" if lm.codec is not None else "A1T2"]
+    raise UserError(f"no row of the data can be read, so nothing can be asked; the first: {why}")
+
+
+def fingerprint(path: Path) -> str:
+    """What tells data from other data: names and sizes of the files, and of a single file also its two ends."""
+    digest = hashlib.sha256()
+    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+    for file in files:
+        digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}\0{file.stat().st_size}\0".encode())
+    if not path.is_dir():
+        with path.open("rb") as handle:
+            digest.update(handle.read(_PIECE))
+            handle.seek(max(0, path.stat().st_size - _PIECE))
+            digest.update(handle.read(_PIECE))
+    return digest.hexdigest()[:16]

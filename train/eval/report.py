@@ -1,0 +1,229 @@
+"""From the records of a run to its figures, and these as files: report.json, report.md, and VoiceBench's own answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from train.eval.journal import RUN, read_json, read_records, write_whole
+from train.eval.measures import MEASURES, Figure, difference, figure, pairs_of, shown
+from train.eval.texts import explain
+
+ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
+REPORT, TABLE, VOICEBENCH = "report.json", "report.md", "voicebench.jsonl"
+FEW = 4
+"""Questions that a verdict needs at least."""
+NAMED = 20
+"""Broken rows, and mistaken answers, that the table names."""
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stands in an output folder.
+
+    Attributes:
+        started: model, data, task and settings (`run.json`).
+        records: by file, whatever was written.
+    """
+
+    folder: Path
+    started: Mapping[str, Any]
+    records: Mapping[str, Sequence[Record]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """UserError where no evaluation was started there."""
+        files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)
+        return cls(folder, read_json(folder / RUN), {name: list(read_records(folder / name)) for name in files})
+
+    @property
+    def scored(self) -> list[Record]:
+        """Records of the model itself, of all files."""
+        return [r for name in (ANSWERS, TIMINGS, TEXT) for r in self.records[name]]
+
+    @property
+    def broken(self) -> list[Record]:
+        return [r for r in self.records[ANSWERS] if "broken" in r]
+
+    @property
+    def answered(self) -> int:
+        return len(self.records[ANSWERS]) - len(self.broken)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The text-only score before and after, over the questions that both were asked, and the difference."""
+
+    before: Figure
+    after: Figure
+    difference: Figure
+
+
+def figures_of(run: Run) -> dict[str, Figure]:
+    """Every figure that the records have something for, in the order of `MEASURES`."""
+    out = {}
+    for name in MEASURES:
+        pairs = pairs_of(run.scored, name)
+        if len(pairs):
+            out[name] = figure(name, pairs)
+    return out
+
+
+def changes_of(run: Run) -> dict[str, Change]:
+    """What speech training did to the text-only score."""
+    return compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
+
+
+def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> dict[str, Change]:
+    """Figures of two lists of records over the items that both have a score for, and B's minus A's."""
+    out = {}
+    for name in names:
+        of_a = {r["index"]: r for r in a if name in r.get("scores", {})}
+        both = [r for r in b if name in r.get("scores", {}) and r["index"] in of_a]
+        if both:
+            pairs_a, pairs_b = pairs_of([of_a[r["index"]] for r in both], name), pairs_of(both, name)
+            out[name] = Change(figure(name, pairs_a), figure(name, pairs_b), difference(name, pairs_a, pairs_b))
+    return out
+
+
+def write_report(run: Run) -> dict[str, Figure]:
+    """Write `report.json`, `report.md` and, of VoiceBench's data, `voicebench.jsonl`; returns the figures."""
+    figures, changes = figures_of(run), changes_of(run)
+    data = {
+        **run.started,
+        "answered": run.answered,
+        "broken": [{"where": r["where"], "why": r["broken"]} for r in run.broken],
+        "figures": {name: asdict(f) for name, f in figures.items()},
+        "text_change": {name: asdict(c) for name, c in changes.items()},
+    }
+    write_whole(run.folder / REPORT, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    write_whole(run.folder / TABLE, as_markdown(run, figures, changes))
+    if run.started["format"] == "voicebench":
+        lines = [json.dumps(voicebench_answer(r), ensure_ascii=False) for r in run.records[ANSWERS] if "broken" not in r]
+        write_whole(run.folder / VOICEBENCH, "".join(line + "\n" for line in lines))
+    return figures
+
+
+def voicebench_answer(record: Record) -> dict[str, Any]:
+    """A line for VoiceBench's judges: the row's own fields without the sound, and `response`."""
+    return {**record["given"], "response": record["response"]}
+
+
+def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, Change]) -> str:
+    """The report to read."""
+    settings = run.started
+    normaliser = settings["settings"]["normaliser"]
+    lines = [
+        f"# {settings['model']} on {settings['data']}",
+        "",
+        f"- data: {settings['format']}, {settings['items']} questions: {run.answered} answered, {len(run.broken)} broken",
+        f"- task: {settings['task']}; {_drawing(settings['settings'])}",
+        f"- texts are compared after the normaliser {normaliser}: {explain(normaliser)}",
+    ]
+    if settings.get("ear"):
+        lines.append(f"- spoken answers were heard by {settings['ear']}, which errs by itself, too")
+    if run.records[TIMINGS]:
+        lines.append(f"- {_circumstances(run.records[TIMINGS], settings['device'])}")
+    lines += ["", "| figure | value | 95 % interval | questions | better |", "|---|---:|---:|---:|---|"]
+    lines += [
+        f"| {MEASURES[name].title} | {shown(name, f.value)} | {_interval(name, f)} | {f.questions} | {MEASURES[name].better} |"
+        for name, f in figures.items()
+    ]
+    if changes:
+        lines += ["", f"## Text only: before ({settings['text_before']}) and after", ""]
+        lines += change_table(changes, "before", "after")
+    lines += ["", "Intervals: bootstrap over questions. The figures:", ""]
+    lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
+    lines += _mistakes(run) + _broken(run)
+    return "\n".join(lines) + "\n"
+
+
+def change_table(changes: Mapping[str, Change], a: str, b: str) -> list[str]:
+    """Lines of a Markdown table of two sides and their differences."""
+    lines = [f"| figure | {a} | {b} | difference | 95 % interval | questions | |", "|---|---:|---:|---:|---:|---:|---|"]
+    for name, c in changes.items():
+        d = c.difference
+        lines.append(
+            f"| {MEASURES[name].title} | {shown(name, c.before.value)} | {shown(name, c.after.value)} | "
+            f"{signed(name, d.value)} | {signed(name, d.low)} to {signed(name, d.high)} | {d.questions} | {verdict(name, d)} |"
+        )
+    return lines
+
+
+def verdict(name: str, change: Figure) -> str:
+    """Better, worse, or not told apart: whether the interval of a difference leaves out zero; "too few" questions say nothing,
+    since their bootstrap cannot tell how they vary."""
+    if change.questions < FEW:
+        return "too few"
+    if change.low <= 0 <= change.high or change.low != change.low:
+        return "not told apart"
+    return "better" if (change.value < 0) == (MEASURES[name].better == "lower") else "worse"
+
+
+def signed(name: str, number: float) -> str:
+    """A difference with its sign; of shares in percentage points."""
+    return ("+" if number > 0 else "") + shown(name, number).replace(" %", " points")
+
+
+def _interval(name: str, f: Figure) -> str:
+    return f"{shown(name, f.low)} to {shown(name, f.high)}"
+
+
+def _drawing(settings: Mapping[str, Any]) -> str:
+    if settings["temperature"] == 0:
+        return "answers are greedy"
+    return f"answers are drawn at temperature {settings['temperature']:g} with seed {settings['seed']}"
+
+
+def _circumstances(timed: Sequence[Record], device: str) -> str:
+    """How the streamed questions were streamed."""
+    threads, loads = timed[-1]["threads"], [r["load"] for r in timed if r["load"] is not None]
+    busy = f", load of the machine {max(loads):g} (others' work slows it)" if loads else ""
+    return f"{len(timed)} questions were streamed one by one on {device}, {threads} thread{'s' * (threads > 1)}{busy}"
+
+
+def _mistakes(run: Run) -> list[str]:
+    """The answers with most errors, as a table."""
+    wrong = []
+    for r in run.records[ANSWERS]:
+        scores = r.get("scores", {})
+        errors = scores.get("wer", scores.get("cer", scores.get("speech_wer", (0, 0))))[0]
+        if errors:
+            wrong.append((errors, r))
+    if not wrong:
+        return []
+    wrong.sort(key=lambda pair: (-pair[0], pair[1]["index"]))
+    head = ["", f"## Answers with most errors ({min(NAMED, len(wrong))} of {len(wrong)} with any)", ""]
+    listened = run.started.get("ear") is not None
+    table = ["| where | errors | reference | answer |" + " heard |" * listened, "|---|---:|---|---|" + "---|" * listened]
+    cells = [
+        (place(run, r), f"{e:.0f}", r["reference"], r["response"], *([r["heard"]] if listened else []))
+        for e, r in wrong[:NAMED]
+    ]
+    return head + table + ["| " + " | ".join(cell(c) for c in row) + " |" for row in cells]
+
+
+def _broken(run: Run) -> list[str]:
+    if not run.broken:
+        return []
+    lines = ["", f"## Broken rows ({len(run.broken)})", ""]
+    lines += [f"- {place(run, r)}: {r['broken']}" for r in run.broken[:NAMED]]
+    more = len(run.broken) - NAMED
+    return lines + ([f"- and {more} more, see {REPORT}"] if more > 0 else [])
+
+
+def place(run: Run, record: Record) -> str:
+    """Where a record stands, counted from the data's folder."""
+    return str(record["where"]).removeprefix(f"{run.started['data']}/")
+
+
+def cell(text: Any, length: int = 80) -> str:
+    """Text as a cell of a Markdown table: one line, no bars."""
+    flat = " ".join(str(text or "").split())
+    flat = flat if len(flat) <= length else flat[: length - 4] + " ..."
+    return flat.replace("|", "\\|")
