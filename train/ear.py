@@ -56,7 +56,7 @@ def nearest(query: Tensor, references: Sequence[Tensor]) -> int:
 class Sphinx:
     """pocketsphinx with a grammar of one rule: a sequence of the given words.
 
-    Every recording is heard as if it were the first: what pocketsphinx learns of level and channel is forgotten before the next.
+    Every recording is heard as if it were the first: what pocketsphinx learns of its level is then forgotten.
 
     Args:
         words: what may be said, each any number of times, at most `longest` in all.
