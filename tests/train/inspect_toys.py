@@ -1,0 +1,84 @@
+"""Rows to look at: sound ones, and what is done to them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import soundfile
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec, CodecStream
+from omni.errors import UserError
+from train.data.keys import torch_dice
+from train.data.parquet import write_rows
+from train.data.row import Codes, Row, RowTurn, Sound
+
+RATE = 8000
+SIZES = {"codec2": (512, 512, 16, 64), "snac": (4096,) * 7}
+FRAME_RATES = {"codec2": 25.0, "snac": 24000 / 2048}
+WORDS = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+def noise(seconds: float, *key: int | str) -> Tensor:
+    """Sound [S] that differs by key."""
+    return (torch.rand(round(seconds * RATE), generator=torch_dice(*key)) - 0.5) * 0.5
+
+
+def wav(samples: Tensor, rate: int = RATE) -> bytes:
+    """A WAV file of 16 bits."""
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples.numpy(), rate, format="WAV", subtype="PCM_16")
+    return buffer.getvalue()
+
+
+def row(index: int, codec: str = "codec2", **changes: Any) -> Row:
+    """A row that nothing is wrong with; `changes` are of its turn, or of the row itself."""
+    words = " ".join(WORDS[int(digit)] for digit in str(index + 100))
+    seconds = 0.1 * len(words)
+    frames = round(seconds * FRAME_RATES[codec])
+    codes = torch.stack([torch.randint(size, (frames,), generator=torch_dice("codes", index)) for size in SIZES[codec]])
+    turn = RowTurn(
+        question_text=f"say {words}",
+        question_audio=Sound(data=wav(noise(seconds, "question", index))),
+        answer_text=words,
+        answer_audio=Sound(data=wav(noise(seconds, "answer", index))),
+        answer_codes=Codes(codec, codes),
+    )
+    of_row = {name: changes.pop(name) for name in ("id", "source", "language", "speaker", "task", "version") if name in changes}
+    fields = {"id": f"r{index}", "source": "toy", "speaker": f"s{index % 3}", **of_row}
+    return Row((replace(turn, **changes),), **fields)
+
+
+def stored(folder: Path, rows: Sequence[Row], per_file: int = 8, row_group: int = 4) -> Path:
+    """Rows in files of a folder."""
+    for start in range(0, len(rows), per_file):
+        write_rows(folder / f"rows-{start // per_file:05d}.parquet", rows[start : start + per_file], row_group)
+    return folder
+
+
+class Beeper(AudioCodec):
+    """A codec that sounds each frame as a step of its first code."""
+
+    sample_rate, frame_samples = 8000, 100
+
+    def __init__(self, name: str) -> None:
+        self.name, self.codebook_sizes = name, SIZES[name]
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        return _Beeps(self)
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        raise UserError("it only speaks")
+
+
+class _Beeps(CodecStream):
+    def _push(self, codes: Tensor) -> Tensor:
+        return (codes[0].float() / self.codec.codebook_sizes[0]).repeat_interleave(100)
+
+    def _finish(self) -> Tensor:
+        return torch.empty(0)

@@ -1,0 +1,228 @@
+"""What is checked of a row by itself."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from omni.errors import UserError
+from omni.tasks import TASKS, find_task
+from train.data.inspect.codecs import BadCodes, Codecs
+from train.data.inspect.measures import BadSound, Measured, digest, measure, text_digest
+from train.data.row import Row, RowTurn, Sound
+
+SPEECH_RATES: dict[str, tuple[float, float]] = {"zh": (1.0, 10.0), "yue": (1.0, 10.0), "ja": (1.5, 16.0), "ko": (1.5, 14.0)}
+"""Characters a second that people speak, by language: scripts of syllables and words have few."""
+OTHER_RATES = (3.0, 30.0)
+"""The same for all other languages: English is read at about 15."""
+PAUSE_SECONDS = 1.0
+"""A recording may be so much longer than its text takes at the lowest rate: silence around it."""
+MISMATCH = (0.5, 0.1)
+"""Codes and their recording may differ by so many seconds, or this share of its length, whichever is more."""
+
+WORD_GRACE = 0.25
+"""Seconds by which a word may end behind its recording."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where an observation becomes a finding.
+
+    Attributes:
+        max_silence: share of silent windows from which a recording is mostly silent.
+        max_clipping: share of clipped samples beyond which it is clipped.
+        chars_per_second: lowest and highest rate of speech; None for the language's own (`SPEECH_RATES`).
+    """
+
+    max_silence: float = 0.9
+    max_clipping: float = 0.001
+    chars_per_second: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_silence", "max_clipping"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it is a share between 0 and 1")
+        if self.chars_per_second is not None and not 0 < self.chars_per_second[0] < self.chars_per_second[1]:
+            raise UserError(f"chars_per_second is {list(self.chars_per_second)}; give the lowest rate and the highest, above 0")
+
+    def rates(self, language: str) -> tuple[float, float]:
+        """Lowest and highest characters a second of a language."""
+        if self.chars_per_second is not None:
+            return self.chars_per_second
+        return SPEECH_RATES.get(language.replace("_", "-").split("-")[0].casefold(), OTHER_RATES)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Measures of a turn's recordings, None where there is none that can be read; and how long its answer is spoken, by its
+    recording or its codes."""
+
+    question: Measured | None
+    answer: Measured | None
+    spoken: float | None
+
+
+@dataclass
+class Checked:
+    """What the checks of a row came to.
+
+    Attributes:
+        problems: kind of finding and text.
+        audio, texts: digests of the questions' recordings, and of the questions' words.
+        pairs: digests of each question and answer in words, where both are there.
+        whole: digest of all texts, sounds and codes; None where a part of it cannot be read.
+        turns: measures of each turn.
+    """
+
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    audio: list[int] = field(default_factory=list)
+    texts: list[int] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)
+    whole: int | None = None
+    turns: list[Heard] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Sound that was heard."""
+        return sum(sound.seconds for turn in self.turns for sound in (turn.question, turn.answer) if sound is not None)
+
+
+def characters(text: str) -> int:
+    """Characters of a text that are spoken: all but spaces."""
+    return len("".join(text.split()))
+
+
+def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
+    """All checks of a row by itself."""
+    checked, parts, readable = Checked(), [row.language.encode()], True
+    if row.task and row.task not in TASKS:
+        try:
+            find_task(row.task)
+        except UserError as error:
+            checked.problems.append(("unknown_task", str(error)))
+    for number, turn in enumerate(row.turns):
+        found = _Turn(row, turn, bounds, codecs)
+        prefix = f"turn {number}: " if len(row.turns) > 1 else ""
+        checked.problems += [(kind, prefix + text) for kind, text in found.problems()]
+        checked.turns.append(Heard(found.question, found.answer, found.spoken))
+        if found.question is not None:
+            checked.audio.append(found.question.digest)
+        if turn.question_text.strip():
+            checked.texts.append(text_digest(turn.question_text))
+            if turn.answer_text.strip():
+                checked.pairs.append(text_digest(turn.question_text, turn.answer_text))
+        readable &= found.readable
+        parts += found.parts()
+    checked.whole = digest(*parts) if readable else None
+    return checked
+
+
+class _Turn:
+    """A turn with its measures."""
+
+    def __init__(self, row: Row, turn: RowTurn, bounds: Bounds, codecs: Codecs) -> None:
+        self.row, self.turn, self.bounds, self.codecs = row, turn, bounds, codecs
+        self.broken: list[tuple[str, str]] = []
+        self.question = self._measure("question_audio", turn.question_audio)
+        self.answer = self._measure("answer_audio", turn.answer_audio)
+        self.readable = not self.broken
+        codes = turn.answer_codes
+        self.spoken = self.answer.seconds if self.answer else codecs.seconds(codes) if codes else None
+
+    def _measure(self, name: str, sound: Sound | None) -> Measured | None:
+        if sound is None:
+            return None
+        try:
+            return measure(sound)
+        except BadSound as error:
+            self.broken.append((error.kind, f"{name}: {error}"))
+            return None
+
+    def parts(self) -> list[bytes]:
+        """What the turn is made of, for a digest."""
+        codes = self.turn.answer_codes
+        stored = b"" if codes is None else f"{codes.codec} {codes.order}".encode() + codes.frames.numpy().tobytes()
+        sounds = [b"" if sound is None else sound.digest.to_bytes(8, "little") for sound in (self.question, self.answer)]
+        return [self.turn.question_text.encode(), self.turn.answer_text.encode(), *sounds, stored]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from self.broken
+        yield from self._fit()
+        yield from self._sound("question_audio", self.question)
+        yield from self._sound("answer_audio", self.answer)
+        yield from self._codes()
+        yield from self._words()
+        yield from self._texts()
+        yield from self._rate("question", self.turn.question_text, self.question.seconds if self.question else None)
+        yield from self._rate("answer", self.turn.answer_text, self.spoken)
+
+    def _fit(self) -> Iterator[tuple[str, str]]:
+        if self.row.task in TASKS:
+            missing = self.turn.lacks(find_task(self.row.task))
+            if missing:
+                yield "unfit_row", f"there is no {missing}, which its task {self.row.task} needs"
+        elif all(self.turn.lacks(task) for task in TASKS.values()):
+            yield "unfit_row", "it has the parts of no task: a question and an answer, or a recording and its words"
+
+    def _sound(self, name: str, sound: Measured | None) -> Iterator[tuple[str, str]]:
+        if sound is None:
+            return
+        if sound.silence == 1:
+            yield "silent_sound", f"{name} of {sound.seconds:.2f} s is silent throughout"
+        elif sound.silence > self.bounds.max_silence:
+            yield "mostly_silent", f"{name} is silent for {100 * sound.silence:.0f} % of its {sound.seconds:.2f} s"
+        if sound.clipping > self.bounds.max_clipping:
+            yield "clipped", f"{name} has {100 * sound.clipping:.2f} % of its samples clipped"
+
+    def _codes(self) -> Iterator[tuple[str, str]]:
+        codes = self.turn.answer_codes
+        if codes is None:
+            return
+        if self.codecs.facts(codes.codec) is None:
+            yield "unknown_codec", f"codec {codes.codec!r} is not known here"
+        try:
+            self.codecs.streams(codes)
+        except BadCodes as error:
+            yield error.kind, str(error)
+            return
+        lasting = self.codecs.seconds(codes)
+        if lasting is not None and self.answer is not None:
+            apart, most = abs(lasting - self.answer.seconds), max(MISMATCH[0], MISMATCH[1] * self.answer.seconds)
+            if apart > most:
+                frames = codes.frames.shape[1]
+                yield "codes_length", f"{frames} frames of codes last {lasting:.2f} s, answer_audio {self.answer.seconds:.2f} s"
+
+    def _words(self) -> Iterator[tuple[str, str]]:
+        """The first word that is out of place; whoever cut the recording may have rounded its ends."""
+        lengths = {"user": self.question.seconds if self.question else None, "model": self.spoken}
+        for number, (text, start, end, who) in enumerate(self.turn.words):
+            if who not in lengths:
+                yield "word_times", f"word {number}, {text!r}, is said by {who!r}; there are user and model"
+                return
+            last = lengths[who]
+            if not 0 <= start <= end or (last is not None and end > last + WORD_GRACE):
+                place = f"from {start:.2f} to {end:.2f} s" + ("" if last is None else f" of the {last:.2f} s")
+                yield "word_times", f"word {number}, {text!r}, is said {place} of the {who}'s sound"
+                return
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        turn = self.turn
+        if turn.question_audio is not None and not turn.question_text.strip():
+            yield "empty_text", "question_audio has no question_text"
+        if (turn.answer_audio is not None or turn.answer_codes is not None) and not turn.answer_text.strip():
+            yield "empty_text", "the spoken answer has no answer_text"
+        for name, text in (("question_text", turn.question_text), ("answer_text", turn.answer_text)):
+            odd = next((c for c in text if c == "\ufffd" or (unicodedata.category(c) == "Cc" and c not in "\n\r\t")), None)
+            if odd is not None:
+                yield "odd_text", f"{name} holds the character U+{ord(odd):04X}"
+
+    def _rate(self, side: str, text: str, seconds: float | None) -> Iterator[tuple[str, str]]:
+        """A text of c characters takes between c / highest and c / lowest + a pause."""
+        count = characters(text)
+        if seconds is None or not count:
+            return
+        low, high = self.bounds.rates(self.row.language)
+        if seconds > count / low + PAUSE_SECONDS or seconds < count / high:
+            rate = f"{count / max(seconds, 1e-3):.1f} a second, not {low:g} to {high:g}"
+            yield "speech_rate", f"{side}: {count} characters in {seconds:.2f} s are {rate}"

@@ -1,0 +1,264 @@
+"""What rows are like, in numbers that stay few however many rows there are.
+
+Dimensions: A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from omni.audio.io import SAMPLE_RATE
+from omni.errors import UserError
+from omni.tasks import Task, Turn
+from train.data.columns import turn_columns
+from train.data.inspect.checks import characters
+from train.data.inspect.codecs import BadCodes, Codecs
+from train.data.inspect.measures import BadSound, head
+from train.data.inspect.target import Target
+from train.data.row import Codes, Row, RowTurn, Sound
+
+FIELDS = ("source", "language", "speaker", "task")
+"""Fields of a row by which it is counted."""
+MOST_VALUES = 10_000
+"""So many different values of a field are counted apart; what comes later is `OTHERS`."""
+OTHERS = "(others)"
+PERCENTS = (1, 5, 25, 50, 75, 95, 99)
+
+
+class Sample:
+    """Values of a measure: all of them up to `kept`, beyond that an even sample of so many, drawn alike each time."""
+
+    def __init__(self, kept: int = 100_000) -> None:
+        self.kept, self.count, self.total = kept, 0, 0.0
+        self.least, self.most = math.inf, -math.inf
+        self._values = array("f")
+        self._dice = random.Random(0)
+
+    def add(self, value: float) -> None:
+        """Take another (reservoir sampling, Vitter 1985, algorithm R)."""
+        self.count += 1
+        self.total += value
+        self.least, self.most = min(self.least, value), max(self.most, value)
+        if len(self._values) < self.kept:
+            self._values.append(value)
+        elif (place := self._dice.randrange(self.count)) < self.kept:
+            self._values[place] = value
+
+    @property
+    def values(self) -> np.ndarray:
+        """The values that are kept."""
+        return np.frombuffer(self._values, np.float32)
+
+    def summary(self) -> dict[str, float]:
+        """Count, mean, extremes and percentiles."""
+        at = np.percentile(self.values, PERCENTS)
+        percentiles = {f"p{percent}": float(value) for percent, value in zip(PERCENTS, at, strict=True)}
+        return {"count": self.count, "mean": self.total / self.count, "min": self.least, **percentiles, "max": self.most}
+
+
+@dataclass
+class Group:
+    """Rows of one value of a field."""
+
+    rows: int = 0
+    turns: int = 0
+    question_seconds: float = 0.0
+    answer_seconds: float = 0.0
+
+    def add(self, other: Group) -> None:
+        self.rows += other.rows
+        self.turns += other.turns
+        self.question_seconds += other.question_seconds
+        self.answer_seconds += other.answer_seconds
+
+
+@dataclass
+class StreamUse:
+    """How the codes of a stream are used, from how often each occurs: `counts` [codes]."""
+
+    counts: np.ndarray
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Shares of the codes that occur, largest first."""
+        used = np.sort(self.counts[self.counts > 0])[::-1]
+        return used / max(1, used.sum())
+
+    @property
+    def entropy(self) -> float:
+        """Bits a code carries by its frequency alone: -sum p log2 p, at most log2 of the number of codes."""
+        return float(-(self.shares * np.log2(self.shares)).sum()) + 0.0
+
+    @property
+    def used(self) -> float:
+        """Share of the codebook that occurs."""
+        return float((self.counts > 0).mean())
+
+
+@dataclass
+class Collected:
+    """Everything that is counted.
+
+    Attributes:
+        groups: by field, by value.
+        samples: measures by name.
+        codes: by codec, counts [codes] of each stream in the model's order.
+        noted: how many rows or turns had something that kept them from being measured.
+    """
+
+    all: Group = field(default_factory=Group)
+    groups: dict[str, dict[str, Group]] = field(default_factory=lambda: {name: {} for name in FIELDS})
+    samples: dict[str, Sample] = field(default_factory=dict)
+    codes: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    noted: Counter[str] = field(default_factory=Counter)
+
+    def use(self, codec: str) -> list[StreamUse]:
+        """How a codec's streams are used."""
+        return [StreamUse(counts) for counts in self.codes[codec]]
+
+
+class Collector:
+    """Counts rows, reading no more of their recordings than the headers.
+
+    Args:
+        target: the model whose tokens and columns are counted, None for neither.
+        tasks: what its columns are counted for; a row that names its own task is counted for that alone.
+    """
+
+    def __init__(self, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = ()) -> None:
+        self.codecs, self.target, self.tasks = codecs, target, tasks
+        self.done = Collected()
+
+    def add(self, row: Row) -> None:
+        """Count another row."""
+        mine = Group(rows=1, turns=len(row.turns))
+        self._note("turns a row", len(row.turns))
+        lengths = []
+        for turn in row.turns:
+            asked, spoken = self._seconds(turn.question_audio), self._seconds(turn.answer_audio)
+            if spoken is None and turn.answer_codes is not None:
+                spoken = self.codecs.seconds(turn.answer_codes)
+            lengths.append((asked, spoken))
+            mine.question_seconds += asked or 0.0
+            mine.answer_seconds += spoken or 0.0
+            for side, text, seconds in (("question", turn.question_text, asked), ("answer", turn.answer_text, spoken)):
+                self._side(side, text, seconds)
+            if turn.answer_codes is not None:
+                self._codes(turn.answer_codes)
+        self.done.all.add(mine)
+        for name, values in self.done.groups.items():
+            value = getattr(row, name)
+            values.setdefault(value if value in values or len(values) < MOST_VALUES else OTHERS, Group()).add(mine)
+        for task in self.tasks:
+            if row.task in ("", task.name):
+                self._columns(row, task, lengths)
+
+    def _note(self, name: str, value: float) -> None:
+        self.done.samples.setdefault(name, Sample()).add(value)
+
+    def _seconds(self, sound: Sound | None) -> float | None:
+        if sound is None:
+            return None
+        try:
+            return head(sound).seconds
+        except BadSound as error:
+            self.done.noted[f"recordings not counted: {error.kind.replace('_', ' ')}"] += 1
+            return None
+
+    def _side(self, side: str, text: str, seconds: float | None) -> None:
+        count = characters(text)
+        if seconds is not None:
+            self._note(f"{side} seconds", seconds)
+        if count:
+            self._note(f"{side} characters", count)
+            if self.target is not None:
+                self._note(f"{side} tokens", len(self.target.tokenizer.encode(text)))
+            if seconds:
+                self._note(f"{side} characters a second", count / seconds)
+
+    def _codes(self, codes: Codes) -> None:
+        try:
+            frames = self.codecs.streams(codes)
+        except BadCodes as error:
+            self.done.noted[f"codes not counted: {error.kind.replace('_', ' ')}"] += 1
+            return
+        self._note("answer frames", frames.shape[1])
+        facts = self.codecs.facts(codes.codec)
+        sizes = facts.sizes if facts is not None else (0,) * len(frames)
+        counts = self.done.codes.setdefault(codes.codec, [np.zeros(size, np.int64) for size in sizes])
+        if len(counts) != len(frames) or int(frames.min()) < 0:
+            self.done.noted["codes not counted: of an unknown codec, and unlike those before"] += 1
+            return
+        for stream, row in enumerate(frames.numpy()):
+            seen = np.bincount(row, minlength=len(counts[stream]))
+            seen[: len(counts[stream])] += counts[stream]
+            counts[stream] = seen
+
+    def _columns(self, row: Row, task: Task, lengths: list[tuple[float | None, float | None]]) -> None:
+        if any(turn.lacks(task) for turn in row.turns):
+            self.done.noted[f"rows that lack what {task.name} needs"] += 1
+            return
+        try:
+            count = sum(self._turn_columns(turn, task, *times) for turn, times in zip(row.turns, lengths, strict=True))
+        except _NotCounted as why:
+            self.done.noted[f"rows not counted for {task.name}: {why}"] += 1
+            return
+        self._note(f"columns {task.name}", count)
+        assert self.target is not None
+        if count > self.target.config.decoder.context:
+            self.done.noted[f"rows of more columns than the decoder's context as {task.name}"] += 1
+
+    def _turn_columns(self, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
+        """Columns that `train.data.examples` would make of a turn."""
+        assert self.target is not None
+        config, tokenizer = self.target.config, self.target.tokenizer
+        features = 0
+        if task.question == "audio":
+            features = sum(-(-frames // config.adapter.stack) for frames in self._clip_frames(asked))
+        codes = None
+        if task.audio:
+            codes = torch.zeros(config.layout.n_audio, self._frames(turn, spoken), dtype=torch.long)
+        text = turn.question_text if task.marker == "asr" else turn.answer_text
+        made = Turn(
+            task,
+            features=features,
+            question=tokenizer.encode(turn.question_text) if task.question == "text" else (),
+            text=tokenizer.encode(text) if task.text else None,
+            codes=codes,
+        )
+        return len(turn_columns(config.layout, made))
+
+    def _clip_frames(self, seconds: float | None) -> Iterator[int]:
+        assert self.target is not None
+        encoder = self.target.config.encoder
+        if not seconds:
+            raise _NotCounted("a recording cannot be read")
+        try:
+            clips = encoder.clips(math.ceil(seconds * SAMPLE_RATE - 1e-6))
+        except UserError as error:
+            raise _NotCounted("a question is longer than the encoder hears") from error
+        return (encoder.frames(clip) for clip in clips)
+
+    def _frames(self, turn: RowTurn, spoken: float | None) -> int:
+        assert self.target is not None
+        codec = self.target.config.codec
+        if turn.answer_codes is not None:
+            if turn.answer_codes.codec == codec and turn.answer_codes.frames.ndim == 2:
+                return turn.answer_codes.frames.shape[1]
+            raise _NotCounted(f"its codes are not of {codec}")
+        facts = self.codecs.facts(codec)
+        if facts is None or facts.frame_rate is None or spoken is None:
+            raise _NotCounted(f"the frames of an answer as {codec} are not known")
+        return math.ceil(spoken * facts.frame_rate - 1e-6)
+
+
+class _NotCounted(Exception):
+    """Why a row has no number of columns."""

@@ -1,0 +1,276 @@
+"""`python -m train data filter DATA OUT --rules FILE`: keep the rows that rules allow, and say why the others are dropped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from omni.audio.io import SAMPLE_RATE, resample
+from omni.errors import UserError
+from train.data.inspect.checks import Bounds, Checked, check_row
+from train.data.inspect.codecs import BadCodes, Codecs
+from train.data.inspect.command import Parser, display_of, make_folder, print_table, watched
+from train.data.inspect.findings import KINDS
+from train.data.inspect.hearing import Hearing, error_rate
+from train.data.inspect.measures import BadSound, load, stored_bytes
+from train.data.inspect.rules import Rules, WerRule, broken_rules, read_rules
+from train.data.inspect.scan import Found, Lost, Scan
+from train.data.prepare.blocks import BLOCK, Block
+from train.data.prepare.files import write_json
+from train.data.prepare.lock import NAME as LOCK
+from train.data.prepare.lock import FolderLock
+from train.data.prepare.report import REPORT
+from train.data.prepare.shards import ShardWriter, notes
+from train.data.prepare.tally import Tally
+from train.data.row import Row, Sound, features
+from train.progress import Kind
+
+DROPPED = "dropped.jsonl"
+UNREADABLE = "unreadable"
+
+Reason = tuple[str, str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; prints how many rows are kept, and how many each rule has dropped."""
+    parser = Parser(
+        "filter",
+        "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
+        f"its {REPORT} counts what each rule dropped and its {DROPPED} says why for each row.",
+    )
+    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--rules", type=Path, required=True, help="YAML file, see train/data/inspect/rules.py")
+    parser.add_argument("--whisper", type=Path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder")
+    parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
+    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, to hear answers that are codes only")
+    parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
+    parser.progress()
+    chosen = parser.values(argv)
+    if chosen["shard_mb"] < 1:
+        raise UserError(f"shard_mb is {chosen['shard_mb']}; it must be at least 1")
+    rules = read_rules(chosen["rules"])
+    if rules.max_wer is not None and chosen["whisper"] is None:
+        raise UserError(
+            f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
+        )
+    hearing = Hearing(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
+    judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
+    report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
+    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
+    if report["dropped"]:
+        rows = [[name, str(count)] for name, count in report["rules"].items()]
+        print_table("", ("rule", "rows it drops"), rows)
+        print(f"why each row was dropped: {chosen['out'] / DROPPED}")
+    return 0
+
+
+class Judge:
+    """Decides row by row, and remembers the rows that were kept.
+
+    Args:
+        hearing: for the rule `max_wer`.
+    """
+
+    def __init__(self, rules: Rules, codecs: Codecs | None = None, hearing: Hearing | None = None) -> None:
+        self.rules, self.codecs, self.hearing = rules, codecs or Codecs(), hearing
+        self._kept: dict[str, set[int]] = {name: set() for name in rules.drop_duplicates}
+
+    def reasons(self, row: Row) -> tuple[list[Reason], Checked]:
+        """Why a row is dropped, by name of the rule; none where it is kept. UserError where an answer cannot be decoded."""
+        checked = check_row(row, Bounds(), self.codecs)
+        reasons = [problem for problem in checked.problems if self.rules.drop_errors and KINDS[problem[0]].severity == "error"]
+        reasons += broken_rules(self.rules, row, checked)
+        digests: dict[str, list[Any]] = {"row": [checked.whole], "question_audio": checked.audio, "text": checked.pairs}
+        for name, kept in self._kept.items():
+            if not reasons and any(value in kept for value in digests[name]):
+                reasons.append(("drop_duplicates", f"an earlier row has the same {name.replace('_', ' ')}"))
+        if not reasons and self.rules.max_wer is not None:
+            reasons += self._heard(row, self.rules.max_wer)
+        if not reasons:
+            for name, kept in self._kept.items():
+                kept.update(value for value in digests[name] if value is not None)
+        return reasons, checked
+
+    def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
+        assert self.hearing is not None
+        out = []
+        for number, turn in enumerate(row.turns):
+            for side, most in (("question", rule.question), ("answer", rule.answer)):
+                text = getattr(turn, f"{side}_text")
+                if most is None or not text.strip():
+                    continue
+                try:
+                    audio = self._audio(row, number, side)
+                except UserError as error:
+                    raise UserError(f"{row.where}: {error}") from error
+                if audio is None:
+                    continue
+                heard = self.hearing.hear(audio, row.language)
+                rate = error_rate(text, heard, row.language)
+                if rate > most:
+                    out.append(
+                        ("max_wer", f"{side} {number}: word error rate {rate:.3f}, the most is {most:g}; heard {heard!r}")
+                    )
+        return out
+
+    def _audio(self, row: Row, number: int, side: str) -> Any:
+        """A side's sound [S] at 16 kHz, from its recording or its codes; None where it has neither."""
+        turn = row.turns[number]
+        sound: Sound | None = getattr(turn, f"{side}_audio")
+        try:
+            if sound is not None:
+                return load(sound, SAMPLE_RATE)[0]
+            if side == "answer" and turn.answer_codes is not None:
+                codec = self.codecs.load(turn.answer_codes.codec)
+                decoded = codec.decode(self.codecs.streams(turn.answer_codes)).cpu()
+                return resample(decoded, codec.sample_rate, SAMPLE_RATE)
+        except (BadSound, BadCodes):
+            return None  # kept in spite of it, by drop_errors: false
+        return None
+
+
+def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progress: Kind = "off") -> dict[str, Any]:
+    """Write the rows that are kept to Parquet shards in the folder `out`, in their order; recordings that are references are
+    stored with their rows. Returns the report.
+
+    Raises:
+        UserError: no such data, `out` is there already or being made by another process, no row is kept, no space left.
+    """
+    scan = Scan(data)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"output {out} exists: choose another, or remove it")
+    make_folder(out.parent)
+    work = out.with_name(f"{out.name}.filtering")
+    with FolderLock(work):
+        for left in work.iterdir():  # by a process that was killed
+            if left.name != LOCK:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        try:
+            report = _fill(scan, work, judge, shard_mb, progress)
+            shutil.rmtree(work / "notes")
+            (work / LOCK).unlink()
+            os.rename(work, out)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+    return report
+
+
+def _fill(scan: Scan, work: Path, judge: Judge, shard_mb: int, progress: Kind) -> dict[str, Any]:
+    shards, counts, dropped = ShardWriter(work, shard_mb << 20), Counter[str](), 0
+    writer = _Writer(shards)
+    display = display_of(progress, scan)
+    try:
+        with open(work / DROPPED, "w", encoding="utf-8") as log:
+            for item in watched(scan, display):
+                reasons, plain, checked = _judged(item, judge)
+                writer.take(item, plain, checked)
+                if reasons:
+                    rows = item.count if isinstance(item, Lost) else 1
+                    counts.update({name: rows for name in dict(reasons)})
+                    dropped += rows
+                    _log(log, item, reasons)
+        writer.finish()
+    finally:
+        shards.abandon()
+        display.close()
+    if not shards.done.rows:
+        most = f": {counts.most_common(1)[0][0]} drops {counts.most_common(1)[0][1]}" if counts else ""
+        raise UserError(f"none of the {len(scan)} rows of {scan.path} is kept{most}; loosen the rules")
+    report = {
+        "source": str(scan.path),
+        "source_format": "rows",
+        **shards.done.plain(),
+        "dropped": dropped,
+        "rules": dict(counts.most_common()),
+        "asked": asdict(judge.rules),
+        "shards": [
+            {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(work) if note["file"]
+        ],
+    }
+    write_json(work / REPORT, report)
+    return report
+
+
+def _judged(item: Found | Lost, judge: Judge) -> tuple[list[Reason], dict[str, Any] | None, Checked | None]:
+    """Why an item is dropped, or the row to store."""
+    if isinstance(item, Lost) or item.row is None:
+        return [(UNREADABLE, item.why)], None, None
+    reasons, checked = judge.reasons(item.row)
+    if reasons:
+        return reasons, None, None
+    try:
+        return [], _embedded(item), checked
+    except BadSound as error:
+        return [(error.kind, str(error))], None, None
+
+
+def _embedded(item: Found) -> dict[str, Any]:
+    """A row as stored, its references replaced by what they lead to: they lead nowhere from another folder."""
+    assert item.row is not None
+    for stored, turn in zip(item.plain["turns"], item.row.turns, strict=True):
+        for name in ("question_audio", "answer_audio"):
+            sound = getattr(turn, name)
+            if sound is not None and not sound.data:
+                stored[name] = {"bytes": stored_bytes(sound), "path": None}
+    return item.plain
+
+
+def _log(log: TextIO, item: Found | Lost, reasons: list[Reason]) -> None:
+    line = {
+        "row": item.index,
+        "where": item.where,
+        **({"count": item.count} if isinstance(item, Lost) else {"id": item.plain.get("id", "")}),
+        "reasons": [{"rule": name, "text": text} for name, text in reasons],
+    }
+    log.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+class _Writer:
+    """Hands rows to the shards, a block at a time."""
+
+    def __init__(self, shards: ShardWriter) -> None:
+        self.shards = shards
+        self.schema = features().arrow_schema
+        self._begin(0)
+
+    def _begin(self, start: int) -> None:
+        self._start = self._stop = start
+        self._plain: list[dict[str, Any]] = []
+        self._tally = Tally()
+
+    def take(self, item: Found | Lost, plain: dict[str, Any] | None, checked: Checked | None) -> None:
+        """The next item, with its row where it is kept."""
+        count = item.count if isinstance(item, Lost) else 1
+        self._stop += count
+        self._tally.items += count
+        if plain is not None and checked is not None:
+            self._plain.append(plain)
+            self._tally.rows += 1
+            self._tally.turns += len(checked.turns)
+            self._tally.question_seconds += sum(turn.question.seconds for turn in checked.turns if turn.question)
+            self._tally.answer_seconds += sum(turn.spoken or 0.0 for turn in checked.turns)
+        if len(self._plain) >= BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.schema) as writer:
+            writer.write_table(pa.Table.from_pylist(self._plain, schema=self.schema))
+        self.shards.add(Block(self._start, self._stop, sink.getvalue().to_pybytes(), self._tally))
+        self._begin(self._stop)
+
+    def finish(self) -> None:
+        """The rest."""
+        if self._stop > self._start:
+            self._flush()
+        self.shards.finish()

@@ -1,0 +1,97 @@
+"""What can be wrong with rows, and the list of what is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding: an error makes the data unfit, a warning is for people to look at."""
+
+    severity: Severity
+    what: str
+
+
+KINDS: dict[str, Kind] = {
+    "unreadable_file": Kind("error", "a file that is no Parquet, or of another format"),
+    "damaged_pages": Kind("error", "rows of a row group whose pages are damaged"),
+    "changed_file": Kind("error", "a file that is not as its preparation left it"),
+    "bad_row": Kind("error", "a row that breaks the format: version, turns, types"),
+    "escaping_reference": Kind("error", "a recording's path leaves the data's folder"),
+    "missing_reference": Kind("error", "a recording that is not where its path says"),
+    "broken_sound": Kind("error", "a recording that cannot be decoded"),
+    "silent_sound": Kind("error", "a recording without any sound"),
+    "unknown_task": Kind("error", "a task that does not exist"),
+    "unfit_row": Kind("error", "a turn that lacks what its task needs, or fits no task"),
+    "codes_order": Kind("error", "codes in an order that their codec does not have"),
+    "codes_shape": Kind("error", "codes without frames, or of another number of streams"),
+    "codes_range": Kind("error", "codes that their codec does not have"),
+    "codes_length": Kind("error", "codes that last longer or shorter than their recording"),
+    "word_times": Kind("error", "words that end before they begin, or outside of their recording"),
+    "leaked_audio": Kind("error", "a question's recording that is in the other data too"),
+    "unknown_codec": Kind("warning", "codes of a codec that is not known, so not checked"),
+    "mostly_silent": Kind("warning", "a recording that is mostly silent"),
+    "clipped": Kind("warning", "a recording that is clipped"),
+    "empty_text": Kind("warning", "a recording or codes without their text"),
+    "odd_text": Kind("warning", "a text with control or replacement characters"),
+    "speech_rate": Kind("warning", "a text too long or too short for its sound"),
+    "duplicate_row": Kind("warning", "a row whose texts and sound are those of an earlier row"),
+    "duplicate_audio": Kind("warning", "a question's recording that an earlier row has"),
+    "duplicate_text": Kind("warning", "a question and answer in words that an earlier row has"),
+    "leaked_text": Kind("warning", "a question in words that is in the other data too"),
+    "leaked_speaker": Kind("warning", "a speaker who is in the other data too"),
+}
+"""All kinds by name."""
+
+
+@dataclass
+class Findings:
+    """Counts of findings by kind, and the first few of each.
+
+    Args:
+        examples: how many of a kind are kept.
+        stream: where each one goes as a line of JSON, None for nowhere.
+    """
+
+    examples: int = 5
+    stream: TextIO | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    shown: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+
+    def add(self, kind: str, where: str, text: str, count: int = 1) -> None:
+        """Note a finding, which may stand for several rows."""
+        severity = KINDS[kind].severity
+        self.counts[kind] += count
+        kept = self.shown.setdefault(kind, [])
+        if len(kept) < self.examples:
+            kept.append((where, text))
+        if self.stream is not None:
+            line = {"kind": kind, "severity": severity, "where": where, "text": text}
+            self.stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def of(self, severity: Severity) -> int:
+        """How many there are of a severity."""
+        return sum(count for kind, count in self.counts.items() if KINDS[kind].severity == severity)
+
+    def kinds(self) -> Iterator[str]:
+        """The kinds that were found, errors first."""
+        return (name for name in KINDS if self.counts[name])
+
+    def plain(self) -> dict[str, Any]:
+        """As it stands in a report."""
+        return {
+            name: {
+                "severity": KINDS[name].severity,
+                "what": KINDS[name].what,
+                "count": self.counts[name],
+                "examples": [{"where": where, "text": text} for where, text in self.shown[name]],
+            }
+            for name in self.kinds()
+        }

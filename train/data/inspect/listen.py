@@ -1,0 +1,160 @@
+"""`python -m train data listen DATA ROW`: one row as sound, and as a model would be shown it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec, CodecStream
+from omni.audio.wav import write_wav
+from omni.errors import UserError
+from omni.tasks import TASKS, Task, find_task
+from train.data.examples import ExampleMaker, Prepared
+from train.data.inspect.codecs import BadCodes, Codecs
+from train.data.inspect.collect import FIELDS
+from train.data.inspect.command import Parser, make_folder
+from train.data.inspect.measures import BadSound, load, measure
+from train.data.inspect.scan import Lost, Scan
+from train.data.inspect.target import Target, add_options, chosen_target
+from train.data.listen import draw_columns
+from train.data.row import Row, Sound
+
+USUAL = ("A1A2", "T1A2", "A1T2", "T1T2", "A1T1", "T1A1")
+"""Tasks as they are tried where none is named: the first that the row has all parts for."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; writes WAV files and prints what the row holds."""
+    parser = Parser(
+        "listen",
+        "Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at hand, and "
+        "draw its prompt and targets as a model is shown them: `*` marks what is learnt, `~` what is heard, `.` is pad.",
+    )
+    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
+    parser.add_argument("row", type=str, help="its number in the data, FILE:ROW with the number in that file, or its id")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the WAV files")
+    add_options(parser)
+    parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
+    parser.add_argument("--columns", type=int, default=24, help="columns that are drawn at either end of a long example")
+    parser.add_argument("--codec_folder", type=Path, help="weights of the codec; codec2 has none")
+    chosen = parser.values(argv)
+    if chosen["columns"] < 1:
+        raise UserError(f"columns is {chosen['columns']}; it must be at least 1")
+    scan, codecs = Scan(chosen["data"]), Codecs(chosen["codec_folder"])
+    target = chosen_target(chosen)
+    row = find_row(scan, chosen["row"])
+    print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in ("id", *FIELDS)))
+    make_folder(chosen["out"])
+    for line in sounds(row, chosen["out"], codecs):
+        print(line)
+    if target is not None:
+        print(draw(row, target, codecs, chosen["task"], chosen["columns"]))
+    return 0
+
+
+def find_row(scan: Scan, name: str) -> Row:
+    """The row of that number, place (`rows-00000.parquet:7`) or id. UserError where there is none, or it cannot be read."""
+    file, colon, number = name.rpartition(":")
+    if name.isdigit():
+        index = int(name)
+    elif colon and number.isdigit() and Path(file).name in [known.name for known in scan.files]:
+        index = scan.index(Path(file).name, int(number))
+    else:
+        for item in scan:
+            if not isinstance(item, Lost) and item.row is not None and item.row.id == name:
+                return item.row
+        raise UserError(f"data {scan.path} has no row with the id {name!r}; a number from 0 to {len(scan) - 1} names one too")
+    found = scan.at(index)
+    if found.row is None:
+        raise UserError(f"{found.where}: {found.why}")
+    return found.row
+
+
+def sounds(row: Row, folder: Path, codecs: Codecs) -> list[str]:
+    """Write the sounds of every turn as `question-0.wav`, `answer-0.wav` and, decoded, `answer-0-codes.wav`.
+
+    Returns:
+        A line for each text, and each sound that is there, written or not.
+    """
+    lines = []
+    for number, turn in enumerate(row.turns):
+        for side, text, sound in (
+            ("question", turn.question_text, turn.question_audio),
+            ("answer", turn.answer_text, turn.answer_audio),
+        ):
+            if text:
+                lines.append(f"{side} {number}: {text!r}")
+            if sound is not None:
+                lines.append(f"{side} {number}: {_recording(sound, folder / f'{side}-{number}.wav')}")
+        if turn.answer_codes is not None:
+            codes = turn.answer_codes
+            shape = f"{codes.codec} codes {list(codes.frames.shape)}, order {codes.order!r}"
+            try:
+                codec = codecs.load(codes.codec)
+                audio = codec.decode(codecs.streams(codes)).cpu()
+            except (BadCodes, UserError) as error:
+                lines.append(f"answer {number}: {shape}, not decoded: {error}")
+                continue
+            file = write_wav(folder / f"answer-{number}-codes.wav", audio, codec.sample_rate)
+            lines.append(f"answer {number}: {shape}, {len(audio) / codec.sample_rate:.2f} s: {file}")
+    return lines
+
+
+def _recording(sound: Sound, file: Path) -> str:
+    try:
+        samples, rate = load(sound)
+        measured = measure(sound)
+    except BadSound as error:
+        return f"no sound: {error}"
+    write_wav(file, samples, rate)
+    return (
+        f"{measured.seconds:.2f} s at {rate} Hz, {100 * measured.silence:.0f} % silent, "
+        f"{100 * measured.clipping:.2f} % clipped: {file}"
+    )
+
+
+def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, columns: int = 24) -> str:
+    """The row's prompt and targets as text. UserError where it lacks what the task needs, or a codec is not at hand."""
+    chosen = _task(row, task)
+    codec = _codec(row, target, codecs) if chosen.audio else None
+    example = ExampleMaker(target.config, target.tokenizer, codec).make(0, Prepared(row), [chosen.name] * len(row.turns))
+    heard = sum(-(-clip.frames // target.config.adapter.stack) for clip in example.clips)
+    title = f"as {chosen.name}: {len(example.columns)} columns, {heard} of them heard"
+    context = target.config.decoder.context
+    if len(example.columns) > context:
+        title += f", more than the decoder's context of {context}"
+    return "\n".join([title, *draw_columns(example.columns, target.config.layout, target.tokenizer, columns)])
+
+
+def _task(row: Row, name: str | None) -> Task:
+    if name or row.task:
+        return find_task(name or row.task)
+    for usual in USUAL:
+        if not any(turn.lacks(TASKS[usual]) for turn in row.turns):
+            return TASKS[usual]
+    raise UserError(f"{row.where} has the parts of no task: see python -m train data validate")
+
+
+def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:
+    """The model's codec; where its weights are not at hand, something that checks codes and makes none."""
+    name = target.config.codec
+    if codecs.folder is not None or name == "codec2" or any(turn.answer_codes is None for turn in row.turns):
+        return codecs.load(name)
+    return _Checks(name, target.config.layout.codebook_sizes)
+
+
+class _Checks(AudioCodec):
+    """A codec of which no more is known than its codes."""
+
+    sample_rate = frame_samples = 1
+
+    def __init__(self, name: str, sizes: tuple[int, ...]) -> None:
+        self.name, self.codebook_sizes = name, sizes
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")

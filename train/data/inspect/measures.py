@@ -1,0 +1,142 @@
+"""What a recording is like: how long, how silent, how clipped, and a digest that is the same for the same samples.
+
+Dimensions: S samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from omni.audio.io import AudioInfo, audio_info, read_audio
+from omni.errors import UserError
+from train.data.row import Sound, inside
+
+SILENT_DB = -50.0
+"""A window whose root mean square is below this, relative to full scale, is silent."""
+WINDOW_SECONDS = 0.02
+"""Length of these windows."""
+CLIPPED_LEVEL, CLIPPED_RUN = 0.995, 3
+"""So many samples in a row on one side beyond this share of full scale are clipped; a peak that only touches it is not."""
+
+
+class BadSound(UserError):
+    """A recording that cannot be heard; `kind` says why: `escaping_reference`, `missing_reference` or `broken_sound`."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measures of a recording.
+
+    Attributes:
+        seconds: its length.
+        silence: share of the windows that are silent.
+        clipping: share of the samples that are clipped.
+        digest: of its samples and rate: equal for a WAV and the FLAC made of it.
+    """
+
+    seconds: float
+    silence: float
+    clipping: float
+    digest: int
+
+
+def measure(sound: Sound) -> Measured:
+    """Measure a recording at its own rate; `BadSound` where it cannot be read."""
+    samples, rate = load(sound)
+    pcm = samples.mul(32768).round().clamp(-32768, 32767).to(torch.int16)
+    return Measured(
+        seconds=len(samples) / rate,
+        silence=silence_share(samples, rate),
+        clipping=clipped_share(samples),
+        digest=digest(str(rate).encode(), pcm.numpy().tobytes()),
+    )
+
+
+def load(sound: Sound, sample_rate: int = 0) -> tuple[Tensor, int]:
+    """Samples [S] and their rate, which is the recording's own where none is asked for; `BadSound` where it cannot be read."""
+    if sound.samples is not None:
+        return sound.load(sample_rate or sound.sample_rate), sample_rate or sound.sample_rate
+    source = _source(sound)
+    try:
+        rate = sample_rate or audio_info(source).sample_rate
+        return read_audio(source, rate), rate
+    except UserError as error:
+        raise BadSound("broken_sound", str(error)) from error
+
+
+def head(sound: Sound) -> AudioInfo:
+    """What the recording's header says, without decoding it; `BadSound` where it cannot be read."""
+    if sound.samples is not None:
+        return AudioInfo(sound.sample_rate, len(sound.samples), 1, "samples")
+    try:
+        info = audio_info(_source(sound))
+    except BadSound:
+        raise
+    except UserError as error:
+        raise BadSound("broken_sound", str(error)) from error
+    return info
+
+
+def stored_bytes(sound: Sound) -> bytes:
+    """The recording's file as bytes; `BadSound` where a reference leads nowhere."""
+    source = _source(sound)
+    if isinstance(source, bytes):
+        return source
+    with open(source, "rb") as file:
+        return file.read()
+
+
+def _source(sound: Sound) -> bytes | str:
+    if sound.data:
+        return sound.data
+    try:
+        path = inside(sound.folder, sound.path or "")
+    except UserError as error:
+        raise BadSound("escaping_reference", str(error)) from error
+    if not path.is_file():
+        raise BadSound("missing_reference", f"audio {sound.path!r} is not in the data's folder {sound.folder}: copy it there")
+    return str(path)
+
+
+def silence_share(samples: Tensor, rate: int) -> float:
+    """Share of the windows of a sound [S] that are silent; the last one may be shorter."""
+    size = max(1, round(WINDOW_SECONDS * rate))
+    padding = -len(samples) % size
+    power = torch.nn.functional.pad(samples, (0, padding)).view(-1, size).square().sum(1)
+    counts = torch.full((len(power),), float(size))
+    counts[-1] -= padding
+    return float((power / counts < 10 ** (SILENT_DB / 10)).float().mean())
+
+
+def clipped_share(samples: Tensor) -> float:
+    """Share of the samples of a sound [S] that are clipped."""
+    if len(samples) < CLIPPED_RUN:
+        return 0.0
+    clipped = torch.zeros(len(samples), dtype=torch.bool)
+    for side in (samples >= CLIPPED_LEVEL, samples <= -CLIPPED_LEVEL):
+        runs = side.unfold(0, CLIPPED_RUN, 1).all(1)  # whether a run begins here
+        for offset in range(CLIPPED_RUN):
+            clipped[offset : offset + len(runs)] |= runs
+    return float(clipped.float().mean())
+
+
+def digest(*parts: bytes) -> int:
+    """64 bits that stand for some bytes: among ten million different ones, two agree with a chance of three in a million."""
+    state = blake2b(digest_size=8)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return int.from_bytes(state.digest(), "little")
+
+
+def text_digest(*texts: str) -> int:
+    """The same of texts, whatever their case and spacing."""
+    return digest(*(" ".join(text.casefold().split()).encode() for text in texts))

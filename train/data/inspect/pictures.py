@@ -1,0 +1,122 @@
+"""Pictures of what rows are like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.inspect.collect import Collected, Sample, StreamUse
+from train.plots import COLORS, GRID, INK
+
+PANELS = {
+    "durations.png": (("question seconds", "answer seconds"), "seconds", "turns"),
+    "texts.png": (("question characters", "answer characters", "question tokens", "answer tokens"), "length", "turns"),
+    "rates.png": (("question characters a second", "answer characters a second"), "characters a second", "turns"),
+}
+"""File to the measures it shows, one panel each where there are any, and the names of its axes."""
+
+
+def draw_all(collected: Collected, folder: Path, context: int = 0) -> list[Path]:
+    """Draw whatever there is to draw into `folder`; `context` is the model's, drawn beside its columns."""
+    files = []
+    for name, (measures, x, y) in PANELS.items():
+        present = [measure for measure in measures if measure in collected.samples]
+        if present:
+            files.append(_histograms(folder / name, collected, present, x, y))
+    columns = [name for name in collected.samples if name.startswith("columns ")]
+    if columns:
+        files.append(_histograms(folder / "columns.png", collected, columns, "columns of an example", "rows", context))
+    files += [_codes(folder / f"codes-{codec}.png", codec, collected.use(codec)) for codec in collected.codes]
+    return files
+
+
+def _histograms(file: Path, collected: Collected, names: Sequence[str], x: str, y: str, limit: int = 0) -> Path:
+    with _figure(file, len(names), 1, (8, 2.1 * len(names) + 0.5)) as axes:
+        samples = [collected.samples[name] for name in names]
+        top = max(_top(sample) for sample in samples) or 1.0
+        whole = all(bool((sample.values == np.round(sample.values)).all()) for sample in samples)
+        edges = _edges(top, whole)
+        for i, (axis, name, sample) in enumerate(zip(axes[:, 0], names, samples, strict=True)):
+            shown = np.clip(sample.values, None, edges[-1])  # what lies beyond is counted in the last bar
+            axis.hist(shown, edges, color=COLORS[i % len(COLORS)], weights=np.full(len(shown), sample.count / len(shown)))
+            middle = float(np.median(sample.values))
+            axis.axvline(middle, color=INK, linewidth=1, linestyle="--")
+            beyond = int((sample.values > edges[-1] * (1 + 1e-6)).sum())  # kept in single precision
+            rest = f", the last bar holds {beyond} beyond it up to {sample.most:.4g}" if beyond else ""
+            axis.set_title(f"{name}: {sample.count}, median {middle:.4g}{rest}", fontsize=10, loc="left")
+            axis.set_ylabel(y)
+            axis.set_xlim(edges[0], edges[-1])
+            if limit and limit <= edges[-1]:
+                axis.axvline(limit, color=COLORS[3], linewidth=1.4)
+        axes[-1, 0].set_xlabel(x + (f" (red: the decoder's context, {limit})" if limit and limit <= edges[-1] else ""))
+    return file
+
+
+def _top(sample: Sample) -> float:
+    """Where the axis ends: at the largest value, unless a few lie far out."""
+    usual = float(np.percentile(sample.values, 99.5))
+    return sample.most if sample.most <= 1.5 * usual else usual
+
+
+def _edges(top: float, whole: bool) -> np.ndarray:
+    """Edges of about fifty bars from 0 to `top`; of whole numbers, each bar holds as many of them."""
+    if not whole:
+        return np.linspace(0, top, 51)
+    step = max(1, math.ceil((top + 1) / 50))
+    return np.arange(0, math.ceil((top + 1) / step) + 1) * step - 0.5
+
+
+def _codes(file: Path, codec: str, streams: Sequence[StreamUse]) -> Path:
+    """How often the codes of each stream occur, and how much that leaves them to say."""
+    with _figure(file, 1, 2, (10, 3.8)) as axes:
+        left, right = axes[0]
+        for i, use in enumerate(streams):
+            if len(use.shares):
+                left.plot(np.arange(1, len(use.shares) + 1), use.shares, color=COLORS[i % len(COLORS)], label=f"audio{i}")
+        left.set_xscale("log")
+        left.set_yscale("log")
+        left.set_xlabel("code, by frequency")
+        left.set_ylabel("share of the frames")
+        left.set_title(f"{codec}: how often each code occurs", fontsize=10, loc="left")
+        if len(streams) <= 16:
+            left.legend(fontsize=8, frameon=False, ncols=2)
+        places = np.arange(len(streams))
+        most = [math.log2(max(2, len(use.counts))) for use in streams]
+        right.bar(places, most, color=GRID, label="at most (log2 of the codebook)")
+        right.bar(places, [use.entropy for use in streams], color=[COLORS[i % len(COLORS)] for i in places], width=0.6)
+        right.set_xticks(places, [str(i) for i in places])
+        right.set_xlabel("audio stream")
+        right.set_ylabel("bits")
+        right.set_ylim(0, max(most) * 1.2)
+        right.set_title("entropy of a code", fontsize=10, loc="left")
+        right.legend(fontsize=8, frameon=False)
+    return file
+
+
+@contextmanager
+def _figure(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes [rows, columns] of a picture, which is written at the end under another name and renamed."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    try:
+        yield axes
+        for axis in axes.flat:
+            axis.grid(color=GRID, linewidth=0.6)
+            axis.set_axisbelow(True)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.tick_params(colors=INK)
+        figure.tight_layout()
+        beside = file.with_name(f".{file.stem}.writing{file.suffix}")
+        figure.savefig(beside, dpi=110)
+        beside.replace(file)
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,60 @@
+"""The model that rows are looked at for: its layout, its encoder's frames and its tokenizer, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omni.checkpoint.folder import TOKENIZER, read_config
+from omni.config import ModelConfig, preset
+from omni.errors import UserError
+from omni.text import Tokenizer
+from train.data.inspect.command import Parser
+
+BYTES = 256
+"""Text ids of a model that reads bytes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A configuration (without alignment head: it takes no columns), and its tokenizer."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def add_options(parser: Parser) -> None:
+    """The options that name a model."""
+    parser.add_argument("--model", type=Path, help="the model folder that the rows are for")
+    parser.add_argument("--preset", type=str, help="or the preset of the model, such as nano")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of a preset that does not read bytes")
+
+
+def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
+    """The model that was named, None where none was; UserError where it cannot be had."""
+    folder, name, file = chosen["model"], chosen["preset"], chosen["tokenizer"]
+    if folder is not None and name is not None:
+        raise UserError(f"--model {folder} and --preset {name} are both given: name one")
+    if folder is None and name is None:
+        if file is not None:
+            raise UserError(f"--tokenizer {file} is given without a model: name one with --model or --preset")
+        return None
+    config = read_config(folder) if folder is not None else preset(str(name))
+    if folder is not None and file is None:
+        file = folder / TOKENIZER
+    if file is not None:
+        tokenizer = Tokenizer.from_file(file)
+    elif config.layout.text.size == BYTES:
+        tokenizer = Tokenizer.bytes()
+    else:
+        raise UserError(
+            f"the preset {name} has a text stream of {config.layout.text.size} ids, so bytes will not do: give the model's "
+            "tokenizer.json with --tokenizer"
+        )
+    if len(tokenizer) > config.layout.text.size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {config.layout.text.size}; use the model's own"
+        )
+    return Target(replace(config, ctc=0), tokenizer)

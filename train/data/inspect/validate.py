@@ -1,0 +1,217 @@
+"""`python -m train data validate DATA`: find what is wrong with stored rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from omni.errors import UserError
+from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row
+from train.data.inspect.codecs import Codecs
+from train.data.inspect.command import Parser, display_of, make_folder, print_table, save_report, watched
+from train.data.inspect.duplicates import Digests
+from train.data.inspect.findings import KINDS, Findings
+from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, measure, text_digest
+from train.data.inspect.scan import Found, Lost, Scan
+from train.data.prepare.report import REPORT
+from train.data.prepare.shards import checksum
+from train.data.prepare.show import Display
+from train.data.row import ROW_VERSION
+from train.progress import Kind, duration
+
+
+@dataclass
+class Summary:
+    """What a validation came to: rows that could be read, all rows, hours of sound heard, and what was found."""
+
+    rows: int
+    total: int
+    hours: float
+    findings: Findings
+
+
+@dataclass
+class _Memory:
+    """Digests of all rows."""
+
+    audio: Digests = field(default_factory=Digests)
+    texts: Digests = field(default_factory=Digests)
+    pairs: Digests = field(default_factory=Digests)
+    whole: Digests = field(default_factory=Digests)
+    speakers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, row: int, checked: Checked) -> None:
+        for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.pairs, checked.pairs)):
+            for value in values:
+                digests.add(value, row)
+        if checked.whole is not None:
+            self.whole.add(checked.whole, row)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; 1 where an error was found, 0 where at most warnings were."""
+    parser = Parser(
+        "validate",
+        "Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
+        "Exit code 1 where there are errors; warnings do not count.",
+    )
+    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
+    parser.add_argument("--against", type=Path, nargs="+", default=[], help="other splits, which must share nothing")
+    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
+    parser.add_argument("--report", type=Path, help="write counts and examples to this JSON file")
+    parser.add_argument("--findings", type=Path, help="write every finding to this JSON lines file")
+    parser.add_argument("--examples", type=int, default=3, help="how many of a kind are shown")
+    parser.add_class_arguments(Bounds, None)
+    parser.progress()
+    chosen = parser.values(argv)
+    bounds = Bounds(*(chosen[name] for name in Bounds.__dataclass_fields__))
+    if chosen["examples"] < 0:
+        raise UserError(f"examples is {chosen['examples']}; it must be at least 0")
+    with contextlib.ExitStack() as stack:
+        stream: TextIO | None = None
+        if chosen["findings"] is not None:
+            make_folder(chosen["findings"].parent)
+            stream = stack.enter_context(open(chosen["findings"], "w", encoding="utf-8"))
+        findings = Findings(chosen["examples"], stream)
+        summary = validate(
+            chosen["data"], chosen["against"], bounds, Codecs(chosen["codec_folder"]), findings, chosen["progress"]
+        )
+    show(summary, chosen["data"])
+    if chosen["report"] is not None:
+        save_report(chosen["report"], report(summary, chosen["data"], chosen["against"], bounds))
+    return 1 if findings.of("error") else 0
+
+
+def validate(
+    data: Path, against: Sequence[Path], bounds: Bounds, codecs: Codecs, findings: Findings, progress: Kind = "off"
+) -> Summary:
+    """Check all rows of `data`, by themselves, with each other, and with those of `against`.
+
+    Memory holds a few rows, and 64 bytes or so for each of them all.
+
+    Raises:
+        UserError: there are no such data, or the codec's weights do not fit.
+    """
+    scan, others = Scan(data), [Scan(other) for other in against]
+    for other in others:
+        if other.path.resolve() == scan.path.resolve():
+            raise UserError(f"{other.path} is compared with itself: name another split with --against")
+    memory, rows, seconds = _Memory(), 0, 0.0
+    display = display_of(progress, scan, *others)
+    try:
+        _check_sums(scan, findings)
+        for item in watched(scan, display):
+            if isinstance(item, Lost):
+                whole = item.where in {str(file) for file in scan.files}
+                findings.add("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count))
+            elif item.row is None:
+                findings.add("bad_row", item.where, item.why)
+            else:
+                checked = check_row(item.row, bounds, codecs)
+                for kind, text in checked.problems:
+                    findings.add(kind, item.where, text)
+                memory.add(item.index, checked)
+                if item.row.speaker:
+                    memory.speakers.setdefault(item.row.speaker, item.index)
+                rows += 1
+                seconds += checked.seconds
+        _duplicates(scan, memory, findings)
+        for other in others:
+            _leaks(scan, memory, other, findings, display)
+    finally:
+        display.close()
+    return Summary(rows, len(scan), seconds / 3600, findings)
+
+
+def _check_sums(scan: Scan, findings: Findings) -> None:
+    """Files against what their preparation has noted of them, where it has."""
+    try:
+        shards = json.loads((scan.folder / REPORT).read_text(encoding="utf-8"))["shards"]
+        noted = {shard["file"]: shard["crc32"] for shard in shards}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for file in scan.files:
+        if file.name in noted and checksum(file) != noted[file.name]:
+            findings.add("changed_file", str(file), f"its CRC-32 is not that in {REPORT}: copy or prepare it again")
+
+
+def _duplicates(scan: Scan, memory: _Memory, findings: Findings) -> None:
+    whole = set()
+    for row, first in memory.whole.repeats():
+        whole.add(row)
+        findings.add("duplicate_row", scan.where(row), f"equals {scan.where(first)}")
+    for kind, digests in (("duplicate_audio", memory.audio), ("duplicate_text", memory.pairs)):
+        for row, first in digests.repeats():
+            if row not in whole:
+                findings.add(kind, scan.where(row), f"is also in {scan.where(first)}")
+
+
+def _leaks(scan: Scan, memory: _Memory, other: Scan, findings: Findings, display: Display) -> None:
+    """What the questions of another split share with these."""
+    audio, texts, speakers = Digests(), Digests(), dict[str, int]()
+    for item in watched(other, display):
+        if not isinstance(item, Found) or item.row is None:
+            where, why = item.where, item.why
+            findings.add("unreadable_file" if isinstance(item, Lost) else "bad_row", where, f"{why} (not compared)")
+            continue
+        if item.row.speaker:
+            speakers.setdefault(item.row.speaker, item.index)
+        for turn in item.row.turns:
+            if turn.question_text.strip():
+                texts.add(text_digest(turn.question_text), item.index)
+            if turn.question_audio is not None:
+                try:
+                    audio.add(measure(turn.question_audio).digest, item.index)
+                except BadSound as error:
+                    findings.add(error.kind, item.where, f"question_audio: {error} (not compared)")
+    for kind, ours, theirs in (("leaked_audio", memory.audio, audio), ("leaked_text", memory.texts, texts)):
+        for row, place in ours.shared(theirs):
+            findings.add(kind, scan.where(row), f"is also in {other.where(place)}")
+    for name, row in memory.speakers.items():
+        if name in speakers:
+            findings.add("leaked_speaker", scan.where(row), f"speaker {name!r} is also in {other.where(speakers[name])}")
+
+
+def show(summary: Summary, data: Path) -> None:
+    """The findings for people, on standard output."""
+    findings = summary.findings
+    print(f"{summary.rows} of {summary.total} rows of {data} read, {duration(3600 * summary.hours)} of sound")
+    if not findings.counts:
+        print("nothing found")
+        return
+    rows = [[name, KINDS[name].severity, str(findings.counts[name]), KINDS[name].what] for name in findings.kinds()]
+    print_table("", ("finding", "severity", "count", "what it is"), rows)
+    for name in findings.kinds():
+        for where, text in findings.shown[name]:
+            print(f"{KINDS[name].severity} {name}: {where}: {text}")
+        rest = findings.counts[name] - len(findings.shown[name])
+        if rest > 0 and findings.shown[name]:
+            print(f"  and more of {name}")
+    print(f"{findings.of('error')} errors, {findings.of('warning')} warnings")
+
+
+def report(summary: Summary, data: Path, against: Sequence[Path], bounds: Bounds) -> dict[str, object]:
+    """Everything as plain data, the bounds included."""
+    return {
+        "data": str(data),
+        "against": [str(other) for other in against],
+        "version": ROW_VERSION,
+        "rows": summary.total,
+        "rows_read": summary.rows,
+        "hours": round(summary.hours, 4),
+        "errors": summary.findings.of("error"),
+        "warnings": summary.findings.of("warning"),
+        "findings": summary.findings.plain(),
+        "bounds": {
+            **asdict(bounds),
+            "speech_rates": {**SPEECH_RATES, "others": OTHER_RATES},
+            "pause_seconds": PAUSE_SECONDS,
+            "codes_length": {"seconds": MISMATCH[0], "share": MISMATCH[1]},
+            "silent_below_db": SILENT_DB,
+            "clipped": {"level": CLIPPED_LEVEL, "samples_in_a_row": CLIPPED_RUN},
+        },
+    }
