@@ -206,7 +206,7 @@ def _mini_omni() -> ModelConfig:
     return ModelConfig(
         layout=Layout.preset("mini-omni"),
         encoder=ENCODER_PRESETS["small"],
-        adapter=AdapterConfig("gated", hidden=4864, stack=1),
+        adapter=AdapterConfig("gated", hidden=4864, bias=False),
         decoder=DecoderConfig(
             width=896, layers=24, heads=14, kv_heads=2, mlp_width=4864, context=2048, rope_base=1e6, qkv_bias=True
         ),

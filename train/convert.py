@@ -13,7 +13,7 @@ import jsonargparse
 from tqdm import tqdm
 
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
-from omni.checkpoint import codec_weights, huggingface, streamed, whisper_weights
+from omni.checkpoint import codec_weights, huggingface, mini_omni, streamed, whisper_weights
 from omni.checkpoint.foreign import (
     FLOATS,
     CodecConfig,
@@ -43,6 +43,7 @@ class Options:
         kind: what SOURCE is, where that is not recognised; of a model folder: what TARGET becomes.
         dtype: float32, bfloat16 or float16 for all weights; by default as they are.
         overwrite: replace a TARGET that an earlier conversion or training wrote.
+        drop_vision: of a mini-omni2: leave its vision adapter aside and keep what hears and speaks.
         into: a model folder whose encoder is replaced by SOURCE, a Whisper; TARGET is the folder with both.
         keep_text: keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained.
         encoder: a Whisper's file or folder, or the name of a size for random weights.
@@ -63,6 +64,7 @@ class Options:
     kind: str | None = None
     dtype: str | None = None
     overwrite: bool = False
+    drop_vision: bool = False
     into: Path | None = None
     keep_text: bool = False
     encoder: str | None = None
@@ -121,6 +123,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, Path, Options]:
 _FLAGS = {
     "overwrite": "replace a TARGET that an earlier conversion or training wrote",
     "keep_text": "keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained",
+    "drop_vision": "of a mini-omni2: leave its vision adapter aside and keep what hears and speaks",
     "quiet": "show no bar on a terminal",
 }
 
@@ -142,7 +145,7 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
     if source.is_dir() and streamed.recognise(source):
         return export(streamed.read(source), target, options, watch)
     kind = options.kind or kind_of(source)
-    foreign = huggingface.read(source, options.tokenizer) if kind == "hf" else FORMATS[kind].read(source)
+    foreign = read_source(source, kind, options)
     config = foreign.config
     if options.into is not None and not isinstance(config, EncoderConfig):
         raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
@@ -163,6 +166,16 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
     return f"{options.into} with the encoder of {source}", streamed.write(_typed(model, options), target, watch)
 
 
+def read_source(source: Path, kind: str, options: Options) -> Foreign:
+    """Open SOURCE, with what was named beside it."""
+    if kind == "hf":
+        return huggingface.read(source, options.tokenizer)
+    if kind == "mini-omni":
+        encoder = choose_encoder(options) if options.encoder is not None else None
+        return mini_omni.read(source, encoder=encoder, tokenizer=options.tokenizer, drop_vision=options.drop_vision)
+    return FORMATS[kind].read(source)
+
+
 def export(model: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
     """A model folder of ours as something else."""
     kinds = [name for name, known in FORMATS.items() if known.write is not None]
@@ -179,9 +192,10 @@ def export(model: Foreign, target: Path, options: Options, watch: Bar | None) ->
 
 def whole(model: Foreign, target: Path, options: Options, watch: Bar | None) -> dict[str, Written]:
     """A whole model as a model folder, with another encoder or the codec's weights where they are given."""
-    check_options(options, ("dtype", "encoder", "codec_folder"), f"{model.place} is a whole speech model")
+    own = ("tokenizer", "drop_vision", "encoder_mode") if model.kind == "mini-omni" else ()
+    check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.place} is a whole speech model")
     assert isinstance(model.config, ModelConfig)
-    if options.encoder is not None:
+    if options.encoder is not None and model.kind != "mini-omni":  # which took it when it was opened
         encoder = choose_encoder(options)
         if not isinstance(encoder, Foreign):
             raise UserError(f"--encoder {options.encoder}: {model.place} is a whole model; give a Whisper's file or folder")
@@ -290,7 +304,7 @@ def check_target(source: Path, target: Path, options: Options) -> None:
         return
     if not options.overwrite:
         raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
-    if not (target / "config.json").is_file():
+    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml")):
         raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
 
 

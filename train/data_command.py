@@ -13,7 +13,7 @@ SUBCOMMANDS = {
     "validate": ("train.data.inspect.validate", "find what is wrong with rows: validate DATA"),
     "stats": ("train.data.inspect.stats", "lengths, speakers, texts in tables and plots: stats DATA"),
     "listen": ("train.data.inspect.listen", "one row as sound and text: listen DATA ROW"),
-    "filter": ("train.data.inspect.filter", "keep the rows that rules allow: filter DATA OUT RULES"),
+    "filter": ("train.data.inspect.filter", "keep the rows that rules allow: filter DATA OUT --rules FILE"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
 

@@ -41,6 +41,7 @@ class LoadedFolder:
     tokenizer: Tokenizer
     config: ModelConfig
     codec: AudioCodec | None
+    extra: dict[str, Any]
 
 
 def save_folder(
@@ -160,7 +161,7 @@ def load_folder(
     own = path / CODEC
     place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
     codec = load_codec(config.codec, place, device=device) if place is not None or config.codec == "codec2" else None
-    return LoadedFolder(model, tokenizer, config, codec)
+    return LoadedFolder(model, tokenizer, config, codec, data.get("extra", {}))
 
 
 def _read(path: Path) -> dict[str, Any]:

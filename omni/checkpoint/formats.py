@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omni.checkpoint import codec_weights, huggingface, streamed, whisper_weights
+from omni.checkpoint import codec_weights, huggingface, mini_omni, streamed, whisper_weights
 from omni.checkpoint.foreign import Foreign, Watch, closest
 from omni.checkpoint.safe import Written
 from omni.errors import UserError
@@ -29,6 +29,7 @@ class Format:
 
 FORMATS: dict[str, Format] = {
     "omni": Format("a model folder of this project", streamed.recognise, streamed.read, streamed.write),
+    "mini-omni": Format("a mini-omni or mini-omni2 folder", mini_omni.recognise, mini_omni.read, mini_omni.write),
     "whisper": Format("a Whisper: OpenAI's .pt or a Hugging Face folder", whisper_weights.recognise, whisper_weights.read),
     "snac": Format("a SNAC codec's folder", codec_weights.recognise_snac, codec_weights.read_snac),
     "mimi": Format("a Mimi codec's folder", codec_weights.recognise_mimi, codec_weights.read_mimi),
