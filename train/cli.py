@@ -15,6 +15,7 @@ COMMANDS = {
     "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
     "demo": ("train.demo", "train the small model of configs/nano.yaml, examine it and talk to it"),
     "evaluate": ("train.evaluate_command", "ask a model held-out questions: evaluate MODEL_FOLDER [--questions 200]"),
+    "plan": ("train.plan.command", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
     "convert": ("train.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
     "data": ("train.data_command", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
     "eval": ("train.eval.command", "figures on somebody's questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),

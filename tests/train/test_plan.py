@@ -1,0 +1,247 @@
+"""Laws of planning: what it says of memory is what a step takes, and its advice holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.config import AdapterConfig, ModelConfig, preset
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from train.config import BudgetConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig
+from train.data.config import DataConfig, SourceConfig
+from train.data.pipeline import PackingConfig
+from train.objective import Objective, targets
+from train.plan.attempt import attempt
+from train.plan.command import main, make_plan
+from train.plan.estimate import Estimate, estimate, phases_of
+from train.plan.knobs import turn_knobs
+from train.plan.parameters import count_parameters, paper_model
+from train.plan.trace import trace
+from train.plan.worst import tasks_of, worst_batch
+
+MIB = float(1 << 20)
+
+
+def shape(width: int = 64, layers: int = 2, encoder_layers: int = 1, **decoder: Any) -> ModelConfig:
+    nano = preset("nano")
+    return replace(
+        nano,
+        encoder=replace(nano.encoder, width=64, heads=2, layers=encoder_layers),
+        adapter=AdapterConfig("mlp", hidden=64, stack=2),
+        decoder=replace(nano.decoder, width=width, layers=layers, heads=4, kv_heads=2, mlp_width=3 * width, **decoder),
+    )
+
+
+def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw", **fabric: Any) -> FitConfig:
+    return FitConfig(
+        budget=BudgetConfig(steps=100),
+        model=ModelSection(preset="nano"),
+        data=DataConfig(micro_batches=micro, packing=PackingConfig(rows=rows, length=length)),
+        optimizer=OptimizerConfig(name=optimizer),  # type: ignore[arg-type]
+        fabric=FabricConfig(**{"accelerator": "cpu", "devices": 1, **fabric}),
+    )
+
+
+# --- against a step that is really taken -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (preset("nano"), run(rows=4, length=128)),
+        (shape(width=384, layers=5), run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon")),
+    ],
+    ids=["nano", "checkpointing-muon"],
+)
+def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) -> None:
+    wanted = attempt(config, model, config.data.micro_batches, "cpu")
+    found = estimate(config, model).total
+    assert wanted.peak > 60 * MIB  # enough to be seen beside what a process holds anyway
+    assert found == pytest.approx(wanted.peak, rel=0.15), (found / MIB, wanted.peak / MIB)
+
+
+@pytest.mark.parametrize(("layers", "encoder_layers", "checkpointing"), [(6, 1, True), (4, 4, False)])
+def test_deep_stacks_are_continued_as_if_traced(layers: int, encoder_layers: int, checkpointing: bool) -> None:
+    config, deep = run(checkpointing=checkpointing), shape(layers=layers, encoder_layers=encoder_layers)
+    whole = trace(config, deep, worst_batch(config.data, deep), 1)
+    continued = phases_of(config, deep, 1, cuda=False)
+    fullest = max(sum(parts.values()) for parts in whole.values())
+    assert max(sum(parts.values()) for parts in continued.values()) == pytest.approx(fullest, rel=0.02)
+
+
+@pytest.mark.parametrize(("rule", "states"), [("adamw", 2), ("muon", 1)])
+def test_weights_and_state_are_counted_by_hand(rule: str, states: int) -> None:
+    config, model = run(optimizer=rule), shape()
+    config = replace(config, ema=0.99, trainable=("decoder.blocks.*",))
+    parts = phases_of(config, model, 1, cuda=False)["optimizer"]
+    paper = paper_model(config, model)
+    learning = {n: p.numel() for n, p in paper.named_parameters() if p.requires_grad}
+    matrices = sum(n for name, n in learning.items() if "norm" not in name)
+    norms = sum(learning.values()) - matrices
+    assert parts["gradients"] == pytest.approx(4 * (matrices + norms))
+    assert parts["average"] == pytest.approx(4 * (matrices + norms))
+    assert parts["optimizer"] == pytest.approx(4 * (states * matrices + 2 * norms), rel=0.01)
+    buffers = sum(b.numel() * b.element_size() for b in paper.buffers())
+    assert parts["weights"] == pytest.approx(4 * sum(p.numel() for p in paper.parameters()) + buffers, rel=0.001)
+
+
+def test_tracing_leaves_nothing_behind() -> None:
+    config, model = run(), shape()
+    estimate(config, model)
+    objective, batch = Objective(SpeechModel(model)), worst_batch(config.data, model)
+    total = objective(batch, targets(batch)).total
+    total.backward()
+    assert type(total) is torch.Tensor and bool(total.isfinite())
+
+
+# --- the worst batch ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tasks", "heard", "spoken"), [({"A1A2": 1.0}, True, True), ({"T1T2": 1.0, "A1T1": 0.0}, False, False)]
+)
+def test_worst_batch_is_full(tasks: dict[str, float], heard: bool, spoken: bool) -> None:
+    data = replace(run(rows=3, length=100).data, sources=(SourceConfig(tasks=tasks),))
+    batch, model = worst_batch(data, shape()), shape()
+    assert batch.padding == 0 and len(tasks_of(data)) == 1
+    assert (batch.feature_index >= 0).sum() == sum(-(-n // model.adapter.stack) for n in batch.frames)
+    assert bool(batch.frames) == heard
+    predicted = [s.role == "predicted" for s in model.layout.audio]
+    expected = [300 if p and spoken else 0 for p in predicted] + [300]
+    assert [len(at) for at in batch.supervised] == expected
+
+
+@pytest.mark.parametrize("length", [8, 40, 3000])
+def test_worst_batch_of_padded_windows_runs(length: int) -> None:
+    nano = shape()
+    padded = replace(nano, encoder=replace(nano.encoder, mode="padded", hop=160, window_seconds=2.0))
+    batch = worst_batch(run(rows=1, length=length).data, padded)
+    assert set(batch.mel_lengths) == {2 * padded.encoder.positions}
+    assert int(batch.feature_index.max()) + 1 == sum(-(-n // 2) for n in batch.frames)
+
+
+# --- parameters and devices --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [shape(), shape(tie_text=True, post_layers=2), replace(preset("nano"), ctc=20)])
+def test_parameters_are_the_models(model: ModelConfig) -> None:
+    config = replace(run(), trainable=("adapter.*", "decoder.audio_head.*"))
+    counts = {c.part: c for c in count_parameters(paper_model(config, model))}
+    real = SpeechModel(model)
+    assert sum(c.total for c in counts.values()) == sum(p.numel() for p in real.parameters())
+    assert counts["encoder"].total == sum(p.numel() for p in real.encoder.parameters())
+    blocks = [*real.decoder.blocks.parameters(), *real.decoder.post_blocks.parameters()]
+    assert counts["decoder blocks"].total == sum(p.numel() for p in blocks)
+    assert counts["adapter"].trainable == counts["adapter"].total and counts["encoder"].trainable == 0
+    assert counts["heads"].trainable == real.decoder.audio_head.weight.numel()
+
+
+def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
+    model = shape()
+
+    def spread(devices: int, strategy: str) -> Estimate:
+        return estimate(run(micro=8, devices=devices, strategy=strategy), model)
+
+    one, ddp, two, four = spread(1, "auto"), spread(2, "auto"), spread(2, "fsdp"), spread(4, "fsdp")
+    learning = 4.0 * sum(p.numel() for p in SpeechModel(model).parameters())
+    assert ddp.total == pytest.approx(one.total + learning)
+    for part in ("weights", "optimizer"):
+        assert two.parts[part] == pytest.approx(2 * four.parts[part])
+        assert two.parts[part] == pytest.approx(one.parts[part] / 2)
+    assert two.parts["activations"] == pytest.approx(four.parts["activations"])
+    assert four.total < two.total
+
+
+def test_half_precision_halves_the_weights() -> None:
+    model = shape()
+    full, half = (estimate(run(precision=p), model, cuda=True) for p in ("32-true", "bf16-true"))
+    assert half.parts["optimizer"] == pytest.approx(full.parts["optimizer"] / 2, rel=0.01)
+    assert half.total < 0.7 * full.total
+
+
+# --- knobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
+    config, model = run(rows=4, length=128), shape(layers=2)
+    whole = estimate(config, model).total
+    alone, row = turn_knobs(config, model, 0.8 * whole, cuda=False)
+    assert any(one.fits for one in alone) and row == []
+    for one in alone:
+        assert one.total + one.saved == pytest.approx(whole) and one.saved > 0
+        assert one.fits == (one.total <= 0.8 * whole)
+        assert estimate(one.knob.config, model).total == pytest.approx(one.total)
+    assert alone[0].knob.config.data.packing.rows * alone[0].knob.config.data.micro_batches == 4
+
+
+def test_knobs_are_turned_together_where_none_is_enough() -> None:
+    config, model = run(rows=4, length=128), shape(layers=2)
+    lowest = min(one.total for one in turn_knobs(config, model, 0.0, cuda=False)[0])
+    alone, row = turn_knobs(config, model, 0.8 * lowest, cuda=False)
+    assert not any(one.fits for one in alone) and len(row) > 1
+    assert [one.fits for one in row] == [False] * (len(row) - 1) + [True]
+    assert [one.total for one in row] == sorted((one.total for one in row), reverse=True)
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "budget: {steps: 50}\n"
+        "model: {preset: nano, decoder: {layers: 1}, encoder: {layers: 1}}\n"
+        "data: {micro_batches: 2, packing: {rows: 2, length: 64},\n"
+        "       sources: [{kind: stored, path: nowhere, tasks: {A1A2: 1.0}}]}\n"
+        "fabric: {accelerator: cpu, devices: 1}\n"
+    )
+    return str(path)
+
+
+def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([file, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["pace"]["columns"] == 2 * 2 * 64 and plan["pace"]["examples"] is None
+    assert "nowhere" in plan["pace"]["source"] and plan["pace"]["steps"] == 50
+    assert plan["memory"]["total"] == pytest.approx(sum(plan["memory"]["parts"].values()))
+    assert main([file, "--gpu_gib", "0.63", "--gpu=H100", "--mfu", "0.5"]) == 1
+    shown = capsys.readouterr().out
+    assert "IT DOES NOT FIT" in shown and "what makes it fit" in shown and "--fabric.precision bf16-true" in shown
+
+
+def test_hours_follow_from_the_peak(file: str) -> None:
+    from train.parse import read_fit_config
+
+    config = read_fit_config([file])[0]
+    one, two = (make_plan(config, gpu="H100", mfu=0.5, devices=n).pace for n in (1, 2))
+    assert one.seconds is not None and two.seconds is not None and one.hours is not None
+    assert one.seconds == pytest.approx(one.flops / (0.5 * 989e12)) and two.seconds == pytest.approx(one.seconds / 2)
+    assert one.hours == pytest.approx(50 * one.seconds / 3600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "--devices is 0"),
+        (["--devices", "many"], "--devices is 'many'"),
+        (["--devices", "3"], "2 micro-batches a step cannot be shared by 3"),
+        (["--gpu_gib", "-1"], "--gpu_gib is -1"),
+        (["--gpu", "abacus"], "--gpu 'abacus' is unknown; known: H200"),
+        (["--mfu", "2"], "--mfu is 2"),
+        (["--model.preset", "nona"], "did you mean 'nano'"),
+        (["--trainable", "[nothing.*]"], "nothing"),
+        (["--optimiser.lr", "1"], "optimizer"),
+        (["--fabric.strategy", "fsdp", "--optimizer.name", "muon"], "muon"),
+    ],
+)
+def test_bad_input_is_one_clear_line(file: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        main([file, *arguments])
+    assert "\n" not in str(caught.value)

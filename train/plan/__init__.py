@@ -1,0 +1,1 @@
+"""Planning a run from its configuration: parameters, memory, pace, and what to turn when it does not fit."""

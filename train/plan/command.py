@@ -1,0 +1,246 @@
+"""`python -m train plan`: what a run needs and how long it takes, before it is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.hardware import peak_flops
+from train.config import FitConfig
+from train.parse import read_fit_config
+from train.plan.attempt import Attempt, attempt
+from train.plan.estimate import Estimate, devices_of, estimate
+from train.plan.knobs import Turned, turn_knobs
+from train.plan.pace import Pace, flops_of, pace, sample
+from train.plan.parameters import Count, count_parameters, paper_model, shape_of
+from train.plan.report import show
+from train.plan.worst import worst_batch
+
+GIB = float(1 << 30)
+
+CUDA_CONTEXT, CUDA_WASTE = 0.6 * GIB, 0.05
+"""What a GPU's memory cannot be filled with: the driver's context and libraries, and the share that the caching allocator
+loses to blocks of the wrong size."""
+
+CPU_WASTE = 0.25
+"""Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 13 to 30 % over what is in use
+without checkpointing, and up to 90 % with it in small models)."""
+
+HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
+
+Parameters, memory on each device, pace, and the knob to turn when the run does not fit. Nothing of the model is read or built;
+keys of the configuration are overridden as for `fit`.
+
+  --devices N     plan for N devices (default: as configured, or this machine's)
+  --gpu_gib G     plan for GPUs of G GiB: does it fit?
+  --gpu NAME      plan for this GPU's speed, such as H100, to reckon hours
+  --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
+  --try           take two steps of the worst batch here, and show what was measured beside the estimate
+  --json          one JSON object instead of tables"""
+
+_VALUES: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float}
+_FLAGS = ("try", "json")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is found out about a run.
+
+    Attributes:
+        limit: bytes of a device that the run may fill; None where the device is not known.
+        device: in words.
+        process: bytes that a CPU's process holds besides (Python and its libraries); not part of the estimate.
+        attempts: measured here, by how the memory was measured.
+        knobs: each alone; row: turned one after another.
+    """
+
+    counts: list[Count]
+    estimate: Estimate
+    strategy: str
+    world: int
+    device: str
+    limit: float | None
+    process: float
+    pace: Pace
+    attempts: dict[str, Attempt]
+    untried: str
+    knobs: list[Turned]
+    row: list[Turned]
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit is None else self.estimate.total <= self.limit
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns 0, or 1 where the run does not fit."""
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(HELP)
+        return 0
+    options, rest = _options(argv)
+    config, name = read_fit_config(rest)
+    plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
+    if options.get("json"):
+        print(json.dumps(plain(plan)))
+    else:
+        show(plan, name)
+    return 1 if plan.fits is False else 0
+
+
+def _options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The plan's own options, and what belongs to the configuration."""
+    found: dict[str, Any] = {}
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and name in _FLAGS:
+            found["attempted" if name == "try" else name] = True
+        elif argument.startswith("--") and name in _VALUES:
+            given = value if equals else next(arguments, "")
+            kind = _VALUES[name]
+            try:
+                found[name] = kind(given)
+            except ValueError as error:
+                raise UserError(f"--{name} is {given!r}; it must be a number") from error
+        else:
+            rest.append(argument)
+    return found, rest
+
+
+def make_plan(
+    config: FitConfig,
+    devices: int | None = None,
+    gpu_gib: float | None = None,
+    gpu: str | None = None,
+    mfu: float = 0.35,
+    attempted: bool = False,
+) -> Plan:
+    """Plan a run; see `HELP` for the arguments.
+
+    Raises:
+        UserError: whatever is wrong with the configuration or the arguments.
+    """
+    from train.fit import with_alignment
+
+    if devices is not None and devices < 1:
+        raise UserError(f"--devices is {devices}; it must be at least 1")
+    if gpu_gib is not None and gpu_gib <= 0:
+        raise UserError(f"--gpu_gib is {gpu_gib:g}; it must be above 0")
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu is {mfu:g}; it must lie between 0 and 1")
+    speed = flops_of(gpu) if gpu is not None else None
+    config = with_alignment(config)
+    shape = shape_of(config.model)
+    cuda = gpu_gib is not None or gpu is not None or on_gpu(config)
+    config = _placed(config, devices, cuda)
+    world, here = devices_of(config), cuda and torch.cuda.is_available()
+    words, limit = _room(cuda, gpu_gib, gpu, world)
+    model = paper_model(config, shape)
+    whole = estimate(config, shape, cuda)
+    attempts, untried = _try(config, shape, whole, world, limit, cuda, here) if attempted else ({}, "")
+    if speed is None and here:
+        speed = peak_flops(torch.device("cuda"))
+    measured = list(attempts.values())[-1].seconds if attempts else None  # memory as a run has it
+    batch = worst_batch(config.data, shape)
+    run = pace(config, model, sample(config, shape), batch, world, measured, speed, mfu)
+    short = limit is not None and whole.total > limit
+    knobs, row = turn_knobs(config, shape, limit, cuda) if short and limit is not None else ([], [])
+    strategy: str = config.fabric.strategy
+    if strategy == "auto":
+        strategy = "ddp" if world > 1 else "one process"
+    return Plan(
+        counts=count_parameters(model),
+        estimate=whole,
+        strategy=strategy,
+        world=world,
+        device=words,
+        limit=limit,
+        process=0.0 if cuda else float(psutil.Process().memory_info().rss),
+        pace=run,
+        attempts=attempts,
+        untried=untried,
+        knobs=knobs,
+        row=row,
+    )
+
+
+def on_gpu(config: FitConfig) -> bool:
+    """Whether the configuration asks for a GPU, or takes one that is here."""
+    asked = config.fabric.accelerator
+    return asked in ("gpu", "cuda") or (asked == "auto" and torch.cuda.is_available())
+
+
+def _placed(config: FitConfig, devices: int | None, cuda: bool) -> FitConfig:
+    """The configuration with a number of devices."""
+    fabric = config.fabric
+    if devices is not None:
+        fabric = replace(fabric, devices=devices, num_nodes=1)
+    elif fabric.devices in ("auto", -1, "-1"):
+        fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if cuda else 1)
+    return replace(config, fabric=fabric)
+
+
+def _room(cuda: bool, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
+    """The device in words, and the bytes of it that a run may fill."""
+    if not cuda:
+        free = psutil.virtual_memory().available / world
+        room = free * (1 - CPU_WASTE)
+        return f"CPU with {free / GIB:.1f} GiB free for each process, of which {room / GIB:.1f} can be filled", room
+    name = gpu or "GPU"
+    size = gpu_gib * GIB if gpu_gib is not None else None
+    if size is None and gpu is None and torch.cuda.is_available():
+        name, size = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
+    if size is None:
+        return f"{name} of unknown size; give --gpu_gib", None
+    room = (size - CUDA_CONTEXT) * (1 - CUDA_WASTE)
+    return f"{name} of {size / GIB:.3g} GiB, of which {room / GIB:.3g} can be filled", room
+
+
+def _try(
+    config: FitConfig, shape: ModelConfig, whole: Estimate, world: int, limit: float | None, cuda: bool, here: bool
+) -> tuple[dict[str, Attempt], str]:
+    """What was measured, or why nothing was."""
+    if cuda and not here:
+        return {}, "this machine has no GPU that PyTorch can use"
+    if world > 1 or config.fabric.strategy == "fsdp":
+        return {}, f"{world} processes with strategy {config.fabric.strategy} cannot be tried in one"
+    if limit is not None and whole.total > limit:
+        return {}, f"the estimate of {whole.total / GIB:.2f} GiB is more than the {limit / GIB:.2f} GiB that there are"
+    micro = config.data.micro_batches
+    if cuda:
+        return {"by CUDA's counters": attempt(config, shape, micro, "cuda")}, ""
+    return {
+        "freed memory returned": attempt(config, shape, micro, "cpu"),
+        "freed memory kept, the C library's default": attempt(config, shape, micro, "cpu", hoard=True),
+    }, ""
+
+
+def plain(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data; memory in bytes."""
+
+    def turned(one: Turned) -> dict[str, Any]:
+        return {"keys": one.knob.keys, "price": one.knob.price, "bytes": one.total, "saved": one.saved, "fits": one.fits}
+
+    return {
+        "parameters": [asdict(count) for count in plan.counts],
+        "memory": {"parts": plan.estimate.parts, "total": plan.estimate.total, "phase": plan.estimate.phase},
+        "strategy": plan.strategy,
+        "devices": plan.world,
+        "device": plan.device,
+        "limit": plan.limit,
+        "fits": plan.fits,
+        "process": plan.process,
+        "measured": {how: asdict(one) for how, one in plan.attempts.items()},
+        "not_measured": plan.untried,
+        "pace": asdict(plan.pace),
+        "knobs": [turned(one) for one in plan.knobs],
+        "together": [turned(one) for one in plan.row],
+    }

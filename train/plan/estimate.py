@@ -1,0 +1,162 @@
+"""Memory of a run on each device, from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from torch import nn
+
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from train.config import FitConfig
+from train.data.loader import process_lanes
+from train.plan.parameters import paper_model
+from train.plan.trace import Snapshot, trace
+from train.plan.worst import worst_batch
+
+FEW = 2
+"""Blocks of a stack that are traced where there are more: what each further one takes is the difference to one more."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The fullest moment of a step on one device.
+
+    Attributes:
+        parts: bytes by part; see `train.plan.trace.PARTS`, and `communication`, what processes exchange gradients and
+            gathered weights in.
+        phase: of the step, at which that is.
+    """
+
+    parts: Snapshot
+    phase: str
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
+def devices_of(config: FitConfig) -> int:
+    """Processes of a run over all nodes; UserError where they are left open or the micro-batches cannot be shared."""
+    devices = config.fabric.devices
+    if isinstance(devices, str):
+        listed = [part for part in devices.split(",") if part.strip().isdigit()]
+        if not listed:
+            raise UserError(f"fabric.devices is {devices!r}, which depends on the machine; give --devices N")
+        devices = len(listed) if len(listed) > 1 or devices.endswith(",") else int(listed[0])
+    world = devices * config.fabric.num_nodes
+    if world < 1:
+        raise UserError(f"fabric.devices is {config.fabric.devices} on {config.fabric.num_nodes} nodes; give --devices N")
+    process_lanes(config.data.micro_batches, 0, world)
+    return world
+
+
+def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estimate:
+    """Memory of the worst batch's step on each device, under the configuration's strategy and precision.
+
+    Raises:
+        UserError: settings that do not fit each other, such as Muon with fsdp.
+    """
+    world = devices_of(config)
+    strategy = config.fabric.strategy
+    rules = {config.optimizer.name, *(group.rule for group in config.optimizer.groups)}
+    if strategy == "fsdp" and "muon" in rules:
+        raise UserError("optimizer muon with fabric.strategy fsdp: use optimizer.name adamw, or strategy ddp")
+    phases = phases_of(config, shape, config.data.micro_batches // world, cuda)
+    if world > 1 or strategy == "fsdp":
+        model = paper_model(config, shape)
+        share = sharded if strategy == "fsdp" else replicated
+        phases = {name: share(name, parts, model, world, _bytes_each(config)) for name, parts in phases.items()}
+    name, parts = max(phases.items(), key=lambda item: sum(item[1].values()))
+    return Estimate(parts, name)
+
+
+def _bytes_each(config: FitConfig) -> int:
+    return 2 if config.fabric.precision == "bf16-true" else 4
+
+
+def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: bool) -> dict[str, Snapshot]:
+    """Bytes by phase and part of one process that trains alone. Deep stacks are traced shallow and continued: every phase is
+    a straight line in the number of blocks. Results are kept: knobs ask for the same ones again."""
+    alone = replace(
+        config,
+        run_folder="",
+        fabric=replace(config.fabric, strategy="auto", devices=1, num_nodes=1),
+        data=replace(config.data, micro_batches=min(2, micro_batches)),
+    )
+    return _phases_of(_Question(repr((alone, shape, cuda)), alone, shape, cuda))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of the trace; equal where its text is (a configuration holds mappings, which cannot be hashed)."""
+
+    text: str
+    config: FitConfig = field(compare=False)
+    shape: ModelConfig = field(compare=False)
+    cuda: bool = field(compare=False)
+
+
+@lru_cache(maxsize=128)
+def _phases_of(question: _Question) -> dict[str, Snapshot]:
+    config, shape, cuda = question.config, question.shape, question.cuda
+    micro_batches = config.data.micro_batches
+    batch = worst_batch(config.data, shape)
+
+    def at(decoder: int, encoder: int) -> dict[str, Snapshot]:
+        shallow = replace(shape, decoder=replace(shape.decoder, layers=decoder), encoder=replace(shape.encoder, layers=encoder))
+        return trace(config, shallow, batch, micro_batches, cuda)
+
+    wanted = shape.decoder.layers, shape.encoder.layers
+    few = min(FEW, wanted[0]), min(FEW, wanted[1])
+    base = at(*few)
+    steps = []
+    if wanted[0] > few[0]:
+        steps.append((wanted[0] - few[0], at(few[0] + 1, few[1])))
+    if wanted[1] > few[1]:
+        steps.append((wanted[1] - few[1], at(few[0], few[1] + 1)))
+    return {
+        phase: {
+            part: max(0.0, value + sum(more * (longer[phase][part] - value) for more, longer in steps))
+            for part, value in parts.items()
+        }
+        for phase, parts in base.items()
+    }
+
+
+# --- what processes share -----------------------------------------------------------------------------------------------
+
+
+def replicated(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int) -> Snapshot:
+    """DDP: every process holds everything, and its gradients once more in the buckets that are exchanged."""
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {**parts, "communication": float(size * learning)}
+
+
+def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int) -> Snapshot:
+    """FSDP2 as `train.parallel.shard` sets it up: weights, gradients, optimizer and average in equal parts.
+
+    Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, adapter), which is not given
+    back after its forward pass, and of two blocks, the one at work and the next. During the backward pass it also holds the
+    root's gradients and one block's whole.
+    """
+    blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    root = sum(p.numel() for p in model.parameters()) - sum(sizes)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) not in inside)
+    largest = max(sizes)
+    extra = 0.0
+    if phase not in ("optimizer", "average"):
+        extra = float(root + min(2 * largest, sum(sizes)))
+    if phase.startswith("backward"):
+        extra += learning + largest * any(p.requires_grad for block in blocks for p in block.parameters())
+    out = dict(parts)
+    shared = ["weights", "gradients", "optimizer", "average"]
+    for part in shared + ["working"] * (phase in ("optimizer", "average")):
+        out[part] = parts[part] / world
+    return {**out, "communication": extra * size if world > 1 else 0.0}

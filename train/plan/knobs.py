@@ -1,0 +1,147 @@
+"""What to turn when a run does not fit: every knob's estimate is computed, the least harmful first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from omni.config import ModelConfig
+from omni.errors import UserError
+from train.config import FitConfig
+from train.plan.estimate import devices_of, estimate
+
+MANY = (2, 4, 8, 16, 32, 64)
+"""Numbers of devices that fsdp is tried over."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A change to a run.
+
+    Attributes:
+        keys: what to give on the command line.
+        price: what it costs.
+        config: the run with it.
+    """
+
+    keys: str
+    price: str
+    config: FitConfig
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A knob and what it does: bytes a device, bytes saved, and whether the run fits then."""
+
+    knob: Knob
+    total: float
+    saved: float
+    fits: bool
+
+
+def _chunk(config: FitConfig) -> Knob | None:
+    small = 1 << 22
+    if config.objective.chunk <= small:
+        return None
+    changed = replace(config, objective=replace(config.objective, chunk=small))
+    return Knob(f"--objective.chunk {small}", "nothing but more, smaller products", changed)
+
+
+def _rows(config: FitConfig) -> Knob | None:
+    packing = config.data.packing
+    if packing.rows == 1:
+        return None
+    parts = 2 if packing.rows % 2 == 0 else packing.rows
+    rows, micro = packing.rows // parts, config.data.micro_batches * parts
+    changed = replace(config, data=replace(config.data, packing=replace(packing, rows=rows), micro_batches=micro))
+    return Knob(
+        f"--data.packing.rows {rows} --data.micro_batches {micro}",
+        "the same step in smaller, less efficient pieces",
+        changed,
+    )
+
+
+def _mixed(config: FitConfig) -> Knob | None:
+    if config.fabric.precision != "32-true":
+        return None
+    changed = replace(config, fabric=replace(config.fabric, precision="bf16-mixed"))
+    return Knob("--fabric.precision bf16-mixed", "rounded products; faster on a GPU", changed)
+
+
+def _checkpointing(config: FitConfig) -> Knob | None:
+    if config.fabric.checkpointing:
+        return None
+    changed = replace(config, fabric=replace(config.fabric, checkpointing=True))
+    return Knob("--fabric.checkpointing true", "about a third more work", changed)
+
+
+def _fsdp(devices: int) -> Callable[[FitConfig], Knob | None]:
+    def turn(config: FitConfig) -> Knob | None:
+        world = devices_of(config)
+        if devices < world or devices == 1 or (devices == world and config.fabric.strategy == "fsdp"):
+            return None
+        micro = -(-config.data.micro_batches // devices) * devices
+        fabric = replace(config.fabric, strategy="fsdp", devices=devices, num_nodes=1)
+        changed = replace(config, fabric=fabric, data=replace(config.data, micro_batches=micro))
+        keys = f"--devices {devices} --fabric.strategy fsdp"
+        if micro != config.data.micro_batches:
+            keys += f" --data.micro_batches {micro}"
+        return Knob(keys, f"{devices} devices that exchange weights in every block", changed)
+
+    return turn
+
+
+def _true(config: FitConfig) -> Knob | None:
+    if config.fabric.precision == "bf16-true":
+        return None
+    changed = replace(config, fabric=replace(config.fabric, precision="bf16-true"))
+    return Knob("--fabric.precision bf16-true", "weights and optimizer rounded: small updates are lost", changed)
+
+
+def turn_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -> tuple[list[Turned], list[Turned]]:
+    """Each knob alone, and the shortest row of knobs, turned one after another, with which the run fits (empty where one
+    suffices or none does). Knobs that save nothing are left out.
+
+    Args:
+        limit: bytes of a device that the run may fill.
+    """
+    start = estimate(config, shape, cuda).total
+    world = devices_of(config)
+    many = [world] if world > 1 else []
+    many += [n for n in MANY if n > world] if cuda else []
+    first = [_chunk, _rows, *([_mixed] if cuda else []), _checkpointing]
+    alone = list(_alone(config, shape, limit, cuda, start, [*first, *map(_fsdp, many), _true]))
+    if any(turned.fits for turned in alone):
+        return alone, []
+    row: list[Turned] = []
+    here, held = config, start
+    for turn in [*first, *[_rows] * 6, *map(_fsdp, many), _true]:
+        for turned in _alone(here, shape, limit, cuda, held, [turn]):
+            row.append(turned)
+            here, held = turned.knob.config, turned.total
+            if turned.fits:
+                return alone, row
+    return alone, []
+
+
+def _alone(
+    config: FitConfig,
+    shape: ModelConfig,
+    limit: float,
+    cuda: bool,
+    start: float,
+    turns: list[Callable[[FitConfig], Knob | None]],
+) -> Iterator[Turned]:
+    enough = False
+    for turn in turns:
+        knob = turn(config)
+        spread = knob is not None and knob.config.fabric.strategy == "fsdp" and config.fabric.strategy != "fsdp"
+        if knob is None or (spread and enough):  # more devices than are enough are no better advice
+            continue
+        try:
+            total = estimate(knob.config, shape, cuda).total
+        except UserError:  # a combination that no run can have, such as Muon with fsdp
+            continue
+        if total < 0.99 * start:
+            enough = enough or (spread and total <= limit)
+            yield Turned(knob, total, start - total, total <= limit)

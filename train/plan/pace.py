@@ -1,0 +1,117 @@
+"""What a step holds, and how long a run takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omni.audio.codec import AudioCodec, load_codec
+from omni.checkpoint.folder import CODEC, TOKENIZER
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.hardware import PEAK_FLOPS
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from train.config import FitConfig, ModelSection
+from train.data.batch import Batch
+from train.data.build import build_pipeline
+from train.data.lanes import Lane
+from train.flops import StepFlops
+from train.initial import choose_tokenizer
+from train.objective import targets
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One optimizer step over all devices, and the run.
+
+    Attributes:
+        columns: columns of a step that examples stand in.
+        examples: of a step; None where the data could not be read.
+        flops: of a step.
+        seconds: of a step; None where neither measured nor to be reckoned.
+        steps, hours: to the budget; None where it follows from `seconds` and they are not known.
+        source: where columns and examples come from; `clock`: where seconds come from.
+    """
+
+    columns: float
+    examples: float | None
+    flops: float
+    seconds: float | None
+    steps: float | None
+    hours: float | None
+    source: str
+    clock: str
+
+
+def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[Batch], str]:
+    """The run's first micro-batches, or none and the reason why they cannot be had."""
+    try:
+        tokenizer, codec = _tools(config.model, shape)
+        lane = Lane(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
+        return [lane.batch() for _ in range(count)], f"{count} micro-batches of the data"
+    except (UserError, OSError) as error:
+        return [], f"full rows, since the data cannot be read here ({error})"
+
+
+def _tools(section: ModelSection, shape: ModelConfig) -> tuple[Tokenizer, AudioCodec | None]:
+    start = Path(section.init_from) if section.init_from else None
+    if start is not None and section.tokenizer is None:
+        tokenizer = Tokenizer.from_file(start / TOKENIZER)
+    else:
+        tokenizer = choose_tokenizer(section, shape)
+    folder = Path(section.codec_folder) if section.codec_folder else None
+    if folder is None and start is not None and (start / CODEC).is_dir():
+        folder = start / CODEC
+    return tokenizer, load_codec(shape.codec, folder) if folder is not None or shape.codec == "codec2" else None
+
+
+def flops_of(name: str) -> float:
+    """Peak FLOP/s of a GPU by a part of its name; UserError where it is not known."""
+    for part, peak in PEAK_FLOPS.items():
+        if part.lower() == name.lower():
+            return peak
+    raise UserError(f"--gpu {name!r} is unknown; known: {', '.join(PEAK_FLOPS)}")
+
+
+def pace(
+    config: FitConfig,
+    model: SpeechModel,
+    found: tuple[list[Batch], str],
+    worst: Batch,
+    world: int,
+    measured: float | None = None,
+    speed: float | None = None,
+    mfu: float = 0.35,
+) -> Pace:
+    """The pace of a run.
+
+    Args:
+        found: what `sample` gave.
+        measured: seconds of a step of worst batches on one device; the sample's are less work, in proportion.
+        speed: peak FLOP/s of a device, of which the run reaches the share `mfu`.
+    """
+    count, flops = StepFlops(model), config.data.micro_batches
+    batches, source = found
+    full = count(worst, targets(worst)) * flops
+    if batches:
+        scale = flops / len(batches)
+        columns = scale * sum(b.positions for b in batches)
+        examples: float | None = scale * sum(b.examples for b in batches)
+        work = scale * sum(count(b, targets(b)) for b in batches)
+    else:
+        columns, examples, work = float(flops * worst.positions), None, full
+    if measured is not None:
+        seconds: float | None = measured * work / full
+        clock = "the step tried here, by the sample's share of its work"
+    elif speed:
+        seconds, clock = work / (speed * mfu * world), f"FLOPs at an MFU of {mfu:.0%} of {speed / 1e12:.0f} TFLOP/s"
+    else:
+        seconds, clock = None, "unknown: give --try, or --gpu NAME"
+    budget = config.budget
+    limits = [float(budget.steps)] if budget.steps is not None else []
+    if budget.minutes is not None and seconds:
+        limits.append(60 * budget.minutes / seconds)
+    steps = min(limits) if limits else None
+    hours = steps * seconds / 3600 if steps and seconds else budget.minutes / 60 if budget.minutes is not None else None
+    return Pace(columns, examples, work, seconds, steps, hours, source, clock)

@@ -1,0 +1,69 @@
+"""How many parameters a model has, by part, and how many of them learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from omni.checkpoint.folder import read_config
+from omni.config import ModelConfig, preset
+from omni.model.speech_model import SpeechModel
+from train.config import FitConfig, ModelSection
+from train.initial import changed, check_fits
+from train.optim import set_trainable
+
+PARTS = ("encoder", "adapter", "decoder blocks", "tables", "heads", "alignment head", "norms")
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a part: all of them, and those that learn."""
+
+    part: str
+    total: int
+    trainable: int
+
+
+def shape_of(section: ModelSection) -> ModelConfig:
+    """The configuration of the model that a run trains, without its weights (see `train.initial.build_initial`).
+
+    Raises:
+        UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
+    """
+    if section.init_from is None:
+        return changed(preset(str(section.preset)), section)
+    stored = read_config(section.init_from)
+    shape = changed(preset(section.preset) if section.preset is not None else stored, section)
+    check_fits(stored, shape, section.init_from)
+    return shape
+
+
+def paper_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
+    """The model without values, on the meta device; what learns is marked."""
+    with torch.device("meta"):
+        model = SpeechModel(shape)
+    set_trainable(model, config.trainable)
+    return model
+
+
+def part_of(name: str) -> str:
+    """The part of `PARTS` that a parameter belongs to; a text head that is the text table counts as a table."""
+    top, _, rest = name.partition(".")
+    if top != "decoder":
+        return top.replace("_", " ")
+    if "blocks." in rest:
+        return "decoder blocks"
+    if "embedding" in rest:
+        return "tables"
+    return "heads" if "head" in rest else "norms"
+
+
+def count_parameters(model: SpeechModel) -> list[Count]:
+    """Every part that there is, in the order of `PARTS`."""
+    found: dict[str, list[int]] = {}
+    for name, p in model.named_parameters():
+        count = found.setdefault(part_of(name), [0, 0])
+        count[0] += p.numel()
+        count[1] += p.numel() * p.requires_grad
+    return [Count(part, *found[part]) for part in PARTS if part in found]

@@ -1,0 +1,110 @@
+"""A plan as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from train.progress import duration, short
+
+if TYPE_CHECKING:
+    from train.plan.command import Plan
+
+GIB = float(1 << 30)
+
+WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer's state",
+    "average": "running average",
+    "activations": "activations",
+    "objective": "heads and losses",
+    "working": "in work for a while",
+    "communication": "exchange between devices",
+    "batch": "batches",
+}
+
+
+def show(plan: Plan, name: str) -> None:
+    """Print a plan."""
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:  # a file has no width to keep to
+        console = Console(soft_wrap=True, width=160)
+    for table in (_parameters(plan, name), _memory(plan), _pace(plan)):
+        console.print(table)
+        console.print()
+    _verdict(plan, console)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, show_header=any(columns))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def _parameters(plan: Plan, name: str) -> Table:
+    table = _table(f"{name}: parameters", "", "all", "learn")
+    for count in plan.counts:
+        table.add_row(count.part, f"{count.total:,}", f"{count.trainable:,}")
+    table.add_row("total", f"{sum(c.total for c in plan.counts):,}", f"{sum(c.trainable for c in plan.counts):,}")
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    title = f"memory of the worst batch on each of {plan.world} device(s), {plan.strategy}; fullest at: {plan.estimate.phase}"
+    table = _table(title, "", "GiB")
+    for part, words in WORDS.items():
+        if size := plan.estimate.parts.get(part, 0.0):
+            table.add_row(words, f"{size / GIB:.3f}")
+    table.add_row("estimate", f"{plan.estimate.total / GIB:.3f}")
+    for how, one in plan.attempts.items():
+        apart = plan.estimate.total / one.peak - 1
+        table.add_row(f"measured ({how})", f"{one.peak / GIB:.3f}", f"the estimate is {apart:+.1%} from it")
+    return table
+
+
+def _pace(plan: Plan) -> Table:
+    table, run = _table("pace", "", ""), plan.pace
+    table.add_row("columns a step", f"{run.columns:,.0f}")
+    table.add_row("examples a step", "unknown" if run.examples is None else f"{run.examples:,.1f}")
+    table.add_row("work a step", f"{run.flops / 1e12:.3g} TFLOP")
+    table.add_row("time a step", "unknown" if run.seconds is None else f"{run.seconds:.3g} s")
+    table.add_row("steps to the budget", "unknown" if run.steps is None else f"{run.steps:,.0f}")
+    table.add_row("time to the budget", "unknown" if run.hours is None else duration(3600 * run.hours))
+    if run.steps is not None:
+        table.add_row("columns to the budget", short(run.steps * run.columns))
+    return table
+
+
+def _verdict(plan: Plan, console: Console) -> None:
+    console.print(f"columns and examples: {plan.pace.source}", markup=False)
+    console.print(f"time: {plan.pace.clock}", markup=False)
+    if plan.untried:
+        console.print(f"not tried: {plan.untried}", markup=False)
+    if plan.process:
+        console.print(
+            f"on a CPU the process itself takes {plan.process / GIB:.2f} GiB besides, and the C library may keep freed memory; "
+            "MALLOC_MMAP_THRESHOLD_=131072 in the environment makes it return it",
+            markup=False,
+        )
+    if plan.limit is None:
+        console.print(f"device: {plan.device}", markup=False)
+        return
+    console.print(f"device: {plan.device}: {'it fits' if plan.fits else 'IT DOES NOT FIT'}", markup=False)
+    if plan.fits:
+        return
+    enough = [one for one in plan.knobs if one.fits]
+    table = _table("what makes it fit" if enough else "what saves memory; none is enough alone", "", "GiB", "saves", "price")
+    for one in enough or plan.knobs:
+        table.add_row(one.knob.keys, f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}", one.knob.price)
+    console.print(table)
+    if plan.row:
+        table = _table("one after another", "", "GiB", "saves")
+        for one in plan.row:
+            table.add_row(f"and {one.knob.keys}", f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}")
+        console.print(table)
+    elif not enough:
+        console.print("no row of knobs makes it fit: take a smaller model, shorter rows or larger devices")

@@ -1,0 +1,81 @@
+"""One training step as the loop takes it, without Fabric: the same lines are traced on paper and tried for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omni.config import ModelConfig
+from omni.model.speech_model import SpeechModel
+from train.config import FitConfig
+from train.data.batch import Batch
+from train.objective import Objective
+from train.optim import Average, Optimizers, build_optimizer, set_trainable
+
+
+@dataclass
+class Workbench:
+    """What a step works on."""
+
+    objective: Objective
+    optimizer: Optimizers
+    average: Average | None
+    config: FitConfig
+
+    @property
+    def learning(self) -> list[nn.Parameter]:
+        return [p for p in self.objective.parameters() if p.requires_grad]
+
+
+def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> Workbench:
+    """Model, objective, optimizer and running average of a run, in its precision, with random weights.
+
+    Raises:
+        UserError: patterns that name nothing, or settings that do not fit each other.
+    """
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if config.fabric.precision == "bf16-true" else usual)
+    try:
+        model = SpeechModel(shape)  # in its type from the beginning: fake tensors cannot be converted in place
+    finally:
+        torch.set_default_dtype(usual)
+    model.set_checkpointing(config.fabric.checkpointing)
+    objective = Objective(model, config.objective)
+    if torch.device(device).type != "cpu":
+        objective.to(device)
+    set_trainable(model, config.trainable)
+    learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
+    optimizer = build_optimizer([(name.removeprefix("model."), p) for name, p in learning], config.optimizer)
+    return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)
+
+
+def take_step(
+    bench: Workbench, batches: Sequence[Batch], wanted: Tensor, number: int, enter: Callable[[str], None] = lambda phase: None
+) -> None:
+    """Forward and backward of every micro-batch, clipping, the optimizer, the running average.
+
+    Args:
+        wanted: targets of the step by stream, and of its alignment loss, [K + 1] float on the batches' device.
+        number: of the step, from 1.
+        enter: told the name of each phase when it begins.
+    """
+    config, kind = bench.config, wanted.device.type
+    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.fabric.precision)
+    for batch in batches:
+        enter("forward")
+        with torch.autocast(kind, half) if half is not None else nullcontext():
+            losses = bench.objective(batch, wanted, 1.0)
+        enter("backward")
+        losses.total.backward()
+    enter("optimizer")
+    norm = nn.utils.clip_grad_norm_(bench.learning, config.clip if config.clip is not None else float("inf"))
+    bench.optimizer.skip = (~norm.isfinite()).float()
+    bench.optimizer.step()
+    bench.optimizer.zero_grad()
+    if bench.average is not None:
+        enter("average")
+        bench.average.update(number)
