@@ -37,16 +37,16 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 
 
 def rope_table(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [B, 1, T, D] in fp32 for positions [B, T]; the sign is minus in the first half (see `rotate`)."""
-    angle = positions[:, None, :, None].float() * frequencies
+    """cos and signed sin [B, T, 1, D] in fp32 for positions [B, T]; the sign is minus in the first half (see `rotate`)."""
+    angle = positions[:, :, None, None].float() * frequencies
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [B, H, T, D] by its positions; the halves of a head are the two coordinates."""
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+    """Turn x [B, T, H, D] by its positions; the halves of a head are the two coordinates."""
+    turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    return turned if turned.dtype == x.dtype else turned.to(x.dtype)
 
 
 @lru_cache
@@ -85,13 +85,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
         b, t, _ = x.shape
-        q = self.q(x).view(b, t, self.heads, self.head_dim)
-        k = self.k(x).view(b, t, self.kv_heads, self.head_dim)
+        q, k = self.q(x), self.k(x)
         v = self.v(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        turned = rotate(torch.cat([q, k], dim=2).transpose(1, 2), *rope)
-        q, k = turned.split([self.heads, self.kv_heads], dim=1)
+            q = self.q_norm(q.view(b, t, self.heads, self.head_dim)).flatten(2)
+            k = self.k_norm(k.view(b, t, self.kv_heads, self.head_dim)).flatten(2)
+        both = rotate(torch.cat([q, k], dim=2).view(b, t, self.heads + self.kv_heads, self.head_dim), *rope)
+        q, k = both[:, :, : self.heads], both[:, :, self.heads :].transpose(1, 2)
         if cache is not None:
             k, v = cache.update(layer, k, v)
         if q.dtype != v.dtype:
@@ -103,15 +103,16 @@ class Attention(nn.Module):
             # One query per head: the heads of a group stand in the time dimension, so keys are read once and never copied.
             q = q.view(b, self.kv_heads, group, self.head_dim)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            y = y.reshape(b, self.heads, 1, self.head_dim)
         else:
             grouped = group > 1
             if grouped and mask is not None and q.is_cuda:
                 # No fused kernel of CUDA's takes both groups and a mask: shared keys would go to the slow one, which
                 # writes all of the attention's weights to memory.
                 k, v, grouped = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), False
+            q = q.transpose(1, 2)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+            y = y.transpose(1, 2)
+        return self.out(y.reshape(b, t, -1))
 
 
 class SwiGLU(nn.Module):

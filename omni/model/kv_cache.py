@@ -157,14 +157,15 @@ class KVCache:
             )
         if self._writes is None:
             raise RuntimeError("KVCache.update needs attend_to(input_pos) first, once per forward")
-        here = self._layer(layer)
-        heads, size = k.shape[1], k.shape[3]
-        here.key_slots.index_copy_(0, self._writes, k.transpose(1, 2).reshape(-1, heads, size).to(self.keys.dtype))
-        here.value_slots.index_copy_(0, self._writes, v.transpose(1, 2).reshape(-1, heads, size).to(self.values.dtype))
+        here, dtype, wanted = self._layer(layer), self.keys.dtype, k.dtype
+        if wanted != dtype:
+            k, v = k.to(dtype), v.to(dtype)
+        here.key_slots.index_copy_(0, self._writes, k.transpose(1, 2).flatten(0, 1))
+        here.value_slots.index_copy_(0, self._writes, v.transpose(1, 2).flatten(0, 1))
         keys, values = here.keys, here.values
         if self._rows is not None:
             keys, values = keys[self._rows], values[self._rows]
-        return keys.to(k.dtype), values.to(v.dtype)
+        return (keys, values) if wanted == dtype else (keys.to(wanted), values.to(wanted))
 
     def _layer(self, layer: int) -> _Layer:
         """The views of one layer; made once, because a step is short enough for making them to count."""
