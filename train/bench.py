@@ -29,6 +29,8 @@ from train.memory import PeakMemory
 from train.objective import LinearCrossEntropy
 
 GIB = 1 << 30
+WARM_UP = 6
+"""Steps that are not measured at the beginning of a round with data made while it trains."""
 EXAMPLES = 4
 """Examples in a row of the training step's table."""
 
@@ -187,11 +189,12 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
 # --- data --------------------------------------------------------------------------------------------------------------
 
 
-def data(file: str, device: torch.device, steps: int = 40, rounds: int = 3) -> list[Row]:
+def data(file: str, device: torch.device, steps: int = 23, rounds: int = 4) -> list[Row]:
     """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
 
     Kinds alternate, so that a machine's moods meet both; while batches are at hand, the loader's workers fill their queue and
-    then wait.
+    then wait. Where utterances come back (`digits.reuse`), only some steps make new ones: about every 92 steps with the recipe
+    of `make demo`, and as many are measured.
     """
     from train.data.build import build_pipeline
     from train.data.loader import StepLoader
@@ -227,7 +230,7 @@ def data(file: str, device: torch.device, steps: int = 40, rounds: int = 3) -> l
         pipeline, config.data.micro_batches, workers=config.data.workers, prefetch=config.data.prefetch
     )  # fmt: skip
     for _ in range(rounds):
-        run(loader, 10)  # warms up, and empties the queue that filled while nothing was drawn
+        run(loader, WARM_UP)  # and empties the queue that filled while nothing was drawn
         seen, seconds = run(loader, steps)
         live.append(seconds / steps)
         at_hand.append(run(iter(seen), steps)[1] / steps)
@@ -236,7 +239,7 @@ def data(file: str, device: torch.device, steps: int = 40, rounds: int = 3) -> l
         positions += sum(b.segments.numel() for b in flat)
         used += sum(b.positions for b in flat)
     loader.close()
-    made, given = statistics.median(live), statistics.median(at_hand)
+    made, given = statistics.fmean(live), statistics.fmean(at_hand)
     return [
         Row("step, batches at hand", given * 1e3, "ms"),
         Row("step, data made while training", made * 1e3, "ms"),
