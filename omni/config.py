@@ -177,7 +177,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if value is None and type(None) in args:
             return None
         inner = [a for a in args if a is not type(None)]
-        return _value(inner[0], value, where)
+        fitting = [a for a in inner if isinstance(a, type) and type(value) is a]
+        return _value((fitting or inner)[0], value, where)
     if origin is Literal:
         if value not in args:
             raise UserError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, args))}")

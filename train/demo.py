@@ -108,7 +108,7 @@ def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 
     possible = set(source.answers())
     ear = _ear()
     near, right, reference_right = [], [], []
-    for judged in tqdm(report.judged, desc="listening", leave=False):
+    for judged in tqdm(report.judged, desc="listening", leave=False, disable=None):
         said = judged.answer.text.strip()
         if said not in references and said in possible:  # a wrong answer has a reference too
             references[said] = codec.decode(source.answer_codes(said))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
@@ -34,7 +34,34 @@ def figures_line(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
 
 
-class Progress:
+class Screen:
+    """A bar on a terminal, lines elsewhere, or nothing.
+
+    Args:
+        kind: see `LogConfig.progress`.
+        bar: how the bar looks, for tqdm.
+    """
+
+    def __init__(self, kind: Kind, stream: TextIO | None = None, **bar: Any) -> None:
+        self.stream = stream or sys.stderr
+        self.kind = ("bar" if self.stream.isatty() else "lines") if kind == "auto" else kind
+        self.bar = tqdm(file=self.stream, dynamic_ncols=True, **bar) if self.kind == "bar" else None
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self.kind == "off":
+            return
+        if self.bar is not None:
+            self.bar.write(line, file=self.stream)
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Progress(Screen):
     """Shows the share of the budget that is used, and the figures of the last row of the log.
 
     Args:
@@ -43,15 +70,10 @@ class Progress:
     """
 
     def __init__(self, kind: Kind, start: tuple[float, float] = (0.0, 0.0), stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
-        self.kind = ("bar" if self.stream.isatty() else "lines") if kind == "auto" else kind
+        super().__init__(
+            kind, stream, total=1000, initial=round(1000 * start[0]), bar_format="{percentage:3.0f}% {bar} {desc}{postfix}"
+        )
         self.start = start
-        self.bar = None
-        if self.kind == "bar":
-            self.bar = tqdm(
-                total=1000, initial=round(1000 * start[0]), file=self.stream, dynamic_ncols=True, leave=True,
-                bar_format="{percentage:3.0f}% {bar} {desc}{postfix}",
-            )  # fmt: skip
         self.figures = ""
 
     def show(self, step: int, used: float, seconds: float) -> None:
@@ -75,21 +97,8 @@ class Progress:
             self.say(f"step {step} ({100 * used:.1f}%) {self.figures} {self._left(used, seconds)}")
         self.show(step, used, seconds)
 
-    def say(self, line: str) -> None:
-        """A line of its own, above the bar."""
-        if self.kind == "off":
-            return
-        if self.bar is not None:
-            self.bar.write(line, file=self.stream)
-        else:
-            print(line, file=self.stream, flush=True)
-
     def _left(self, used: float, seconds: float) -> str:
         gained, spent = used - self.start[0], seconds - self.start[1]
         if gained <= 0 or spent <= 0:
             return ""
         return f"{duration((1 - used) * spent / gained)} left"
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()

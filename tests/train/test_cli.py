@@ -52,7 +52,7 @@ def test_help_is_quick_and_names_the_commands() -> None:
         (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),
         (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),
         (["fit", "FILE", "--fabric.accelerator", "abacus", "--run_folder", "TMP"], "fabric: accelerator abacus"),
-        (["evaluate", "TMP/nothing"], "give the run's configuration with --config"),
+        (["validate", "TMP/nothing"], "give the run's configuration with --config"),
     ],
 )
 def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,9 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_recipe_can_be_read_and_names_parameters_that_exist(recipe: Path) -> None:
     config, name = read_fit_config([str(recipe)])
     assert isinstance(config, FitConfig) and name == recipe.stem
-    section = dataclasses.replace(config.model, init_from=None)
+    base = str(config.model.preset or "qwen2-0.5b-omni")  # a recipe without a preset names a folder
+    section = dataclasses.replace(config.model, init_from=None, preset=base)
     with torch.device("meta"):
-        model = SpeechModel(changed(preset(str(config.model.preset)), section))
+        model = SpeechModel(changed(preset(base), section))
     names = [name for name, _ in model.named_parameters()]
     learning = match_names(config.trainable, names, "trainable")
     assert learning

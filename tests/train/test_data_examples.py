@@ -251,6 +251,35 @@ def test_a_run_is_built_from_plain_data(tmp_path):
     assert [row.turns[0].question_text for row in held] == [row.turns[0].question_text for row in again]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 10])
+def test_rows_that_are_held_out_are_examined_and_never_trained_on(tmp_path, count):
+    model = MODELS["codec2"]
+    codec = codec_of(model)
+    write_rows(tmp_path / "a.parquet", [replace(ToySource("toy", None, codec).row(i), id=str(i)) for i in range(11)])
+    source = {"kind": "stored", "path": str(tmp_path / "a.parquet"), "held_out": count, "tasks": {"T1T2": 1.0}}
+    config = from_dict(DataConfig, {"sources": [source, source]}, "data")
+    pipeline = build_pipeline(config, model, TOKENIZER, codec)
+    assert [made.size for made in pipeline.mixture.sources] == [11 - count] * 2
+    examined = [row.id for row in held_out_rows(config, codec, 100)]
+    trained = [pipeline.mixture.sources[0].row(i).id for i in range(11 - count)]
+    assert examined == examined[:count] * 2 and trained == sorted({*map(str, range(11))} - {*examined}, key=int)
+    places = [int(name) for name in examined[:count]]
+    assert max((b - a for a, b in zip(places, [*places[1:], 11], strict=True)), default=0) <= 11 / count + 1  # spread evenly
+    fewer = [row.id for row in held_out_rows(from_dict(DataConfig, {"sources": [source]}, "data"), codec, 2)]
+    assert len(fewer) == min(2, count) and {*fewer} <= {*examined}
+
+
+def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
+    write_rows(tmp_path / "a.parquet", [ToySource("toy", None, codec_of(MODELS["codec2"])).row(i) for i in range(3)])
+    source = SourceConfig(kind="stored", path=str(tmp_path / "a.parquet"), held_out=2)
+    with pytest.raises(UserError, match=r"sources.1.held_out is None, but another source of .*a.parquet holds out 2 rows"):
+        DataConfig((source, replace(source, held_out=None)))
+    with pytest.raises(UserError, match=r"held_out is 3, but .*a.parquet has 3 rows"):
+        held_out_rows(DataConfig((replace(source, held_out=3),)), None, 4)
+    with pytest.raises(UserError, match="held_out is 0"):
+        replace(source, held_out=0)
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [

@@ -29,7 +29,7 @@ def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
 def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None) -> Source:
     """One source; UserError where its files are wrong, or it needs a codec and there is none."""
     if config.path is not None:
-        return StoredSource(config.path, cache)
+        return StoredSource(config.path, cache, config.held_out if isinstance(config.held_out, int) else 0)
     if codec is None:
         raise UserError(f"the source {config.kind!r} answers in speech and needs a codec; set model.codec")
     if config.kind == "recorded-digits":
@@ -66,16 +66,21 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     """
     sources = [source for source in config.sources if _is_held_out(source)]
     if not sources:
-        raise UserError("no source has held-out rows; name a file of them as data.sources[...].held_out, or ask no questions")
+        raise UserError(
+            "no source has held-out rows; name a file or a number of them as data.sources[...].held_out, or ask no questions"
+        )
     rows: list[Row] = []
     for i, source in enumerate(sources):
         share = count * (i + 1) // len(sources) - count * i // len(sources)
-        if source.held_out:
+        if isinstance(source.held_out, str):
             stored = StoredRows(source.held_out, config.cache)
             asked = min(share, len(stored))
             rows += [stored[k * len(stored) // asked] for k in range(asked)]
+            continue
+        made = build_source(source, codec, 0, config.cache)
+        if isinstance(made, StoredSource):
+            rows += made.kept_back(share)
         else:
-            made = build_source(source, codec, 0)
             assert isinstance(made, (SpokenDigits, RecordedDigits))
             rows += made.held_out(share)
     return rows

@@ -24,7 +24,8 @@ class SourceConfig:
         weight: share of the draws, relative to the other sources.
         tasks: weights of the tasks its rows are used for (a row that names its own task keeps it).
         stages: other weights for the first draws: a curriculum.
-        held_out: Parquet file or folder of a stored source's rows for validation; null for none.
+        held_out: of a stored source, rows for validation: a Parquet file or folder of them, or a number of its own rows, evenly
+            spaced, which are then not trained on; null for none. Sources that read the same path hold out alike.
     """
 
     kind: Literal["spoken-digits", "recorded-digits", "stored"] = "spoken-digits"
@@ -32,7 +33,7 @@ class SourceConfig:
     tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
     stages: tuple[Stage, ...] = ()
     path: str | None = None
-    held_out: str | None = None
+    held_out: int | str | None = None
     digits: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
     recorded: RecordedDigitsConfig = field(default_factory=RecordedDigitsConfig)
 
@@ -43,6 +44,10 @@ class SourceConfig:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
         if self.kind != "stored" and (self.path or self.held_out):
             raise UserError(f"a source of kind {self.kind!r} reads no files; leave out path {self.path or self.held_out!r}")
+        if isinstance(self.held_out, int) and self.held_out < 1:
+            raise UserError(
+                f"held_out is {self.held_out}; give a number of rows from 1 upwards, a file of rows, or null for none"
+            )
         TaskMixture(self.tasks, self.stages)
 
 
@@ -83,6 +88,13 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise UserError("data.sources is empty; name at least one source")
+        kept_back = {source.path: source.held_out for source in self.sources if isinstance(source.held_out, int)}
+        for i, source in enumerate(self.sources):
+            if source.path in kept_back and source.held_out != kept_back[source.path]:
+                raise UserError(
+                    f"data.sources.{i}.held_out is {source.held_out}, but another source of {source.path} holds out "
+                    f"{kept_back[source.path]} rows, which would be trained on here: give both the same"
+                )
         if self.micro_batches < 1:
             raise UserError(f"data.micro_batches is {self.micro_batches}; it must be at least 1")
         if self.broken not in ("error", "skip"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from typing import Protocol
 
+from omni.errors import UserError
 from train.data.parquet import StoredRows
 from train.data.row import Row
 
@@ -37,20 +39,37 @@ class Source(Protocol):
 
 
 class StoredSource:
-    """The rows of Parquet files, see `StoredRows`."""
+    """The rows of Parquet files, see `StoredRows`.
+
+    Args:
+        held_out: leave out so many rows, evenly spaced: the first of as many equal parts. `kept_back` gives them.
+
+    Raises:
+        UserError: no row would be left; see also `StoredRows`.
+    """
 
     repeats = False
 
-    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, held_out: int = 0) -> None:
         self.rows = StoredRows(path, cache)
         self.name = str(path)
-
-    @property
-    def size(self) -> int:
-        return len(self.rows)
+        if held_out >= len(self.rows):
+            raise UserError(f"held_out is {held_out}, but {path} has {len(self.rows)} rows: hold out fewer, none would be left")
+        self._held_out = range(held_out)
+        self.size = len(self.rows) - held_out
 
     def identity(self, index: int) -> int:
         return index
 
     def row(self, index: int) -> Row:
-        return self.rows[index]
+        # Held-out row k stands at place(k), before it place(k) - k others: pass by all that stand before the row.
+        return self.rows[index + bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)]
+
+    def kept_back(self, count: int) -> list[Row]:
+        """`count` of the rows that are left out, evenly spaced, or all where there are fewer."""
+        held = self._held_out
+        asked = min(count, len(held))
+        return [self.rows[self._place(held[k * len(held) // asked])] for k in range(asked)]
+
+    def _place(self, k: int) -> int:
+        return k * len(self.rows) // len(self._held_out)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TextIO
 
-from tqdm import tqdm
-
-from train.progress import Kind, duration
+from train.progress import Kind, Screen, duration
 
 _LINE_SECONDS = 10.0
 
 
-class Display:
+class Display(Screen):
     """A bar on a terminal, a line now and then elsewhere.
 
     Args:
@@ -22,18 +19,15 @@ class Display:
     """
 
     def __init__(self, total: int, before: int = 0, kind: Kind = "auto", stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
-        self.kind = ("bar" if self.stream.isatty() else "lines") if kind == "auto" else kind
+        super().__init__(
+            kind, stream, total=total, initial=before, mininterval=0.2,
+            bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} items {postfix}",
+        )  # fmt: skip
         self.total, self.before, self.items, self.seconds = total, before, 0, 0.0
         self.told = time.monotonic()
         self.start: float | None = None
         self.first = 0
-        self.bar = None
-        if self.kind == "bar":
-            self.bar = tqdm(
-                total=total, initial=before, file=self.stream, dynamic_ncols=True, mininterval=0.2,
-                bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} items {postfix}",
-            )  # fmt: skip
+        if self.bar is not None:
             self.bar.update(0)
 
     def tick(self, items: int, seconds: float) -> None:
@@ -59,16 +53,3 @@ class Display:
         passed = max(1e-9, time.monotonic() - self.start)
         left = (self.total - self.before - self.items) * passed / items
         return f"{items / passed:.1f} items/s, {self.seconds / passed:.1f}x real time, {duration(left)} left"
-
-    def say(self, line: str) -> None:
-        """A line of its own."""
-        if self.kind == "off":
-            return
-        if self.bar is not None:
-            self.bar.write(line, file=self.stream)
-        else:
-            print(line, file=self.stream, flush=True)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()

@@ -1,4 +1,4 @@
-"""`python -m train evaluate`: ask a finished model the held-out questions of its data."""
+"""`python -m train validate`: ask a finished model the validation questions of its own run again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.parse import read_fit_config
 
 def main(argv: Sequence[str]) -> int:
     """The command; the questions are those of the run's `config.yaml`, which stands beside the model folder."""
-    parser = argparse.ArgumentParser(prog="python -m train evaluate", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m train validate", description=main.__doc__)
     parser.add_argument("model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--questions", type=int, help="how many (default: as the configuration says)")
