@@ -14,7 +14,10 @@ from omni.errors import UserError
 COMMANDS = {
     "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
     "demo": ("train.demo", "train the small model of configs/nano.yaml, examine it and talk to it"),
-    "validate": ("train.validate_command", "ask a finished model its run's validation questions: validate MODEL [--questions 200]"),
+    "validate": (
+        "train.validate_command",
+        "ask a finished model its run's validation questions: validate MODEL [--questions 200]",
+    ),
     "plan": ("train.plan.command", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
     "convert": ("train.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
     "data": ("train.data_command", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),

@@ -7,6 +7,7 @@ Dimensions: K streams, C columns, A audio streams, F frames.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -21,7 +22,7 @@ SHORT = 512
 def turn_columns(layout: Layout, turn: Turn) -> Columns:
     """Equals `example(layout, [turn])`."""
     task = find_task(turn.task)
-    asked = _heard(layout, task.name, turn.features) if task.question == "audio" else prompt(layout, turn)
+    asked = _heard(layout, task.name, turn.features) if task.question == "audio" else _read(layout, task.name, turn.question)
     replied = _answer(layout, turn)
     begin, end = len(asked), len(asked) + len(replied)
     targets = torch.full((len(layout), end), IGNORE)
@@ -49,7 +50,18 @@ def _heard(layout: Layout, task: str, features: int) -> Columns:
     return prompt(layout, Turn(task, features=features))
 
 
-@lru_cache(maxsize=2048)
+def _read(layout: Layout, task: str, question: Sequence[int]) -> Columns:
+    if len(question) > SHORT:
+        return prompt(layout, Turn(task, question=question))
+    return _kept_question(layout, task, tuple(question))
+
+
+@lru_cache(maxsize=4096)
+def _kept_question(layout: Layout, task: str, question: tuple[int, ...]) -> Columns:
+    return prompt(layout, Turn(task, question=question))
+
+
+@lru_cache(maxsize=8192)  # a thousand utterances, each answered as several tasks
 def _kept(layout: Layout, task: str, text: tuple[int, ...] | None, frames: tuple[bytes, int, int] | None) -> Columns:
     codes = None
     if frames is not None:

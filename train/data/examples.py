@@ -70,6 +70,7 @@ class Prepared:
         self.kept_as = kept_as
         self.heard: dict[int, list[tuple[Tensor, int]]] = {}
         self.codes: dict[int, Tensor] = {}
+        self.ids: dict[str, list[int]] = {}
 
     def forget_sound(self, number: int) -> None:
         """Let go of a question's samples, once only its features are wanted: they are twice as large."""
@@ -140,7 +141,7 @@ class ExampleMaker:
             turns.append(ids)
             clips += heard
         parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: joined, they are the whole
-        task = torch.tensor([_TASK_INDEX[name] for part, name in zip(parts, tasks, strict=True) for _ in range(len(part))])
+        task = torch.cat([torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)])
         return Example(draw, parts[0] if len(parts) == 1 else join(parts), task, tuple(clips), prepared.row.where)
 
     def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:
@@ -154,11 +155,16 @@ class ExampleMaker:
         ids = Turn(
             task,
             features=sum(-(-clip.frames // self.model.adapter.stack) for clip in clips),
-            question=self.tokenizer.encode(turn.question_text) if task.question == "text" else (),
-            text=self.tokenizer.encode(turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
+            question=self._ids(prepared, turn.question_text) if task.question == "text" else (),
+            text=self._ids(prepared, turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
             codes=self._codes(prepared, number, turn) if task.audio else None,
         )
         return ids, clips
+
+    def _ids(self, prepared: Prepared, text: str) -> list[int]:
+        if text not in prepared.ids:
+            prepared.ids[text] = self.tokenizer.encode(text)
+        return prepared.ids[text]
 
     def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
         """The question's clips, changed as this draw has it."""

@@ -7,9 +7,14 @@ M mel bands, F feature frames.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import log
+
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor
+
+_LN10 = log(10.0)
 
 
 def warp(mel: Tensor, speed: float, bands: float) -> Tensor:
@@ -18,12 +23,25 @@ def warp(mel: Tensor, speed: float, bands: float) -> Tensor:
     Linear interpolation in both directions; [M, F'] with F' = F / speed. Source of the second: Jaitly and Hinton 2013,
     "Vocal Tract Length Perturbation", with a linear warp.
     """
-    height, width = mel.shape
-    out = max(1, int(width / speed))
-    across = (torch.arange(out) * speed) * (2 / max(width - 1, 1)) - 1
-    down = (torch.arange(height) * bands).clamp(max=height - 1) * (2 / (height - 1)) - 1
-    grid = torch.stack([across.expand(height, out), down[:, None].expand(height, out)], dim=-1)
-    return F.grid_sample(mel[None, None], grid[None], align_corners=True, padding_mode="border")[0, 0]
+    out = max(1, int(mel.shape[1] / speed))
+    return torch.from_numpy(_stretched(_stretched(mel.numpy(), 1, speed, out), 0, bands, mel.shape[0]))
+
+
+def _stretched(x: np.ndarray, axis: int, factor: float, size: int) -> np.ndarray:
+    """`size` values along an axis, `factor` apart; the last one stands for what lies behind it.
+
+    In NumPy, whose calls cost less than PyTorch's for arrays as small as these.
+    """
+    last = x.shape[axis] - 1
+    place = np.minimum(np.arange(size, dtype=np.float32) * np.float32(factor), last)
+    low = place.astype(np.intp)
+    share = place - low
+    out = x.take(np.minimum(low + 1, last), axis)
+    below = x.take(low, axis)
+    out -= below
+    out *= share if axis else share[:, None]
+    out += below
+    return out
 
 
 def shape(mel: Tensor, decibels: float, generator: Generator, curves: int = 5) -> Tensor:
@@ -48,9 +66,24 @@ def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generat
         level: log10 of the noise's mean power in the middle band (speech peaks near 1).
         tilt: how much log10 of the power rises from the middle band to the highest.
     """
-    floor = mel.amax() - 2.0  # Whisper's: 8 below the loudest band, in units of 4
-    colour = 10 ** (level + tilt * torch.linspace(-1, 1, mel.shape[0]))[:, None]
-    draws = torch.rand(mel.shape, generator=generator).clamp_(min=1e-4).log_().neg_()
-    power = torch.exp((mel * 4 - 4) * 2.302585093).addcmul_(draws, colour.expand_as(mel))
-    noisy = (power.log10_() + 4) / 4
-    return torch.maximum(noisy, torch.maximum(floor, noisy.amax() - 2.0))
+    x = mel.numpy()
+    draws = _exponential()
+    if x.size > len(draws):
+        noise = torch.empty(x.shape).exponential_(generator=generator).numpy()
+    else:  # a stretch of the kept ones, at a tenth of the cost of new ones
+        start = int(torch.randint(len(draws) - x.size + 1, (), generator=generator))
+        noise = draws[start : start + x.size].reshape(x.shape)
+    colour = np.exp(_LN10 * (level + tilt * np.linspace(-1, 1, len(x), dtype=np.float32)))
+    power = np.exp((x - 1) * np.float32(4 * _LN10))
+    power += noise * colour[:, None].astype(np.float32)
+    noisy = np.log(power, out=power)
+    noisy *= np.float32(0.25 / _LN10)
+    noisy += 1
+    floor = max(x.max(), noisy.max()) - 2  # Whisper's: 8 below the loudest band, in units of 4
+    return torch.from_numpy(np.maximum(noisy, floor, out=noisy))
+
+
+@lru_cache(maxsize=1)
+def _exponential() -> np.ndarray:
+    """A million draws of the exponential distribution of mean 1, always the same."""
+    return torch.empty(1 << 20).exponential_(generator=torch.Generator().manual_seed(0)).clamp_(min=1e-4).numpy()
