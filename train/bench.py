@@ -189,11 +189,11 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
 # --- data --------------------------------------------------------------------------------------------------------------
 
 
-def data(file: str, device: torch.device, steps: int = 42, rounds: int = 4) -> list[Row]:
+def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> list[Row]:
     """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
 
     Kinds alternate, so that a machine's moods meet both; while batches are at hand, the loader's workers fill their queue and
-    then wait. Where utterances come back (`digits.reuse`), only some steps make new ones: 16 of 186 with the recipe of
+    then wait. Where utterances come back (`digits.reuse`), only some steps make new ones: 16 of 124 with the recipe of
     `make demo`; what is measured holds that share.
     """
     from train.data.build import build_pipeline

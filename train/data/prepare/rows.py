@@ -14,6 +14,7 @@ from torch import Tensor
 from omni.audio.codec import AudioCodec
 from omni.audio.io import AudioSource, audio_info
 from omni.errors import UserError
+from train.data.inspect.codecs import Codecs
 from train.data.keys import key
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.tally import Tally
@@ -79,6 +80,8 @@ class RowMaker:
             if audio is not None:
                 audio, seconds = stored(audio, self.config.answer_rate)
                 done.answer_seconds += seconds
+            elif codes is not None:
+                done.answer_seconds += Codecs().seconds(codes) or 0.0
             return audio, codes
         if codes is not None and fitting:
             frames = codes.for_codec(self.codec)
