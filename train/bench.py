@@ -25,8 +25,8 @@ from omni.errors import UserError
 from omni.hardware import peak_flops
 from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
+from train.cross_entropy import LinearCrossEntropy
 from train.memory import PeakMemory
-from train.objective import LinearCrossEntropy
 
 GIB = 1 << 30
 WARM_UP = 6

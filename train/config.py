@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omni.errors import UserError
+from train.adapters import LoRASection, learning
 from train.data.config import DataConfig
 from train.objective import ObjectiveConfig
 
@@ -269,6 +270,7 @@ class FitConfig:
         resume: `auto` continues from the run folder's last checkpoint if its configuration is this one, `force`
             whatever its configuration was, `restart` deletes the earlier run's checkpoints and logs.
         trainable: names of the parameters that learn: shell patterns, or regular expressions after `re:`.
+        lora: learn low-rank adapters, and of the rest only what `lora.trainable` names.
         ema: decay of a running average of the weights, which is then validated and exported.
         clip: largest norm of the gradients; null for no clipping.
     """
@@ -280,6 +282,7 @@ class FitConfig:
     seed: int = 0
     resume: Literal["auto", "force", "restart"] = "auto"
     trainable: tuple[str, ...] = ("*",)
+    lora: LoRASection | None = None
     ema: float | None = None
     clip: float | None = 1.0
     fabric: FabricConfig = field(default_factory=FabricConfig)
@@ -292,4 +295,13 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         _need(self.ema is None or 0 < self.ema < 1, f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999")
+        _need(
+            self.lora is None or self.trainable == ("*",),
+            "trainable and lora are both given; name what learns beside the adapters under lora.trainable",
+        )
         _need(self.clip is None or self.clip > 0, f"clip is {self.clip}; it must be above 0, or null for no clipping")
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Names of the parameters that learn, as patterns."""
+        return learning(self.trainable, self.lora)

@@ -13,7 +13,7 @@ import jsonargparse
 from tqdm import tqdm
 
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
-from omni.checkpoint import codec_weights, huggingface, mini_omni, streamed, whisper_weights
+from omni.checkpoint import codec_weights, huggingface, mini_omni, peft, streamed, whisper_weights
 from omni.checkpoint.foreign import (
     FLOATS,
     CodecConfig,
@@ -44,6 +44,7 @@ class Options:
         dtype: float32, bfloat16 or float16 for all weights; by default as they are.
         overwrite: replace a TARGET that an earlier conversion or training wrote.
         drop_vision: of a mini-omni2: leave its vision adapter aside and keep what hears and speaks.
+        lora: an adapter's folder (PEFT's format), merged into the weights on the way.
         into: a model folder whose encoder is replaced by SOURCE, a Whisper; TARGET is the folder with both.
         keep_text: keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained.
         encoder: a Whisper's file or folder, or the name of a size for random weights.
@@ -65,6 +66,7 @@ class Options:
     dtype: str | None = None
     overwrite: bool = False
     drop_vision: bool = False
+    lora: Path | None = None
     into: Path | None = None
     keep_text: bool = False
     encoder: str | None = None
@@ -142,10 +144,12 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
         raise UserError(f"{source} does not exist; give a model's file or folder")
     if options.kind is not None and options.kind not in FORMATS:
         raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, FORMATS)}")
+    if peft.recognise(source):
+        return adapter_anew(source, target, options)
     if source.is_dir() and streamed.recognise(source):
-        return export(streamed.read(source), target, options, watch)
+        return export(_adapted(streamed.read(source), options), target, options, watch)
     kind = options.kind or kind_of(source)
-    foreign = read_source(source, kind, options)
+    foreign = _adapted(read_source(source, kind, options), options)
     config = foreign.config
     if options.into is not None and not isinstance(config, EncoderConfig):
         raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
@@ -176,9 +180,32 @@ def read_source(source: Path, kind: str, options: Options) -> Foreign:
     return FORMATS[kind].read(source)
 
 
+def _adapted(model: Foreign, options: Options) -> Foreign:
+    """A model with the adapter that was named in its weights."""
+    if options.lora is None:
+        return model
+    if not isinstance(model.config, (ModelConfig, TextConfig)):
+        raise UserError(f"--lora has no meaning here: {model.place} is {FORMATS[model.kind].what}; leave it out")
+    return peft.merged(model, options.lora)
+
+
+def adapter_anew(source: Path, target: Path, options: Options) -> tuple[str, dict[str, Written]]:
+    """An adapter's folder under transformers' names (`--kind hf`) or ours (`--kind omni`)."""
+    if options.kind not in ("hf", "omni"):
+        raise UserError(
+            f"{source} is an adapter; say whose names its linears get with --kind: hf or omni; to merge it into a model: "
+            f"convert MODEL {target} --lora {source}"
+        )
+    check_options(options, (), f"{source} is an adapter")
+    files = peft.save_adapter(target, peft.load_adapter(source), names="transformers" if options.kind == "hf" else "omni")
+    return f"the adapter of {source} with {'transformers' if options.kind == 'hf' else 'our own'} names", files
+
+
 def export(model: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
     """A model folder of ours as something else."""
     kinds = [name for name, known in FORMATS.items() if known.write is not None]
+    if options.kind is None and options.lora is not None:
+        options = replace(options, kind="omni")
     if options.kind is None:
         raise UserError(f"{model.place} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")
     write = FORMATS[options.kind].write
@@ -218,7 +245,7 @@ def check_options(options: Options, allowed: tuple[str, ...], what: str) -> None
     """Refuse an option that would be ignored (UserError)."""
     for field in fields(Options):
         given = getattr(options, field.name) != field.default
-        if given and field.name not in ("kind", "overwrite", "quiet", *allowed):
+        if given and field.name not in ("kind", "overwrite", "quiet", "lora", *allowed):
             raise UserError(f"--{field.name} has no meaning here: {what}; leave it out")
 
 
@@ -304,7 +331,7 @@ def check_target(source: Path, target: Path, options: Options) -> None:
         return
     if not options.overwrite:
         raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
-    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml")):
+    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml", "adapter_config.json")):
         raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
+from omni.model.lora import merged_state
 from omni.tasks import TASKS
-from train import plots
+from train import adapters, plots
 from train.config import FitConfig
 from train.data.batch import Batch
 from train.data.build import build_alignment, build_pipeline
@@ -76,7 +77,8 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
 
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
     """The parts of a real run: our model, objective, data, validation and export."""
-    model = initial.model
+    model, lora = initial.model, config.lora
+    base = adapters.apply(model, lora) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     validator = build_validator(
@@ -91,12 +93,23 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     )
 
     def export(weights: dict[str, Tensor]) -> Path:
-        codec, extra = initial.codec_folder, initial.extra
-        save_folder(folder / MODEL, model.config, weights, initial.tokenizer, codec_folder=codec, extra=extra)
+        if lora is not None and base is not None:
+            adapter = adapters.save(folder, model, weights, base, config.model.init_from)
+            if not lora.merged:
+                return adapter
+        codec, extra, plain = initial.codec_folder, initial.extra, merged_state(model, weights)
+        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
+
+    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        assert validator is not None
+        return validator(merged_state(model, weights), step)
 
     objective = Objective(model, config.objective)
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
+    fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
+    if base is not None:
+        fixed["the checksum of the weights below the adapters"] = base
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
@@ -106,8 +119,8 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         tasks=tuple(TASKS),
         idle=objective.idle,
         flops=StepFlops(model),
-        rows={f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None},
-        validate=validator,
+        rows=fixed,
+        validate=validate if validator is not None else None,
         export=export,
         draw=lambda: pictures(folder),
     )
@@ -156,7 +169,9 @@ def dry_run(config: FitConfig) -> str:
     config = with_alignment(config)
     initial = build_initial(config.model, config.seed)
     model = initial.model
-    set_trainable(model, config.trainable)
+    if config.lora is not None:
+        adapters.apply(model, config.lora)
+    set_trainable(model, config.learns)
     learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     batch = next(StepLoader(pipeline, config.data.micro_batches))[0]

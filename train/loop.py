@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train import shelf, state
+from train.adapters import ADAPTER
 from train.config import FitConfig
 from train.data.lanes import merge, remember
 from train.data.loader import process_lanes
@@ -49,7 +50,8 @@ class Parts:
         streams, tasks: names, in the order of `Losses.sums`.
         idle: parameters that do not learn at that share of the budget.
         flops: work of a batch with so many targets.
-        rows: sizes of the stored sources, by what to call them: a run goes on with the same ones only.
+        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them: a run goes on with
+            the same ones only.
         validate: figures of the model with these weights after so many steps.
         export: writes the finished model and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
@@ -103,7 +105,7 @@ class Loop:
         self.team = Team(fabric)
         self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
         self.objective = parts.objective
-        set_trainable(self.objective.get_submodule("model"), config.trainable)
+        set_trainable(self.objective.get_submodule("model"), config.learns)
         if config.fabric.compile:
             compile_blocks(self.objective)
         self.module = fabric.setup_module(self.objective)
@@ -375,7 +377,10 @@ class Loop:
             return
         say(f"finished: {step} steps in {duration(self.position.seconds)}")
         logs = self.folder / METRICS
-        for label, path in (("model", self.exported), ("logs", logs), ("checkpoint", self.saved)):
+        adapter = self.folder / ADAPTER if self.config.lora is not None else None
+        for label, path in (("model", self.exported), ("adapter", adapter), ("logs", logs), ("checkpoint", self.saved)):
+            if path == adapter and label == "model":
+                continue
             if path is not None and path.exists():
                 say(f"  {label:<12}{path}")
         for picture in sorted(self.folder.glob("*.png")):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
+from omni.model.lora import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
+from train.cross_entropy import LinearCrossEntropy
 
 if TYPE_CHECKING:
     from train.data.batch import Batch
@@ -70,109 +72,6 @@ class Losses(NamedTuple):
     counts: Tensor
     ctc_sum: Tensor
     ctc_count: Tensor
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Scaled sum over streams of cross-entropy(hidden @ weight.T, target), without ever holding all logits.
-
-    The gradient is formed chunk by chunk while the logits are at hand (the loss is a sum, so it is known up to the factor that
-    `backward` brings): logits are computed once, as in the plain loss. The price: one backward a forward.
-
-    Where products are taken in half precision, what enters them is softmax - target, within [-1, 1]: divided by the targets of
-    a step it would vanish in fp16, whose scaler multiplies only in `backward`. The scale comes after, in fp32, in which all
-    gradients are summed then.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        text: Tensor,
-        audio: Tensor,
-        text_weight: Tensor,
-        audio_weight: Tensor,
-        offsets: Sequence[int],
-        index: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        scale: Tensor,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        """text, audio [R * T, W]; index, targets: [N] per stream; scale [K]. Returns the scaled sum and the losses of all
-        targets, streams one after another, [sum of N] (without graph)."""
-        kind = text.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else text.dtype
-        last = len(index) - 1
-        half = dtype in (torch.bfloat16, torch.float16)
-        kept = torch.float32 if half else None
-        needs = ctx.needs_input_grad
-        same = audio is text  # without a post-adapter both heads read the same states
-        d_text = torch.zeros_like(text, dtype=kept) if needs[0] else None
-        d_audio = (d_text if same and needs[0] else torch.zeros_like(audio, dtype=kept)) if needs[1] else None
-        d_text_weight = torch.zeros_like(text_weight, dtype=kept) if needs[2] else None
-        d_audio_weight = torch.zeros_like(audio_weight, dtype=kept) if needs[3] else None
-        losses: list[Tensor] = []
-        total = torch.zeros((), device=text.device, dtype=torch.float32)
-        with torch.autocast(kind, enabled=False):
-            for k, (where, target) in enumerate(zip(index, targets, strict=True)):
-                hidden, d_hidden = (text, d_text) if k == last else (audio, d_audio)
-                rows = slice(None) if k == last else slice(offsets[k], offsets[k + 1])
-                weight = (text_weight if k == last else audio_weight)[rows].to(dtype)
-                full = d_text_weight if k == last else d_audio_weight
-                d_weight = None if full is None else full[rows]
-                step = max(1, chunk // weight.shape[0])
-                inside = torch.ones_like(scale[k]) if half else scale[k]
-                for low in range(0, len(where), step):
-                    at, goal = where[low : low + step], target[low : low + step, None]
-                    h = hidden[at].to(dtype)
-                    logits = (h @ weight.T).float()
-                    logits -= logits.amax(1, keepdim=True)
-                    right = logits.gather(1, goal)
-                    norm = logits.exp_().sum(1, keepdim=True)
-                    loss = (norm.log() - right).squeeze(1)
-                    losses.append(loss)
-                    total += loss.sum() * scale[k]
-                    if d_hidden is None and d_weight is None:
-                        continue
-                    d_logits = logits.mul_(inside / norm)
-                    d_logits.scatter_add_(1, goal, -inside.expand_as(goal).to(d_logits.dtype))
-                    d_logits = d_logits.to(dtype)
-                    if d_hidden is not None:
-                        d_h = _product(d_logits, weight).mul_(scale[k]) if half else d_logits @ weight
-                        d_hidden.index_add_(0, at, d_h.to(d_hidden.dtype))
-                    if d_weight is not None:
-                        if d_weight.dtype == dtype:
-                            d_weight.addmm_(d_logits.T, h)
-                        else:
-                            d_weight.add_(_product(d_logits.T, h) if half else d_logits.T @ h)
-                    del d_logits, logits
-                if half and d_weight is not None:
-                    d_weight.mul_(scale[k])
-        ctx.same = same
-        ctx.dtypes = [t.dtype for t in (text, audio, text_weight, audio_weight)]
-        ctx.gradients = [d_text, None if same else d_audio, d_text_weight, d_audio_weight]
-        each = torch.cat(losses) if losses else total.new_zeros(0)
-        ctx.mark_non_differentiable(each)
-        return total, each
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "LinearCrossEntropy was asked for a second backward through one forward: its gradients are handed on, not "
-                "kept; run the objective's forward again"
-            )
-        gradients = [
-            None if g is None else g.mul_(grad.to(g.dtype)).to(dtype)
-            for g, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
-        ctx.gradients = None
-        return (*gradients, None, None, None, None, None)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32 of two half-precision matrices: fp16 could not hold the sum over many rows."""
-    if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float() if a.dtype == torch.float16 else (a @ b).float()
 
 
 def targets(batch: Batch) -> Tensor:
@@ -233,12 +132,14 @@ class Objective(nn.Module):
             text,
             audio,
             decoder.text_weight,
-            decoder.audio_head.weight,
+            decoder.audio_weight,
             decoder.audio_offsets,
             index,
             goals,
             self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float(),
             self.config.chunk,
+            *(low_rank(decoder.text_head, text) or (None, None)),
+            *(low_rank(decoder.audio_head, audio) or (None, None)),
         )
         sums, counts = self._by_task(batch, index, each)
         return Losses(total + weighted, sums, counts, ctc.detach(), aligned)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
+from omni.patterns import match_names
 from train.config import GroupConfig, OptimizerConfig
-from train.patterns import match_names
 
 Params = list[tuple[str, nn.Parameter]]
 
@@ -144,6 +144,10 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
     if not chosen:
         raise UserError("trainable is empty: no parameter would learn; give patterns such as '*' or 'adapter.*'")
     for name, p in model.named_parameters():
+        if name in chosen and not p.is_floating_point():
+            raise UserError(
+                f"trainable names {name}, which is quantised and cannot learn; take it out of lora.quantize_targets"
+            )
         p.requires_grad_(name in chosen)
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from omni.errors import UserError
+from omni.model.lora import adapted
 from train.optim import Average
 from train.parallel import Team, is_sharded
 from train.randomness import random_state, set_random_state
@@ -54,7 +55,7 @@ class Position:
         figures: what the validation at this very step measured, if there was one.
         meter: sums since the last row of the log.
         scaler: state of the gradient scaler (16-mixed only).
-        rows: sizes of the stored sources, by what to call them.
+        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them.
     """
 
     step: int = 0
@@ -69,8 +70,14 @@ class Position:
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
-    """All tensors of the training state by flat name; they share memory with what they were taken from."""
-    flat = {f"model.{name}": t.detach() for name, t in module.state_dict().items()}
+    """All tensors of the training state by flat name; they share memory with what they were taken from.
+
+    Below adapters (`omni.model.lora`) the weights stand still, and may be many: they come from where they came from before.
+    """
+    flat = {f"model.{name}": t.detach() for name, t in module.state_dict().items() if not isinstance(t, str)}
+    if adapted(module):
+        moving = {name for name, p in module.named_parameters() if p.requires_grad} | {n for n, _ in module.named_buffers()}
+        flat = {name: t for name, t in flat.items() if name.removeprefix("model.") in moving}
     for name, p in module.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
             flat[f"optimizer.{name}.{key}"] = value.detach()

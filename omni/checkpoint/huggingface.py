@@ -228,6 +228,13 @@ def their_name(ours: str) -> str:
     return ours
 
 
+def our_name(theirs: str) -> str:
+    """The way back."""
+    for a, b in _RENAMED:
+        theirs = theirs.replace(b, a)
+    return theirs
+
+
 # --- out --------------------------------------------------------------------------------------------------------------
 
 

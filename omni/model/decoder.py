@@ -19,6 +19,7 @@ from omni.config import DecoderConfig
 from omni.layout import Layout
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
 from omni.model.kv_cache import Cache
+from omni.model.quantize import dense_weight, is_quantized
 
 
 class Hidden(NamedTuple):
@@ -156,17 +157,22 @@ class Decoder(nn.Module):
     @property
     def text_weight(self) -> Tensor:
         """Weight of the text head, [V, W]."""
-        return self.text_embedding.weight if self.text_head is None else self.text_head.weight
+        return self.text_embedding.weight if self.text_head is None else _weight(self.text_head)
+
+    @property
+    def audio_weight(self) -> Tensor:
+        """Weight of the audio streams' head, [sum of V, W]."""
+        return _weight(self.audio_head)
 
     def head_weight(self, stream: int) -> Tensor:
         """The rows [V, W] of the head that belong to one stream (a view)."""
         if stream == self.layout.n_audio:
             return self.text_weight
-        return self.audio_head.weight[self.audio_offsets[stream] : self.audio_offsets[stream + 1]]
+        return self.audio_weight[self.audio_offsets[stream] : self.audio_offsets[stream + 1]]
 
     def text_logits(self, hidden: Hidden) -> Tensor:
         """[..., V of text]."""
-        return F.linear(hidden.text, self.text_weight)
+        return F.linear(hidden.text, self.text_weight) if self.text_head is None else self.text_head(hidden.text)
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
         """[..., sum of the audio vocabularies]; `split_audio` cuts it by stream."""
@@ -179,6 +185,10 @@ class Decoder(nn.Module):
     def logits(self, hidden: Hidden) -> list[Tensor]:
         """Logits of every stream, [..., V of the stream] each, in the layout's order."""
         return [*self.split_audio(self.audio_logits(hidden)), self.text_logits(hidden)]
+
+
+def _weight(head: nn.Linear) -> Tensor:
+    return dense_weight(head) if is_quantized(head) else head.weight
 
 
 def default_positions(batch: int, time: int, segments: Tensor | None, device: torch.device) -> Tensor:

@@ -12,13 +12,13 @@ from omni.checkpoint.folder import save_folder
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.patterns import match_names
 from omni.text import Tokenizer
 from train.config import CheckpointConfig, FitConfig, ModelSection, OptimizerConfig, ValidationConfig
 from train.fit import plain_config
 from train.initial import build_initial, changed, check_fits, choose_tokenizer
 from train.optim import parameter_groups
 from train.parse import read_fit_config
-from train.patterns import match_names
 from train.shelf import clear
 
 CONFIGS = Path(__file__).parents[2] / "configs"

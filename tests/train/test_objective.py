@@ -13,9 +13,12 @@ from omni.audio.encoder_config import EncoderConfig
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
+from omni.model.lora import LoRAConfig, add_adapter
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
-from train.objective import LinearCrossEntropy, Objective, ObjectiveConfig, targets
+from tests.close import assert_near
+from train.cross_entropy import LinearCrossEntropy
+from train.objective import Objective, ObjectiveConfig, targets
 
 MODELS = {
     "codec2": ModelConfig(
@@ -127,6 +130,32 @@ def test_loss_and_gradients_equal_the_plain_objective(model, chunk):
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, msg=name)
     assert float(losses.counts.sum()) == float(counts[:-1].sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_on_heads_count_and_learn(model, dtype):
+    """The heads are used by their weights here, by calls in the plain objective."""
+    heads = ("decoder.*_head", "decoder.blocks.0.*")
+    torch.manual_seed(2)
+    add_adapter(model, LoRAConfig(heads, rank=3))
+    for name, p in model.named_parameters():
+        p.requires_grad_(".lora." in name)
+        if name.endswith(".b"):
+            p.data.normal_(std=0.3)
+    batch = pack(model, [make_examples(model, ALL[:3]), make_examples(model, ALL[3:])], 96)
+    counts = targets(batch)
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        wanted = plain(twin, batch, counts)
+        losses = Objective(model, ObjectiveConfig(chunk=100))(batch, counts)
+    wanted.backward()
+    losses.total.backward()
+    exact = dtype == torch.float32
+    assert_near(losses.total, wanted, 1e-5 if exact else 1e-2)
+    ours, theirs = gradients(model), gradients(twin)
+    assert ours.keys() == theirs.keys() and any("audio_head.lora" in name for name in ours)
+    for name in theirs:
+        assert_near(ours[name], theirs[name], 1e-5 if exact else 0.05, name)
 
 
 def test_packing_changes_nothing(model):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from omni.errors import UserError
+from omni.patterns import match_names
 from tests.train.toys import ToyModel
 from train.config import GroupConfig, OptimizerConfig
 from train.optim import (
@@ -23,7 +24,6 @@ from train.optim import (
     set_trainable,
     update_scale,
 )
-from train.patterns import match_names
 
 
 def slow_orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:

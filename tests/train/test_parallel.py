@@ -17,8 +17,9 @@ import torch
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
-from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
+from tests.train.toys import adapted_parts, final_tensors, toy_config, toy_fit, toy_parts
 from train import shelf
+from train.adapters import LoRASection
 from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig
 from train.logs import METRICS, read_table
 from train.parallel import build_fabric, compile_blocks, placement
@@ -94,6 +95,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"folder": str(top / "one-then-two"), "fabric": ddp},
         {"folder": str(top / "one-then-sharded"), "fabric": fsdp},
     ]
+    adapted = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",))
+    toy_fit(toy_config(top / "lora-one", lora=adapted, **LINES), adapted_parts(adapted))
+    together += [
+        {"folder": str(top / "lora-ddp"), "fabric": ddp, "lora": True},
+        {"folder": str(top / "lora-fsdp"), "fabric": fsdp, "lora": True, **stop},
+        {"folder": str(top / "lora-fsdp"), "fabric": fsdp, "lora": True},
+    ]
     process = start({"runs": together}, environment())
     _, said = process.communicate(timeout=180)
     assert process.returncode == 0, said
@@ -101,13 +109,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
+@pytest.mark.parametrize("lora", ["", "lora-"], ids=["whole", "adapters"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_learn_what_one_learns(runs: Path, strategy: str) -> None:
+def test_two_processes_learn_what_one_learns(runs: Path, strategy: str, lora: str) -> None:
     """Lanes supervise different numbers of positions: only a division by the global counts gives this."""
-    one, two = losses(runs / "one"), losses(runs / strategy)
+    one, two = losses(runs / f"{lora}one"), losses(runs / f"{lora}{strategy}")
     assert one.shape == (8, 3)
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
-    ours, theirs = final_tensors(runs / strategy), final_tensors(runs / "one")
+    ours, theirs = final_tensors(runs / f"{lora}{strategy}"), final_tensors(runs / f"{lora}one")
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
+from train.adapters import LoRASection, apply
 from train.config import (
     BudgetConfig,
     CheckpointConfig,
@@ -148,6 +149,13 @@ def toy_parts(before: Callable[[int], None] = lambda step: None, **changes: Any)
     return replace(parts, **changes)
 
 
+def adapted_parts(section: LoRASection, before: Callable[[int], None] = lambda step: None) -> Parts:
+    """The same model with adapters."""
+    parts = toy_parts(before)
+    base = apply(parts.objective.get_submodule("model"), section)
+    return replace(parts, rows={"the checksum of the weights below the adapters": base})
+
+
 def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dict[str, Tensor]]:
     """Run it in this process; the outcome, and model and average by name."""
     fabric = build_fabric(config.fabric)
@@ -179,7 +187,7 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes. Options of a run: folder, fabric (its fields), steps, every
-    (steps between checkpoints), kill: [signal, step] (the first process sends itself a signal before that step), block:
+    (steps between checkpoints), lora, kill: [signal, step] (the first process sends itself a signal before that step), block:
     [path, step] (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends
     in `writing`, a file in place of the folder)."""
     code = 0
@@ -199,15 +207,17 @@ def main(options: dict[str, Any]) -> int:
                 else:
                     (path / "in the way").mkdir(parents=True)
 
+        lora = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",)) if run.get("lora") else None
         config = toy_config(
             run["folder"],
+            lora=lora,
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
             budget=BudgetConfig(steps=run.get("steps", 8)),
             checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None),
             log=LogConfig(every=1, progress="lines"),
         )
         try:
-            outcome, _ = toy_fit(config, toy_parts(before))
+            outcome, _ = toy_fit(config, adapted_parts(lora, before) if lora is not None else toy_parts(before))
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -9,11 +9,12 @@ import torch
 from omni.checkpoint.folder import read_config
 from omni.config import ModelConfig, preset
 from omni.model.speech_model import SpeechModel
+from train.adapters import on_paper
 from train.config import FitConfig, ModelSection
 from train.initial import changed, check_fits
 from train.optim import set_trainable
 
-PARTS = ("encoder", "adapter", "decoder blocks", "tables", "heads", "alignment head", "norms")
+PARTS = ("encoder", "adapter", "decoder blocks", "tables", "heads", "alignment head", "norms", "LoRA")
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,16 @@ def paper_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
     """The model without values, on the meta device; what learns is marked."""
     with torch.device("meta"):
         model = SpeechModel(shape)
-    set_trainable(model, config.trainable)
+    on_paper(model, config.lora)
+    set_trainable(model, config.learns)
     return model
 
 
 def part_of(name: str) -> str:
     """The part of `PARTS` that a parameter belongs to; a text head that is the text table counts as a table."""
     top, _, rest = name.partition(".")
+    if ".lora." in name:
+        return "LoRA"
     if top != "decoder":
         return top.replace("_", " ")
     if "blocks." in rest:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from omni.config import ModelConfig
 from omni.model.speech_model import SpeechModel
+from train.adapters import on_paper
 from train.config import FitConfig
 from train.data.batch import Batch
 from train.objective import Objective
@@ -43,11 +44,12 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
         model = SpeechModel(shape)  # in its type from the beginning: fake tensors cannot be converted in place
     finally:
         torch.set_default_dtype(usual)
+    on_paper(model, config.lora)
     model.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(model, config.objective)
     if torch.device(device).type != "cpu":
         objective.to(device)
-    set_trainable(model, config.trainable)
+    set_trainable(model, config.learns)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
     optimizer = build_optimizer([(name.removeprefix("model."), p) for name, p in learning], config.optimizer)
     return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)

@@ -1,4 +1,4 @@
-"""Choosing parameters by the pattern of their names."""
+"""Choosing parameters and modules by the pattern of their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fnmatch import fnmatchcase
 from omni.errors import UserError
 
 
-def match_names(patterns: Iterable[str], names: Sequence[str], where: str, strict: bool = True) -> set[str]:
+def match_names(
+    patterns: Iterable[str], names: Sequence[str], where: str, strict: bool = True, what: str = "parameter"
+) -> set[str]:
     """The names that at least one pattern matches.
 
     A pattern is of the shell's kind (`decoder.blocks.*.mlp.*`; the star also spans dots), or, after `re:`, a regular
@@ -19,6 +21,7 @@ def match_names(patterns: Iterable[str], names: Sequence[str], where: str, stric
     Args:
         where: the configuration key the patterns come from, for the error.
         strict: refuse a pattern that matches nothing.
+        what: names are of, for the error.
 
     Raises:
         UserError: a pattern matches no name (the closest names are given), or is not a regular expression.
@@ -35,7 +38,7 @@ def match_names(patterns: Iterable[str], names: Sequence[str], where: str, stric
             hits = {name for name in names if fnmatchcase(name, pattern)}
         if not hits and strict:
             close = ", ".join(_closest(pattern, names)) or "none"
-            raise UserError(f"{where}: pattern {pattern!r} matches no parameter; the closest names are {close}")
+            raise UserError(f"{where}: pattern {pattern!r} matches no {what}; the closest names are {close}")
         chosen |= hits
     return chosen
 

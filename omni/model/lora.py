@@ -1,0 +1,444 @@
+"""LoRA (Hu et al. 2021): low-rank additions to linears whose own weights stay as they are.
+
+    out(x) = W x + bias + scale * B A dropout(x)        A [r, in], B [out, r]
+
+with scale alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdzievski 2023). An adapter is a named set of such
+pairs. They stand beside the weight they belong to (`<linear>.lora.<adapter>.a` and `.b`) and act through a forward hook on
+the linear, so every weight keeps its name, and any kind of linear can have them: quantised, sharded, or of another library.
+
+Which adapters act is set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch.
+
+Dimensions: B rows of a batch, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.model.quantize import dense_weight, is_quantized
+from omni.patterns import match_names
+
+DEFAULT = "default"
+"""Name of an adapter that is given none."""
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """An adapter before it has weights.
+
+    Attributes:
+        targets: names of the linears it adds to, as patterns (`omni.patterns`); by default the decoder's blocks.
+        rank: columns between A and B.
+        alpha: strength; see the module's formula.
+        dropout: share of the inputs that A does not see in training.
+        rank_stabilized: divide alpha by the square root of the rank.
+    """
+
+    targets: tuple[str, ...] = ("decoder.blocks.*",)
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rank_stabilized: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise UserError("lora.targets is empty; name linears, such as 'decoder.blocks.*'")
+        if self.rank < 1:
+            raise UserError(f"lora.rank is {self.rank}; it must be at least 1")
+        if self.alpha <= 0:
+            raise UserError(f"lora.alpha is {self.alpha}; it must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"lora.dropout is {self.dropout}; it must lie from 0 to below 1")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+@dataclass
+class Active:
+    """Which adapters act; one object for all linears of a model.
+
+    Attributes:
+        names: those that act on every row, added up.
+        merged: those that are part of the weights just now.
+    """
+
+    names: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Adapters by row.
+
+    Attributes:
+        names: those that any row has.
+        index: [B] which of them, counted from 1; 0 for none. None where every row has the only one.
+    """
+
+    names: tuple[str, ...]
+    index: Tensor | None = None
+
+    def rows(self, rows: slice) -> Choice:
+        """Of some rows only."""
+        return self if self.index is None else Choice(self.names, self.index[rows])
+
+
+_CHOICE: ContextVar[Choice | None] = ContextVar("adapters", default=None)
+
+
+@contextmanager
+def using(choice: Choice | None) -> Iterator[None]:
+    """Adapters by row instead of the model's own choice, in this thread, without gradients; None leaves that as it is."""
+    if choice is None:
+        yield
+        return
+    if torch.is_grad_enabled():
+        raise ValueError("adapters by row serve generation; in training activate one for the whole model")
+    before = _CHOICE.set(choice)
+    try:
+        yield
+    finally:
+        _CHOICE.reset(before)
+
+
+class LowRank(nn.Module):
+    """One pair: [..., in] to [..., out]."""
+
+    def __init__(self, inputs: int, outputs: int, config: LoRAConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        rank = config.rank
+        self.scale, self.stabilized = config.scale, config.rank_stabilized
+        self.a = nn.Parameter(torch.empty(rank, inputs, device=device))
+        self.b = nn.Parameter(torch.zeros(outputs, rank, device=device))
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as nn.Linear begins: the product is 0, the gradient of B is not
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    def low(self, x: Tensor) -> Tensor:
+        """scale * A dropout(x), [..., r]."""
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.a.dtype)
+        return F.linear(self.dropout(x), self.a) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.low(x), self.b)
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """What it adds to the weight, [out, in], in fp32."""
+        return (self.b.float() @ self.a.float()) * self.scale
+
+
+class Adapters(nn.Module):
+    """The pairs of one linear, by adapter."""
+
+    def __init__(self, active: Active) -> None:
+        super().__init__()
+        self.active = active
+        self.original: Tensor | None = None  # the weight while adapters are merged into it
+
+    def pair(self, name: str) -> LowRank | None:
+        return self._modules.get(name)  # type: ignore[return-value]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._modules)
+
+    def acting(self) -> list[LowRank]:
+        """The pairs that act on every row and are not in the weight."""
+        found = [self.pair(name) for name in self.active.names if name not in self.active.merged]
+        return [pair for pair in found if pair is not None]
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """What is added to the linear's output; None for nothing."""
+        choice, total = _CHOICE.get(), None
+        if choice is None:
+            for pair in self.acting():
+                total = pair(x) if total is None else total + pair(x)
+            return total
+        for number, name in enumerate(choice.names, 1):
+            one = self.pair(name)
+            if one is None:
+                continue
+            delta = one(x)
+            if choice.index is not None:
+                delta = delta * (choice.index == number).view(-1, *[1] * (x.ndim - 1)).to(delta.dtype)
+            total = delta if total is None else total + delta
+        return total
+
+
+def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    delta = linear.lora(args[0])
+    return out if delta is None else out + delta.to(out.dtype)
+
+
+# --- adapters of a model ----------------------------------------------------------------------------------------------
+
+
+def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear by name; quantised ones are linears too."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    return cast(nn.Linear, model.get_submodule(name))
+
+
+def adapted(model: nn.Module) -> dict[str, Adapters]:
+    """The adapters of each linear that has any, by the linear's name."""
+    found = {name: getattr(part, "lora", None) for name, part in model.named_modules()}
+    return {name: part for name, part in found.items() if isinstance(part, Adapters)}
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """The model's adapters, in the order in which they came."""
+    return list(dict.fromkeys(name for part in adapted(model).values() for name in part.names))
+
+
+def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> list[str]:
+    """Give a model a new adapter that does nothing yet, and let it act.
+
+    Returns:
+        names of the linears that have it.
+
+    Raises:
+        UserError: a target matches no linear (with the closest names), or the name is taken or has a dot.
+    """
+    linears = linears_of(model)
+    chosen = match_names(config.targets, list(linears), "lora.targets", what="linear")
+    pairs = {
+        target: LowRank(part.in_features, part.out_features, config, part.weight.device)
+        for target, part in linears.items()
+        if target in chosen
+    }
+    attach(model, pairs, name)
+    return list(pairs)
+
+
+def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) -> None:
+    """Put pairs beside the linears they are named after, as one adapter that acts.
+
+    Raises:
+        UserError: the name is taken or has a dot, there is no such linear, or a pair has another shape.
+    """
+    if not name or "." in name or hasattr(Adapters, name):
+        raise UserError(f"adapter {name!r}: choose a name of letters and digits")
+    if name in adapter_names(model):
+        raise UserError(f"adapter {name!r} is there already; remove it first, or choose another name")
+    linears, present = linears_of(model), adapted(model)
+    for target, pair in pairs.items():
+        if target not in linears:
+            match_names([target], list(linears), f"adapter {name!r}", what="linear")
+        linear = linears[target]
+        (outputs, rank), inputs = pair.b.shape, pair.a.shape[1]
+        if not fits(target, (outputs, inputs), (linear.out_features, linear.in_features)):
+            raise UserError(
+                f"adapter {name!r}: its pair for {target} goes from {inputs} to {outputs} features, the model's linear from "
+                f"{linear.in_features} to {linear.out_features}; it belongs to another model"
+            )
+        if outputs < linear.out_features:
+            pair.b = nn.Parameter(torch.cat([pair.b.detach(), pair.b.new_zeros(linear.out_features - outputs, rank)]))
+    active = next((part.active for part in present.values()), Active())
+    for target, pair in pairs.items():
+        place: Any = linears[target]
+        if target not in present:
+            place.lora = Adapters(active)
+            place.register_forward_hook(_add)
+        place.lora.add_module(name, pair.train(place.training))
+    active.names = (*active.names, name)
+
+
+def remove_adapter(model: nn.Module, name: str) -> None:
+    """Take an adapter away; UserError where there is none of that name, or it is merged."""
+    _known(model, [name])
+    for target, part in adapted(model).items():
+        if name in part.active.merged:
+            raise UserError(f"adapter {name!r} is merged into the weights; unmerge first")
+        part._modules.pop(name, None)
+        part.active.names = tuple(n for n in part.active.names if n != name)
+        if not part.names:
+            linear = _linear(model, target)
+            for key, hook in list(linear._forward_hooks.items()):
+                if hook is _add:
+                    del linear._forward_hooks[key]
+            del linear.lora
+
+
+def activate(model: nn.Module, *names: str) -> None:
+    """Let these adapters, and no others, act on every row; UserError where there is none of a name."""
+    _known(model, names)
+    for part in adapted(model).values():
+        part.active.names = tuple(names)
+
+
+def _known(model: nn.Module, names: Sequence[str]) -> None:
+    there = adapter_names(model)
+    for name in names:
+        if name not in there:
+            raise UserError(f"there is no adapter {name!r}; the model's adapters are {', '.join(there) or 'none'}")
+
+
+# --- in and out of the weights ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Put the acting adapters into the weights; `unmerge` takes them out again, exactly: the originals are kept beside.
+
+    Raises:
+        UserError: some are merged already, or a base is quantised (see `merged_state`).
+    """
+    parts = adapted(model)
+    for target, part in parts.items():
+        if part.active.merged:
+            raise UserError(f"adapters {', '.join(part.active.merged)} are merged already; unmerge first")
+        if is_quantized(_linear(model, target)):
+            raise UserError(f"{target} is quantised: adapters are merged into its dequantised weight, when they are exported")
+    for target, part in parts.items():
+        pairs, weight = part.acting(), _linear(model, target).weight
+        if pairs:
+            part.original = weight.detach().clone()
+            weight.copy_(_summed(weight, pairs))
+    for part in parts.values():
+        part.active.merged = part.active.names
+
+
+@torch.no_grad()
+def unmerge(model: nn.Module) -> None:
+    """The weights as they were before `merge`, bit for bit; UserError where nothing is merged."""
+    parts = adapted(model)
+    if not any(part.active.merged for part in parts.values()):
+        raise UserError("no adapter is merged into the weights; there is nothing to take out")
+    for target, part in parts.items():
+        if part.original is not None:
+            _linear(model, target).weight.copy_(part.original)
+            part.original = None
+    for part in parts.values():
+        part.active.merged = ()
+
+
+def _summed(weight: Tensor, pairs: Sequence[LowRank]) -> Tensor:
+    return weight.float() + sum(pair.delta() for pair in pairs)
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of plain weights, in which the acting adapters are merged and no adapter is left.
+
+    Args:
+        model: says which adapters act, how strongly, and how a base is quantised.
+        state: values, which may be newer than the model's (a running average, shards gathered).
+    """
+    linears, parts = linears_of(model), adapted(model)
+    beside = tuple(f"{target}.lora." for target in parts)  # and what a quantised weight keeps
+    coded = {target: linear for target, linear in linears.items() if is_quantized(linear)}
+    inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
+    out = {key: value for key, value in state.items() if key not in inside and not key.startswith(beside)}
+    out |= {f"{target}.weight": dense_weight(linear).cpu() for target, linear in coded.items()}
+    for target, part in parts.items():
+        key = f"{target}.weight"
+        total = out[key].float()
+        for name in part.active.names:
+            pair = part.pair(name)
+            if pair is not None and name not in part.active.merged:
+                down, up = (state[f"{target}.lora.{name}.{which}"].float().to(total.device) for which in "ab")
+                total = total + (up @ down) * pair.scale
+        out[key] = total.to(out[key].dtype)
+    return out
+
+
+def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """For a linear that is used by its weight: (scale * A x [..., r], B [out, r]) of all acting adapters side by side, whose
+    product is to be added to the output; None where none acts."""
+    part = getattr(linear, "lora", None)
+    pairs = part.acting() if isinstance(part, Adapters) else []
+    if not pairs:
+        return None
+    return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.b for pair in pairs], dim=1)
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter as data.
+
+    Attributes:
+        pairs: A [r, in], B [out, r] and scale by the linear's name.
+        config: with which it was made; its targets are names.
+        whole: parameters that were trained besides, by name, which take the place of the model's.
+        base: checksum of the weights it belongs to (`omni.checkpoint.peft.checksum`), None where it is not known.
+    """
+
+    pairs: Mapping[str, tuple[Tensor, Tensor, float]]
+    config: LoRAConfig
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    base: int | None = None
+
+    def modules(self) -> dict[str, LowRank]:
+        """Pairs to `attach`."""
+        out = {}
+        for name, (a, b, scale) in self.pairs.items():
+            pair = LowRank(a.shape[1], b.shape[0], replace(self.config, rank=a.shape[0]), torch.device("meta"))
+            pair.scale, pair.a, pair.b = scale, nn.Parameter(a.clone()), nn.Parameter(b.clone())
+            out[name] = pair
+        return out
+
+
+def weights_of(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    whole: Sequence[str] = (),
+    base: int | None = None,
+    name: str = DEFAULT,
+) -> AdapterWeights:
+    """An adapter out of a state dict.
+
+    Args:
+        state: values, which may be newer than the model's.
+        whole: parameters that learnt beside it.
+        base: see `AdapterWeights`.
+    """
+    found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(name)) is not None}
+    if not found:
+        _known(model, [name])
+    first = next(iter(found.values()))
+    stabilized = all(pair.stabilized for pair in found.values())
+    alpha = first.scale * (math.sqrt(first.rank) if stabilized else first.rank)
+    config = LoRAConfig(tuple(found), first.rank, alpha, first.dropout.p, stabilized)
+    pairs = {
+        target: (state[f"{target}.lora.{name}.a"], state[f"{target}.lora.{name}.b"], pair.scale)
+        for target, pair in found.items()
+    }
+    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base)
+
+
+def fits(name: str, given: Sequence[int], own: Sequence[int]) -> bool:
+    """Whether a stored tensor can stand for the model's: of its shape, or, of text tables and heads, with less rows (those of
+    ids that the model was grown by are then its own)."""
+    text = "text_" in name and len(given) == 2 == len(own)
+    return tuple(given) == tuple(own) or (text and given[0] < own[0] and given[1] == own[1])
+
+
+@torch.no_grad()
+def replace_whole(model: nn.Module, weights: AdapterWeights, where: str) -> None:
+    """Put the parameters that learnt beside an adapter into a model; UserError where one does not fit."""
+    own = dict(model.named_parameters())
+    for name, value in weights.whole.items():
+        if name not in own or not fits(name, value.shape, own[name].shape):
+            raise UserError(f"{where}: {name} {list(value.shape)} does not fit the model; it is another model's")
+    for name, value in weights.whole.items():
+        own[name][: len(value)].copy_(value)

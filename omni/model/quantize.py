@@ -1,0 +1,80 @@
+"""Linears whose weights are held in 4 or 8 bits, by bitsandbytes (Dettmers et al. 2022 and 2023).
+
+Only frozen weights are quantised: what learns beside them are adapters (QLoRA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.patterns import match_names
+
+Kind = Literal["nf4", "int8"]
+
+
+def is_quantized(linear: nn.Module) -> bool:
+    """Whether its weight is not a plain matrix of numbers."""
+    return type(linear).__name__ in ("Linear4bit", "Linear8bitLt")
+
+
+@torch.no_grad()
+def dense_weight(linear: nn.Module) -> Tensor:
+    """The weight [out, in] of a linear, dequantised where it is held in fewer bits."""
+    weight: Any = linear.weight
+    if not is_quantized(linear):
+        return weight.detach()
+    import bitsandbytes.functional as bits
+
+    if type(linear).__name__ == "Linear4bit":
+        return bits.dequantize_4bit(weight.data, weight.quant_state).to(weight.quant_state.dtype)
+    state: Any = weight if weight.CB is not None else linear.state  # the first pass moves it
+    return bits.int8_vectorwise_dequant(state.CB, state.SCB).to(torch.float32)
+
+
+def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch.dtype = torch.float32) -> list[str]:
+    """Hold the weights of linears in 4 bits (nf4 with double quantisation) or 8, in place; their outputs are of `dtype`.
+
+    Args:
+        patterns: names of the linears (`omni.patterns`).
+
+    Returns:
+        names of the linears that were quantised.
+
+    Raises:
+        UserError: bitsandbytes is not there, a pattern matches no linear, or a linear is quantised already.
+    """
+    try:
+        import bitsandbytes as bnb
+    except ImportError as error:
+        raise UserError("a quantised base needs the package bitsandbytes: pip install bitsandbytes") from error
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    chosen = match_names(patterns, list(linears), "lora.quantize_targets", what="linear")
+    for name, linear in linears.items():
+        if name not in chosen:
+            continue
+        if is_quantized(linear):
+            raise UserError(f"{name} is quantised already")
+        device, bias = linear.weight.device, linear.bias is not None
+        new: Any
+        if kind == "nf4":
+            new = bnb.nn.Linear4bit(
+                linear.in_features, linear.out_features, bias, compute_dtype=dtype, quant_type="nf4", compress_statistics=True
+            )
+            new.weight = bnb.nn.Params4bit(
+                linear.weight.detach().to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=True
+            )
+        else:
+            new = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias, has_fp16_weights=False, threshold=0.0)
+            new.weight = bnb.nn.Int8Params(
+                linear.weight.detach().to(torch.float16), requires_grad=False, has_fp16_weights=False
+            )
+        new.bias = linear.bias
+        new = new.to(device)
+        place, _, last = name.rpartition(".")
+        setattr(model.get_submodule(place), last, new)
+    return [name for name in linears if name in chosen]

@@ -1,0 +1,96 @@
+"""LoRA in a run: adapters on the model it starts from, on a base in few bits where asked, and their way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor, nn
+
+from omni.checkpoint.peft import check_base, checksum, load_adapter, save_adapter
+from omni.model.lora import LoRAConfig, add_adapter, attach, linears_of, replace_whole, weights_of
+from omni.model.quantize import quantize
+from omni.patterns import match_names
+
+ADAPTER = "adapter"
+"""The folder of a run's adapter."""
+
+LEARNT = "*.lora.*"
+"""Names of adapters' parameters."""
+
+
+@dataclass(frozen=True)
+class LoRASection(LoRAConfig):
+    """Low-rank adapters instead of the weights themselves; see `omni.model.lora`.
+
+    Attributes:
+        targets: names of the linears that get an adapter: shell patterns, or regular expressions after `re:`.
+        rank, alpha, dropout: of each pair; its product counts alpha / rank.
+        rank_stabilized: it counts alpha / sqrt(rank) instead.
+        trainable: names of parameters that learn besides, whole.
+        init_from: a PEFT folder to start from instead of new adapters; targets, rank and alpha are then its own.
+        quantize: hold the base's weights as `nf4` (4 bits, double quantisation) or `int8`; needs bitsandbytes.
+        quantize_targets: names of the linears that are held so.
+        merged: also write the model with the adapter in its weights at the end, as a run without lora does.
+    """
+
+    trainable: tuple[str, ...] = ()
+    init_from: str | None = None
+    quantize: Literal["nf4", "int8"] | None = None
+    quantize_targets: tuple[str, ...] = ("decoder.blocks.*",)
+    merged: bool = True
+
+
+def apply(model: nn.Module, section: LoRASection) -> int:
+    """Give a model the adapters of a run.
+
+    Returns:
+        the checksum of the weights below them (`omni.checkpoint.peft.checksum`), which are then quantised if asked.
+
+    Raises:
+        UserError: a pattern that matches no linear, an adapter of another model, or no bitsandbytes.
+    """
+    linears = linears_of(model)
+    given = load_adapter(section.init_from) if section.init_from is not None else None
+    targets = list(given.pairs) if given is not None else list(section.targets)
+    chosen = match_names(
+        targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", what="linear"
+    )
+    base = checksum(chosen, lambda name: linears[name].weight)
+    if given is not None:
+        check_base(given, lambda name: linears[name].weight, f"lora.init_from {section.init_from}")
+        replace_whole(model, given, f"lora.init_from {section.init_from}")
+    if section.quantize is not None:
+        quantize(model, section.quantize, section.quantize_targets)
+    if given is not None:
+        attach(model, given.modules())
+    else:
+        add_adapter(model, section)
+    return base
+
+
+def on_paper(model: nn.Module, section: LoRASection | None) -> None:
+    """The same for a model without values; what is quantised counts as if it were not."""
+    if section is not None:
+        add_adapter(model, section)
+
+
+def learning(trainable: tuple[str, ...], section: LoRASection | None) -> tuple[str, ...]:
+    """Names of the parameters that learn, as patterns."""
+    return trainable if section is None else (LEARNT, *section.trainable)
+
+
+def save(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, place: str | None) -> Path:
+    """Write the adapter of a run as a PEFT folder: its pairs, and what learnt beside them.
+
+    Args:
+        state: all values, adapters' included.
+        base: checksum of the weights below.
+        place: where the base model is found.
+    """
+    whole = [name for name, p in model.named_parameters() if p.requires_grad and ".lora." not in name]
+    weights = weights_of(model, state, whole, base)
+    save_adapter(folder / ADAPTER, weights, base=place)
+    return folder / ADAPTER
