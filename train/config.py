@@ -76,6 +76,9 @@ class ModelSection:
         )
 
 
+Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
+
+
 @dataclass(frozen=True)
 class GroupConfig:
     """Parameters that learn differently.
@@ -86,14 +89,14 @@ class GroupConfig:
             absent.
         muon_lr: learning rate of those that learn by Muon; the optimizer's own where absent.
         weight_decay: their weight decay; the optimizer's own where absent.
-        rule: `adamw` or `muon`; the optimizer's own where absent.
+        rule: as the optimizer's `name`, which holds where it is absent.
     """
 
     pattern: str
     lr: float | None = None
     muon_lr: float | None = None
     weight_decay: float | None = None
-    rule: Literal["adamw", "muon"] | None = None
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "muon_lr", "weight_decay"):
@@ -106,7 +109,8 @@ class OptimizerConfig:
     """How parameters learn.
 
     Attributes:
-        name: `adamw`, or `muon` (Muon for hidden matrices, AdamW for the rest).
+        name: `adamw`, `paged_adamw_8bit` (AdamW with its state in 8 bits, by bitsandbytes; on a GPU it gives way to the host's
+            memory), or `muon` (Muon for hidden matrices, AdamW for the rest).
         lr: peak learning rate of AdamW.
         betas, eps: of AdamW.
         weight_decay: decoupled; for parameters of two or more dimensions.
@@ -119,7 +123,7 @@ class OptimizerConfig:
         groups: parameters that learn differently; the first matching pattern decides.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Rule = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

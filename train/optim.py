@@ -1,13 +1,14 @@
 """Optimizers: which parameters learn, in which groups, by which rule, and the running average of the weights.
 
-Rules stand in the registry `RULES`: AdamW (Loshchilov and Hutter 2019) for every parameter, or Muon (Jordan et al. 2024)
-for the hidden matrices and AdamW for the rest. Several rules make one `Optimizer`, so that it is stepped, clipped, saved
-and resumed like one.
+Rules stand in the registry `RULES`: AdamW (Loshchilov and Hutter 2019) for every parameter, with its state in 8 bits where
+that is wanted, or Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest. Several rules make one `Optimizer`,
+so that it is stepped, clipped, saved and resumed like one.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -94,9 +95,36 @@ def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.
     )
 
 
+def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW with its state in 8 bits (Dettmers et al. 2022), in memory that a GPU may move to the host."""
+    try:
+        from bitsandbytes.optim import PagedAdamW8bit
+    except ImportError as error:
+        raise UserError("optimizer paged_adamw_8bit needs the package bitsandbytes: pip install bitsandbytes") from error
+
+    class PagedAdamW(PagedAdamW8bit):
+        found_inf: Tensor | None = None
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> None:
+            if self.found_inf is None or not bool(self.found_inf):
+                super().step(closure)
+
+        def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            state = self.state[p]  # the count of steps is a tensor like all state, a number only while it is used
+            state["step"] = int(state["step"])
+            super().update_step(group, p, gindex, pindex)
+            state["step"] = torch.tensor(float(state["step"]))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+        return PagedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
 RULES: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "muon": _muon,
+    "paged_adamw_8bit": _paged_adamw_8bit,
 }
 """Name of a rule to what makes an optimizer of parameter groups."""
 

@@ -210,7 +210,7 @@ def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.op
         if tuple(meta.size) == tuple(p.shape):
             optimizer.state[p][key] = torch.zeros_like(p, dtype=meta.properties.dtype).detach()
         else:
-            device = p.device if fused[p] else "cpu"
+            device = p.device if fused[p] or len(meta.size) else "cpu"
             optimizer.state[p][key] = torch.zeros(meta.size, dtype=meta.properties.dtype, device=device)
 
 

@@ -21,6 +21,7 @@ class OptionValues(TypedDict, total=False):
     max_tokens: int
     text_assist: bool
     overflow: Literal["end", "forget"]
+    adapter: str | None
 
 
 class SessionOptions(OptionValues, total=False):
@@ -43,6 +44,7 @@ class Options:
         overflow: what a question does that finds no room in the cache. `end`: it is refused with a UserError.
             `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
             is left).
+        adapter: name of one that was loaded (`SpeechLM.load_adapter`); None for the model as it is.
     """
 
     sampling: SamplingPlan = GREEDY
@@ -51,6 +53,7 @@ class Options:
     max_tokens: int = 512
     text_assist: bool = False
     overflow: Literal["end", "forget"] = "end"
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.max_seconds < float("inf"):

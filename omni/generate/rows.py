@@ -18,6 +18,7 @@ class Start:
         settings: sampling of each stream.
         key: of its random numbers (`seed_key`).
         partner: slot of the row that writes its text (text assist), None where it writes itself.
+        adapter: what acts on the row (`omni.model.lora`), None for the model's own choice.
     """
 
     text: bool
@@ -26,6 +27,7 @@ class Start:
     settings: tuple[Sampling, ...]
     key: int = 0
     partner: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(eq=False)
@@ -38,6 +40,7 @@ class Row:
             row that is done).
         needs_text, needs_audio: heads it still asks for.
         partner: slot of the row whose text it takes.
+        adapter: what acts on it.
         live: it has not left.
         done: its answer is complete.
     """
@@ -47,6 +50,7 @@ class Row:
     needs_text: bool
     needs_audio: bool
     partner: int | None = None
+    adapter: str | None = None
     live: bool = True
     done: bool = False
 

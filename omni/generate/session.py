@@ -30,6 +30,7 @@ from omni.generate.running import Running
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
 from omni.hardware import synchronize
+from omni.model.lora import choice_of, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Columns, Task, Turn, prompt
 from omni.text import Tokenizer
@@ -52,6 +53,7 @@ class Session:
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options = options
+        self._choice = choice_of(model, [options.adapter])
         self.settings = per_stream(model.layout, options.sampling)
         self._runner: Runner | None = runner
         self._release = release
@@ -90,7 +92,8 @@ class Session:
         self._open()
         self._settle(self._last)
         asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
-        (features,) = encode_questions(self.model, [asked])
+        with using(self._choice):
+            (features,) = encode_questions(self.model, [asked])
         synchronize(self.model.device)
         encoded = clock.seconds
         layout = self.model.layout
@@ -209,13 +212,15 @@ class Session:
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
         keep = self._rewind(common_prefix(self._fed, keys[:-1]), runner)
         question = pack(model.layout, [running.columns], features, [keep])
-        start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key)
+        start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, adapter=self.options.adapter)
         if self.options.text_assist and task.text and task.audio:
             other = prompt(model.layout, replace(running.exchange.turn, task=find_writer(task)))
-            hidden = prefill_fork(model, runner.cache, question, other.tokens[:, -1], runner.chunk)
+            with using(self._choice):
+                hidden = prefill_fork(model, runner.cache, question, other.tokens[:, -1], runner.chunk)
             starts = [replace(start, partner=1), replace(start, audio=False)]
         else:
-            hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
+            with using(self._choice):
+                hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
             starts = [start]
         self._fed, self._high = list(keys), max(self._high, len(keys))
         synchronize(model.device)

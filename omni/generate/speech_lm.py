@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,8 @@ from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.generate.session import Session
 from omni.generate.step import Runner
 from omni.layout import Layout
+from omni.model.lora import activate, active_names, attach, linears_of
+from omni.model.quantize import dense_weight
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
 from omni.text import Tokenizer
@@ -105,11 +108,43 @@ class SpeechLM:
     def layout(self) -> Layout:
         return self.model.layout
 
+    def load_adapter(self, folder: str | os.PathLike[str], name: str | None = None) -> str:
+        """Put a LoRA's folder (PEFT's format) beside the weights, to be chosen by name: `session(adapter=name)`.
+
+        Args:
+            name: by default the folder's own.
+
+        Returns:
+            the name.
+
+        Raises:
+            UserError: an adapter of another model, one with parameters that were trained whole (merge it by `python -m train
+                convert`), or a name that is taken.
+        """
+        from omni.checkpoint.peft import check_base, load_adapter
+
+        weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
+        if weights.whole:
+            raise UserError(
+                f"adapter {folder} brings {next(iter(weights.whole))} whole, which all sessions share; merge it into a model "
+                "of its own: python -m train convert MODEL TARGET --lora ADAPTER"
+            )
+        linears, acting = linears_of(self.model), active_names(self.model)
+        if weights.pairs.keys() <= linears.keys():
+            check_base(weights, lambda target: dense_weight(linears[target]), str(folder))
+        pairs = weights.modules()
+        for target, pair in pairs.items():
+            if target in linears:
+                pair.to(self.model.device, self.model.decoder.norm.weight.dtype)
+        attach(self.model, pairs, name)
+        activate(self.model, *acting)
+        return name
+
     def session(self, *, context: int | None = None, **values: Unpack[OptionValues]) -> Session:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
-            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow), by name.
+            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow, adapter), by name.
         """
         options = Options(**values)
         if context is not None and context < 1:
@@ -169,6 +204,7 @@ class SpeechLM:
         max_tokens: int = 512,
         batch_size: int = 64,
         sound: bool = True,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Answer]:
         """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
 
@@ -176,18 +212,20 @@ class SpeechLM:
             task: one for all, or one per question.
             seed: one for all (each row then draws as it would alone with that seed), or one per question.
             sound: decode the codes; without it the answers carry codes only.
+            adapter: one for all, or one per question (None for the model as it is).
         """
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; it must be at least 1")
         tasks = [task] * len(questions) if isinstance(task, (str, Task)) else list(task)
         seeds = [seed] * len(questions) if isinstance(seed, int) else list(seed)
-        for name, given in (("tasks", tasks), ("seeds", seeds)):
+        adapters = [adapter] * len(questions) if adapter is None or isinstance(adapter, str) else list(adapter)
+        for name, given in (("tasks", tasks), ("seeds", seeds), ("adapters", adapters)):
             if len(given) != len(questions):
                 raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
         options = Options(sampling, max_seconds=max_seconds, max_tokens=max_tokens)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
-        return batch.answer(asked, seeds, batch_size)
+        return batch.answer(asked, seeds, batch_size, adapters)
 
     # --- caches -------------------------------------------------------------------------------------------------------
 

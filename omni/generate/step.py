@@ -28,6 +28,7 @@ from omni.generate.rows import Row, Start, Written
 from omni.generate.sampling import Mode, Sampler
 from omni.model.decoder import Hidden
 from omni.model.kv_cache import KVCache
+from omni.model.lora import Choice, using
 from omni.model.speech_model import SpeechModel
 
 
@@ -39,6 +40,8 @@ class _Plan(NamedTuple):
         text, audio: the slots (from, to) that the head of the kind serves; None where none needs it.
         coupled: some rows take their text from another row.
         visible: how many slots of the cache are looked at.
+        adapters: those of all rows, in the order of their numbers; one alone, without numbers, where every row has it.
+        mixed: rows differ in them.
     """
 
     first: int
@@ -49,6 +52,8 @@ class _Plan(NamedTuple):
     audio_mode: Mode
     text_mode: Mode
     visible: int
+    adapters: tuple[str, ...] = ()
+    mixed: bool = False
 
 
 class _Record(NamedTuple):
@@ -110,6 +115,8 @@ class Runner:
         self._column = self.layout.ids("pad").to(device).repeat(rows, 1)
         self._position = torch.full((rows,), -1, dtype=torch.long, device=device)
         self._partner = torch.arange(rows, device=device)
+        self._adapter = torch.zeros(rows, dtype=torch.long, device=device)  # by its place in `_adapters`, from 1; 0 for none
+        self._adapters: list[str] = []
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
         self._cursor.done.fill_(True)
         self._sampler = Sampler(self.layout, rows, device)
@@ -133,7 +140,7 @@ class Runner:
             starts: one per row.
         """
         slots = slice(first, first + len(starts))
-        rows = [Row(first + i, s.position, s.text, s.audio, s.partner) for i, s in enumerate(starts)]
+        rows = [Row(first + i, s.position, s.text, s.audio, s.partner, s.adapter) for i, s in enumerate(starts)]
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device)
         for name in Cursor.TENSORS:
             getattr(self._cursor, name)[slots] = getattr(fresh, name)
@@ -141,6 +148,7 @@ class Runner:
         self._position[slots] = torch.tensor([s.position for s in starts], device=device)
         partners = [row.slot if row.partner is None else row.partner for row in rows]
         self._partner[slots] = torch.tensor(partners, device=device)
+        self._adapter[slots] = torch.tensor([self._number(s.adapter) for s in starts], device=device)
         for row, start in zip(rows, starts, strict=True):
             self.rows[row.slot] = row
             self._sampler.set(row.slot, start.settings, start.key)
@@ -148,6 +156,13 @@ class Runner:
         self._write(plan, hidden)
         self._record(plan)
         return rows
+
+    def _number(self, adapter: str | None) -> int:
+        if adapter is None:
+            return 0
+        if adapter not in self._adapters:
+            self._adapters.append(adapter)
+        return self._adapters.index(adapter) + 1
 
     def leave(self, row: Row) -> None:
         """Empty the row's slot; what the cache holds stays."""
@@ -177,7 +192,7 @@ class Runner:
     def _move(self, row: Row, slot: int) -> None:
         source = row.slot
         self.cache.copy_row(source, slot, row.position)
-        tensors = [self._column, self._position, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
+        tensors = [self._column, self._position, self._adapter, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
         for tensor in tensors:
             tensor[slot] = tensor[source]
         self._partner[slot] = slot
@@ -236,7 +251,11 @@ class Runner:
         audio_mode, text_mode = self._sampler.modes(range(first, stop))
         visible = self._visible(max(row.position for row in live) + 1)
         mode = Mode()
-        return _Plan(first, stop, text, audio, coupled, audio_mode if audio else mode, text_mode if text else mode, visible)
+        used = {row.adapter for row in live}
+        mixed = len(used) > 1
+        adapters = tuple(self._adapters) if mixed else tuple(name for name in used if name is not None)
+        modes = audio_mode if audio else mode, text_mode if text else mode
+        return _Plan(first, stop, text, audio, coupled, *modes, visible, adapters, mixed)
 
     def _visible(self, positions: int) -> int:
         """How many slots a step looks at: few different numbers, fewer still where each costs a graph."""
@@ -254,7 +273,16 @@ class Runner:
             self._views[plan.first, plan.stop] = view
         view.limit(plan.visible or None)
         column, position = self._column[rows, :, None], self._position[rows, None]
-        self._write(plan, self._decode(column, input_pos=position, cache=view))
+        decode = self.model if plan.adapters else self._decode  # what is compiled knows of no adapters
+        with using(self._choice(plan, plan.first, plan.stop)):
+            hidden = decode(column, input_pos=position, cache=view)
+        self._write(plan, hidden)
+
+    def _choice(self, plan: _Plan, first: int, stop: int) -> Choice | None:
+        """Adapters of some slots."""
+        if not plan.adapters:
+            return None
+        return Choice(plan.adapters, self._adapter[first:stop] if plan.mixed else None)
 
     def _write(self, plan: _Plan, hidden: Hidden) -> None:
         """From hidden states [B, 1, W] to the rows' next columns, in place."""
@@ -263,11 +291,13 @@ class Runner:
         sampled = self._pad.repeat(plan.stop - plan.first, 1)
         if plan.audio:
             own, here = slice(*plan.audio), slice(plan.audio[0] - plan.first, plan.audio[1] - plan.first)
-            logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            with using(self._choice(plan, *plan.audio)):
+                logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             sampled[here, :a] = self._sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
         if plan.text:
             own, here = slice(*plan.text), slice(plan.text[0] - plan.first, plan.text[1] - plan.first)
-            logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
+            with using(self._choice(plan, *plan.text)):
+                logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             text = self._sampler.text(logits, own, cursor.step[here], plan.text_mode)
             if plan.coupled:
                 sampled[:, a] = text[(self._partner[rows] - own.start).clamp(0, len(text) - 1)]

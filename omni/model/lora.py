@@ -84,7 +84,7 @@ class Choice:
 
     Attributes:
         names: those that any row has.
-        index: [B] which of them, counted from 1; 0 for none. None where every row has the only one.
+        index: [B] which of them, counted from 1; 0 for the model's own choice. None where every row has the only one.
     """
 
     names: tuple[str, ...]
@@ -94,21 +94,25 @@ class Choice:
         """Of some rows only."""
         return self if self.index is None else Choice(self.names, self.index[rows])
 
+    def only(self, number: int, x: Tensor) -> Tensor:
+        """x [B, ...], zero in all rows but those of a number."""
+        return x if self.index is None else x * (self.index == number).view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+
 
 _CHOICE: ContextVar[Choice | None] = ContextVar("adapters", default=None)
 
 
 @contextmanager
 def using(choice: Choice | None) -> Iterator[None]:
-    """Adapters by row instead of the model's own choice, in this thread, without gradients; None leaves that as it is."""
+    """Adapters by row instead of the model's own choice, in this thread; None leaves that as it is. No gradients are recorded:
+    this serves generation (backward would recompute a checkpointed part without the choice)."""
     if choice is None:
         yield
         return
-    if torch.is_grad_enabled():
-        raise ValueError("adapters by row serve generation; in training activate one for the whole model")
     before = _CHOICE.set(choice)
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         _CHOICE.reset(before)
 
@@ -167,18 +171,18 @@ class Adapters(nn.Module):
     def forward(self, x: Tensor) -> Tensor | None:
         """What is added to the linear's output; None for nothing."""
         choice, total = _CHOICE.get(), None
-        if choice is None:
+        if choice is None or choice.index is not None:
             for pair in self.acting():
                 total = pair(x) if total is None else total + pair(x)
+        if choice is None:
             return total
+        if total is not None:
+            total = choice.only(0, total)
         for number, name in enumerate(choice.names, 1):
             one = self.pair(name)
-            if one is None:
-                continue
-            delta = one(x)
-            if choice.index is not None:
-                delta = delta * (choice.index == number).view(-1, *[1] * (x.ndim - 1)).to(delta.dtype)
-            total = delta if total is None else total + delta
+            if one is not None:
+                delta = choice.only(number, one(x))
+                total = delta if total is None else total + delta
         return total
 
 
@@ -208,6 +212,11 @@ def adapted(model: nn.Module) -> dict[str, Adapters]:
 def adapter_names(model: nn.Module) -> list[str]:
     """The model's adapters, in the order in which they came."""
     return list(dict.fromkeys(name for part in adapted(model).values() for name in part.names))
+
+
+def active_names(model: nn.Module) -> tuple[str, ...]:
+    """The adapters that act on every row."""
+    return next((part.active.names for part in adapted(model).values()), ())
 
 
 def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> list[str]:
@@ -284,6 +293,18 @@ def activate(model: nn.Module, *names: str) -> None:
     _known(model, names)
     for part in adapted(model).values():
         part.active.names = tuple(names)
+
+
+def choice_of(model: nn.Module, names: Sequence[str | None], device: torch.device | str = "cpu") -> Choice | None:
+    """The choice of an adapter for each row, None where no row has one; UserError where there is none of a name."""
+    wanted = list(dict.fromkeys(name for name in names if name is not None))
+    _known(model, wanted)
+    if not wanted:
+        return None
+    if len(wanted) == 1 and None not in names:
+        return Choice((wanted[0],))
+    numbers = [0 if name is None else wanted.index(name) + 1 for name in names]
+    return Choice(tuple(wanted), torch.tensor(numbers, device=device))
 
 
 def _known(model: nn.Module, names: Sequence[str]) -> None:

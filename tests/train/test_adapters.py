@@ -23,7 +23,7 @@ from tests.close import assert_near
 from tests.train.toys import ToyModel, adapted_parts, final_tensors, toy_config, toy_fit
 from train import adapters
 from train.adapters import LoRASection
-from train.config import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, ModelSection
+from train.config import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig, Rule
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.fit import build_parts, dry_run
 from train.initial import build_initial
@@ -46,12 +46,14 @@ def test_only_adapters_and_what_is_named_learn_and_are_stored(tmp_path: Path) ->
     assert {name.removeprefix("average.model.") for name in stored if name.startswith("average.")} == LEARNT
 
 
-def test_stopped_and_resumed_it_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path) -> None:
-    _, whole = toy_fit(toy_config(tmp_path / "whole", lora=SECTION), adapted_parts(SECTION))
+@pytest.mark.parametrize("rule", ["adamw", "paged_adamw_8bit"])
+def test_stopped_and_resumed_it_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path, rule: Rule) -> None:
+    more = {"lora": SECTION, "optimizer": OptimizerConfig(rule, lr=1e-2)}
+    _, whole = toy_fit(toy_config(tmp_path / "whole", **more), adapted_parts(SECTION))
     stop = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
-    outcome, _ = toy_fit(toy_config(tmp_path / "stopped", lora=SECTION), adapted_parts(SECTION, stop))
+    outcome, _ = toy_fit(toy_config(tmp_path / "stopped", **more), adapted_parts(SECTION, stop))
     assert outcome.signal
-    _, resumed = toy_fit(toy_config(tmp_path / "stopped", lora=SECTION), adapted_parts(SECTION))
+    _, resumed = toy_fit(toy_config(tmp_path / "stopped", **more), adapted_parts(SECTION))
     assert all(t.equal(resumed[name]) for name, t in whole.items())
 
 

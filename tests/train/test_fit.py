@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from tests.train.toys import (
     toy_targets,
 )
 from train import shelf
-from train.config import BudgetConfig, CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, ValidationConfig
+from train.config import BudgetConfig, CheckpointConfig, LogConfig, OptimizerConfig, Rule, ScheduleConfig, ValidationConfig
 from train.logs import METRICS, VALIDATION, Logs, Table, read_table, run_id
 from train.objective import Losses
 from train.schedule import learning_rate
@@ -241,11 +241,9 @@ class Bad(ToyObjective):
         return losses._replace(total=losses.total + nothing)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "paged_adamw_8bit"])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_gradients_that_are_no_numbers_leave_a_step_out(
-    tmp_path: Path, name: Literal["adamw", "muon"], clip: float | None
-) -> None:
+def test_gradients_that_are_no_numbers_leave_a_step_out(tmp_path: Path, name: Rule, clip: float | None) -> None:
     objective = Bad((0, 3, 4))
     seen: list[dict[str, Tensor]] = []
 

@@ -205,3 +205,25 @@ def test_a_step_that_is_skipped_leaves_all_as_it_is(name: Literal["adamw", "muon
             optimizers[0].step()
         for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert p.equal(q)
+
+
+def test_adamw_in_eight_bits_follows_adamw_and_keeps_a_byte_a_value() -> None:
+    """On a matrix that is large enough to be held so (bitsandbytes keeps small ones whole)."""
+    dice = torch.Generator().manual_seed(1)
+    start = torch.randn(64, 128, generator=dice)
+    ends = []
+    for name in ("adamw", "paged_adamw_8bit"):
+        p = nn.Parameter(start.clone())
+        optimizer = build_optimizer([("w", p)], OptimizerConfig(name, lr=1e-2))  # type: ignore[arg-type]
+        for step in range(10):
+            p.grad = torch.cos(start * (1 + step % 3)) * 0.1 + 0.2
+            optimizer.step()
+        ends.append(p.detach())
+    state = optimizer.state[p]
+    assert state["state1"].dtype == torch.uint8 and float(state["step"]) == 10
+    moved = (ends[0] - start).norm()
+    assert (ends[1] - ends[0]).norm() < 0.05 * moved
+    optimizer.skip = torch.ones(())
+    before = p.detach().clone()
+    optimizer.step()
+    assert p.equal(before)

@@ -1,0 +1,122 @@
+"""Adapters chosen by session: each answers as a model with that adapter in its weights, alone and in company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni.checkpoint.peft import checksum, save_adapter
+from omni.errors import UserError
+from omni.generate.sampling import Sampling
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.model.lora import LoRAConfig, add_adapter, linears_of, merged_state, weights_of
+from omni.model.speech_model import SpeechModel
+from tests.generate.conftest import make_lm, make_model, tone
+
+TARGETS = {
+    "small": ("decoder.blocks.0.*",),
+    "wide": ("encoder.*", "adapter.*", "decoder.*_head", "decoder.blocks.*"),
+}
+DRAWN = Sampling(temperature=0.8)
+
+
+@pytest.fixture
+def folders(layout: Layout, tmp_path: Path) -> Path:
+    for seed, (name, targets) in enumerate(TARGETS.items()):
+        model = make_model(layout)
+        torch.manual_seed(10 + seed)
+        chosen = add_adapter(model, LoRAConfig(targets, rank=3))
+        linears = linears_of(model)
+        base = checksum(chosen, lambda target: linears[target].weight)  # noqa: B023
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                if key.endswith(".b"):
+                    p.normal_(std=0.1)
+        save_adapter(tmp_path / name, weights_of(model, model.state_dict(), base=base))
+    return tmp_path
+
+
+def merged(layout: Layout, folder: Path) -> SpeechLM:
+    """A model with the adapter in its weights, and nothing else."""
+    lm = make_lm(layout)
+    lm.load_adapter(folder)
+    for part in lm.model.modules():
+        if hasattr(part, "lora"):
+            part.lora.active.names = (folder.name,)
+    plain = make_lm(layout)
+    state = merged_state(lm.model, lm.model.state_dict())
+    plain.model = SpeechModel.from_state(lm.config, state).eval()
+    return plain
+
+
+def same(a, b) -> bool:
+    return a.tokens == b.tokens and a.text == b.text and (a.codes is None) == (b.codes is None) and (
+        a.codes is None or torch.equal(a.codes, b.codes)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("assist", [False, True])
+def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist: bool) -> None:
+    lm = make_lm(layout)
+    assert [lm.load_adapter(folders / name) for name in TARGETS] == list(TARGETS)
+    options = {"sampling": DRAWN, "seed": 3, "max_seconds": 1.0, "text_assist": assist}
+    found = {name: lm.generate(tone(0.5), adapter=name, **options) for name in (None, *TARGETS)}  # type: ignore[arg-type]
+    assert same(found[None], make_lm(layout).generate(tone(0.5), **options))  # type: ignore[arg-type]
+    for name in TARGETS:
+        assert same(found[name], merged(layout, folders / name).generate(tone(0.5), **options)), name  # type: ignore[arg-type]
+    assert not same(found["small"], found["wide"]) and not same(found[None], found["small"])
+
+
+def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, folders: Path) -> None:
+    lm = make_lm(layout)
+    for name in TARGETS:
+        lm.load_adapter(folders / name)
+    names = (None, *TARGETS)
+    alone = {name: lm.generate(tone(0.4), adapter=name, max_seconds=0.8) for name in names}
+    sessions = {name: lm.session(adapter=name, max_seconds=0.8) for name in names}
+    streams = {name: session.ask(tone(0.4)) for name, session in sessions.items()}
+    while streams:
+        for name in list(streams):
+            if next(streams[name], None) is None:
+                del streams[name]
+    for name, session in sessions.items():
+        turn = session.history[-1]
+        assert turn.text == alone[name].tokens and torch.equal(turn.codes, alone[name].codes)
+        session.close()
+
+
+def test_rows_of_a_batch_have_their_own(layout: Layout, folders: Path) -> None:
+    lm = make_lm(layout)
+    for name in TARGETS:
+        lm.load_adapter(folders / name)
+    questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
+    names = [None, "wide", "small", "wide", None, "small"]
+    together = lm.generate_batch(questions, seed=5, sampling=DRAWN, max_seconds=0.8, batch_size=4, adapter=names)
+    for question, name, answer in zip(questions, names, together, strict=True):
+        assert same(answer, lm.generate(question, seed=5, sampling=DRAWN, max_seconds=0.8, adapter=name)), name
+    everyone = lm.generate_batch(questions[:2], max_seconds=0.8, adapter="small")
+    assert same(everyone[1], lm.generate(questions[1], max_seconds=0.8, adapter="small"))
+
+
+def test_mistakes_are_told(layout: Layout, folders: Path, tmp_path: Path) -> None:
+    lm = make_lm(layout)
+    with pytest.raises(UserError, match="no adapter 'small'; the model's adapters are none"):
+        lm.session(adapter="small")
+    lm.load_adapter(folders / "small")
+    with pytest.raises(UserError, match="'small' is there already"):
+        lm.load_adapter(folders / "small")
+    with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
+        lm.generate_batch([tone(0.3)], adapter=["wide"])
+    with pytest.raises(UserError, match="2 adapters for 1 questions"):
+        lm.generate_batch([tone(0.3)], adapter=["small", None])
+    other = SpeechLM(make_model(layout, seed=1), lm.tokenizer, lm.codec)
+    with pytest.raises(UserError, match="their checksum differs"):
+        other.load_adapter(folders / "small")
+    model = make_model(layout)
+    add_adapter(model, LoRAConfig())
+    save_adapter(tmp_path / "whole", weights_of(model, model.state_dict(), ["decoder.norm.weight"]))
+    with pytest.raises(UserError, match="brings decoder.norm.weight whole.*--lora"):
+        lm.load_adapter(tmp_path / "whole")
