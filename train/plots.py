@@ -21,7 +21,7 @@ MEASURED = ("exact_match", "code_accuracy", "wer")
 COLORS = ("#1f6fb4", "#e07b00", "#2c9c4b", "#c23b3b", "#7d5fb2", "#8a5a44", "#d16ba5", "#6f6f6f", "#a8a018", "#169aa8")
 
 
-def _pyplot() -> Any:
+def pyplot_quietly() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -36,7 +36,7 @@ def curves(folder: Path) -> Path | None:
     metrics, validation = read_table(folder / METRICS), read_table(folder / VALIDATION)
     if not metrics and not validation:
         return None
-    pyplot = _pyplot()
+    pyplot = pyplot_quietly()
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True, height_ratios=(3, 1, 2))
     longest = max(row["seconds"] for row in [*metrics, *validation])
     scale, unit = (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
@@ -71,7 +71,7 @@ def curves(folder: Path) -> Path | None:
     last = max(row["step"] for row in [*metrics, *validation])
     title = f"{folder.resolve().name}: {last:.0f} steps in {duration(longest)}"
     axes[0].set_title(title, fontsize=11, loc="left")
-    return _save(figure, folder / CURVES)
+    return save_figure(figure, folder / CURVES)
 
 
 def _line(
@@ -91,7 +91,7 @@ def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[
         question: samples [S] and their rate in Hz; None where it was asked in writing.
         asked, said: the texts, for the titles.
     """
-    pyplot = _pyplot()
+    pyplot = pyplot_quietly()
     sounds = [("question", asked, question), ("answer", said, answer)]
     present = [(kind, text, sound) for kind, text, sound in sounds if sound is not None]
     figure, axes = pyplot.subplots(len(present), 1, figsize=(8, 2.6 * len(present) + 0.4), sharex=True, squeeze=False)
@@ -109,7 +109,7 @@ def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[
         axis.set_ylim(0, top / 1000)
         axis.set_xlim(0, longest)
     axes[-1, 0].set_xlabel("seconds")
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def spectrogram(samples: Tensor, rate: int, window: float = 0.025, hop: float = 0.010) -> tuple[np.ndarray, float]:
@@ -128,13 +128,13 @@ def printable(text: str, length: int = 90) -> str:
     return text if len(text) <= length else f"{text[:length]} ..."
 
 
-def _save(figure: Any, file: Path) -> Path:
+def save_figure(figure: Any, file: Path) -> Path:
     beside = file.with_name(f".{file.stem}.writing{file.suffix}")
     file.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a script that the font lacks shows as boxes
         figure.tight_layout()
         figure.savefig(beside, dpi=110)
-    _pyplot().close(figure)
+    pyplot_quietly().close(figure)
     beside.replace(file)
     return file

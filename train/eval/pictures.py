@@ -10,7 +10,7 @@ import numpy as np
 
 from train.eval.measures import MEASURES, Figure, pairs_of, shown
 from train.eval.report import TEXT_BEFORE, Change, Record, Run, signed
-from train.plots import COLORS, GRID, INK, _pyplot, _save
+from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
 
 PICTURE, COMPARISON = "report.png", "compare.png"
 SHARES = ("exact_match", "ended", "code_accuracy", "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match")
@@ -34,7 +34,7 @@ def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
     columns = 2
     rows = -(-len(spreads) // columns)
     bars = 0.9 + 0.42 * len(shares)
-    pyplot = _pyplot()
+    pyplot = pyplot_quietly()
     figure = pyplot.figure(figsize=(9, bars + 2.5 * rows))
     grid = figure.add_gridspec(rows + 1, columns, height_ratios=[bars, *[2.5] * rows])
     _bars(figure.add_subplot(grid[0, :]), shares, figures)
@@ -53,12 +53,12 @@ def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
             axis.legend(fontsize=8, frameon=False)
     title = f"{Path(run.started['model']).name}: {run.answered} questions of {Path(run.started['data']).name}"
     figure.suptitle(f"{title}\nbelow: share of the questions up to a value; dotted: the median", fontsize=10)
-    return _save(figure, run.folder / PICTURE)
+    return save_figure(figure, run.folder / PICTURE)
 
 
 def draw_comparison(changes: Mapping[str, Change], names: tuple[str, str], file: Path) -> Path:
     """Draw both runs' figures with 95 % intervals, a panel each, the difference in its title."""
-    pyplot = _pyplot()
+    pyplot = pyplot_quietly()
     columns = min(3, len(changes))
     rows = -(-len(changes) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(3.6 * columns, 2.7 * rows + 0.4), squeeze=False)
@@ -77,7 +77,7 @@ def draw_comparison(changes: Mapping[str, Change], names: tuple[str, str], file:
         axis.set_title(f"{title}\n{interval}", fontsize=8, loc="left")
         axis.set_ylabel(_unit(name), fontsize=8)
         _tidy(axis)
-    return _save(figure, file)
+    return save_figure(figure, file)
 
 
 def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> None:

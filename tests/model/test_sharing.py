@@ -1,0 +1,126 @@
+"""What tasks share: positions stand for themselves, tasks keep their own, and each module does what its paper says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.model.sharing import CGC, LTB, CrossStitch, DSelectK, Experts, MMoE, make_sharing
+from tests.close import assert_near
+
+NAMES = ("hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k")
+TASK = torch.tensor([0, 2, 1, 0, 2, 2])
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return make_sharing(name, 6, 8, 3).eval()
+
+
+def features() -> Tensor:
+    return torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_stand_for_themselves(name: str) -> None:
+    """A batch is its positions, in any order."""
+    module, x = made(name), features()
+    whole = module(x, TASK)
+    assert whole.shape == (6, 8)
+    for i in range(6):
+        assert_near(module(x[i : i + 1], TASK[i : i + 1]), whole[i : i + 1], 1e-5)
+    assert module(x[:0], TASK[:0]).shape == (0, 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_takes_part_whichever_tasks_there_are(name: str) -> None:
+    """DDP and FSDP want a gradient of each; that of a task that is not there is zero."""
+    module = made(name).train()
+    module(features(), torch.ones_like(TASK)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_differ_unless_all_is_shared(name: str) -> None:
+    module, x = made(name), features()
+    if isinstance(module, LTB):
+        module.leaves.data = torch.eye(3)
+    if isinstance(module, DSelectK):
+        module.digits.data = torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(2))
+    same = module(x, TASK * 0).allclose(module(x, TASK * 0 + 1))
+    assert same == (name == "hard")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16(name: str) -> None:
+    module, x = made(name), features()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = module(x, TASK)
+    assert_near(half.float(), module(x, TASK), 0.05)
+
+
+def expert(experts: Experts, i: int, x: Tensor) -> Tensor:
+    up = F.linear(x, experts.up.weight[i], experts.up.bias[i])
+    return F.linear(F.gelu(up), experts.down.weight[i], experts.down.bias[i])
+
+
+def test_mmoe_by_hand() -> None:
+    module, x = made("mmoe"), features()
+    assert isinstance(module, MMoE)
+    for row, task, got in zip(x, TASK, module(x, TASK), strict=True):
+        gate = F.linear(row, module.gates.weight[task], module.gates.bias[task]).softmax(-1)
+        assert_near(got, sum(g * expert(module.experts, i, row) for i, g in enumerate(gate)), 1e-5)  # type: ignore[arg-type]
+
+
+def test_cgc_by_hand_never_asks_another_tasks_experts() -> None:
+    module, x = made("cgc"), features()
+    assert isinstance(module, CGC)
+    for row, task, got in zip(x, TASK.tolist(), module(x, TASK), strict=True):
+        gate = F.linear(row, module.gates[0].weight[task], module.gates[0].bias[task]).softmax(-1)
+        wanted = gate[0] * expert(module.private[0], task, row)
+        wanted = wanted + gate[1] * expert(module.common[0], 0, row) + gate[2] * expert(module.common[0], 1, row)
+        assert_near(got, wanted, 1e-5)
+
+
+def test_unstitched_towers_are_apart() -> None:
+    module, x = made("cross_stitch"), features()
+    assert isinstance(module, CrossStitch)
+    module.stitches.data = torch.eye(3)[None]
+    module(x, TASK * 0).sum().backward()
+    for tower in module.towers:
+        assert tower.weight.grad[0].any() and not tower.weight.grad[1:].any()
+    assert module.stitches.grad is not None and module.stitches.grad[0, 0].any()
+
+
+def test_a_branch_is_one_path() -> None:
+    """Out of training every task takes its likeliest nodes; in training draws differ."""
+    module, x = made("ltb"), features()
+    assert isinstance(module, LTB)
+    module.leaves.data[1, 2], module.parents.data[0, 2, 1] = 5.0, 5.0
+    hidden = F.linear(x, module.nodes[0].weight[1], module.nodes[0].bias[1])
+    wanted = F.linear(F.gelu(hidden), module.nodes[1].weight[2], module.nodes[1].bias[2])
+    assert_near(module(x, TASK * 0 + 1), wanted, 1e-5)
+    module.train()
+    assert not module(x, TASK).allclose(module(x, TASK))
+
+
+@pytest.mark.parametrize("experts", [4, 5])
+def test_dselect_k_settles_on_k(experts: int) -> None:
+    """Gates sum to 1; with digits beyond the steps' width at most two experts are left."""
+    module = DSelectK(6, 8, 3, experts=experts)
+    assert_near(module.gate().sum(1), torch.ones(3), 1e-5)
+    assert (module.gate() > 0).all()
+    module.digits.data = torch.where(
+        torch.randn(module.digits.shape, generator=torch.Generator().manual_seed(5)) > 0, 2.0, -2.0
+    )
+    if experts == 4:
+        assert ((module.gate() > 0).sum(1) <= 2).all()
+        assert_near(module.gate().sum(1), torch.ones(3), 1e-5)
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(UserError, match="sharing 'mmoee' is unknown; the closest names are mmoe"):
+        make_sharing("mmoee", 6, 8, 3)

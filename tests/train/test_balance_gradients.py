@@ -1,0 +1,259 @@
+"""Methods by gradients: closed forms, invariances, and one backward for all levels on a small network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.close import assert_near
+from train.balance import BalanceConfig, Balancer
+from train.balance.config import METHODS, of_level
+from train.balance.rows import Rows
+
+NAMES = ["a", "b", "c"]
+LOSSES = torch.tensor([0.5, 2.0, 1.2])
+BY_PARAMETERS = [m for m in of_level("parameters") if m != "forum"]
+
+
+def rows(seed: int = 0, tasks: int = 3, width: int = 40) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    common = torch.randn(width, generator=g)
+    return torch.randn(tasks, width, generator=g) + torch.randn(tasks, 1, generator=g) * common
+
+
+def combine(method: str, table: Tensor, losses: Tensor = LOSSES, steps: int = 1, **settings: Any) -> tuple[Tensor, Any]:
+    """The combined gradient after a number of steps with the same rows, and the last report."""
+    balancer = Balancer(BalanceConfig.of(method, "parameters", **settings), NAMES[: len(table)])
+    others = [Rows(table) for _ in range(METHODS[method].batches - 1)]
+    for _ in range(steps):
+        p = nn.Parameter(torch.zeros(table.shape[1], dtype=table.dtype))
+        report = balancer.combine(losses[: len(table)], Rows(table), [p], others=others)
+    assert p.grad is not None
+    return p.grad, report
+
+
+@pytest.mark.parametrize("method", BY_PARAMETERS)
+def test_equal_gradients_and_losses_get_equal_weights(method: str) -> None:
+    table = rows()[:1].expand(3, -1).contiguous()
+    direction, report = combine(method, table, torch.ones(3), steps=3)
+    assert_near(report.weights, report.weights.mean().expand(3), 1e-5)
+    assert float(torch.cosine_similarity(direction, table[0], dim=0)) == pytest.approx(1, abs=1e-5)
+    assert_near(report.cosines, torch.ones(3, 3), 1e-5)
+
+
+@pytest.mark.parametrize("method", [m for m in BY_PARAMETERS if m not in ("pcgrad", "gradvac")])
+def test_order_of_tasks_does_not_matter(method: str) -> None:
+    """Where nothing is drawn."""
+    table, turn = rows(4), torch.tensor([2, 0, 1])
+    direction, report = combine(method, table, steps=3)
+    other, turned = combine(method, table[turn], LOSSES[turn], steps=3)
+    assert_near(other, direction, 1e-5)
+    assert_near(turned.weights, report.weights[turn], 1e-5)
+
+
+@pytest.mark.parametrize("method", ["mgda", "pcgrad", "gradvac", "cagrad", "imtlg", "alignedmtl", "upgrad"])
+def test_directions_grow_with_the_gradients(method: str) -> None:
+    """Weights do not depend on a common scale."""
+    settings = {} if method != "upgrad" else {"norm_eps": 1e-12}
+    direction, report = combine(method, rows(1), **settings)
+    large, scaled = combine(method, 64 * rows(1), **settings)
+    assert_near(scaled.weights, report.weights, 1e-5)
+    assert_near(large, 64 * direction, 1e-5)
+
+
+@pytest.mark.parametrize("method", ["nashmtl", "imtlg", "mgda"])
+def test_directions_that_single_scales_do_not_turn(method: str) -> None:
+    """Nash-MTL's direction, IMTL's and l2-normalized MGDA's turned part do not change when one task's loss is scaled."""
+    settings: dict[str, Any] = {"nashmtl": {"max_norm": 0.0}, "mgda": {"normalize": "l2"}}.get(method, {})
+    table, scales = rows(2), torch.tensor([1.0, 10.0, 0.2])
+    one, _ = combine(method, table, **settings)
+    two, report = combine(method, table * scales[:, None], **settings)
+    if method == "mgda":  # weights are of normalized gradients: undo the lengths
+        lengths = table.norm(dim=1)
+        one = combine(method, table / lengths[:, None], **settings)[1].weights.float()
+        assert_near(report.weights.float(), one, 1e-5)
+        return
+    assert float(torch.cosine_similarity(one, two, dim=0)) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_upgrad_conflicts_with_nobody(seed: int) -> None:
+    table = rows(seed)
+    direction, _ = combine("upgrad", table, reg_eps=1e-8)
+    assert (table @ direction).min() > -1e-4 * table.norm() ** 2
+    assert table.mean(0).norm() > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_tasks_by_hand(seed: int) -> None:
+    """PCGrad and MGDA of two conflicting gradients; IMTL has equal projections; CAGrad stays in its ball."""
+    a, b = rows(seed, 2)
+    b = b - (b @ a + 3) / (a @ a) * a  # their product is -3
+    table = torch.stack([a, b])
+    wanted = a + b + 3 * b / (b @ b) + 3 * a / (a @ a)
+    assert_near(combine("pcgrad", table)[0], wanted, 1e-5)
+    direction = combine("mgda", table)[0]
+    assert_near(table @ direction, (direction @ direction).expand(2), 1e-4)
+    direction = combine("imtlg", table)[0]
+    projections = table @ direction / table.norm(dim=1)
+    assert_near(projections, projections.mean().expand(2), 1e-4)
+    direction, mean = combine("cagrad", table, c=0.4, rescale=0)[0], table.mean(0)
+    assert float((direction - mean).norm()) == pytest.approx(0.4 * float(mean.norm()), rel=1e-4)
+
+
+def test_alignedmtl_makes_the_gradients_orthogonal() -> None:
+    """The singular values of the balanced matrix are the smallest one, all of them."""
+    table = rows(3).double()
+    u, s, v = torch.linalg.svd(table, full_matrices=False)
+    assert_near(combine("alignedmtl", table)[0], (s[-1] * u @ v).mean(0), 1e-6)
+
+
+def test_gradnorm_lengthens_the_short() -> None:
+    """With alike learning speeds weighted norms come together."""
+    table = torch.eye(3, 10) * torch.tensor([1.0, 4.0, 0.5])[:, None]
+    _, first = combine("gradnorm", table, torch.ones(3), lr=0.15)
+    _, last = combine("gradnorm", table, torch.ones(3), steps=40, lr=0.15)
+    spread = lambda report: float((report.weights * report.norms).std())  # noqa: E731
+    assert spread(last) < 0.2 * spread(first)
+    assert float(last.weights.sum()) == pytest.approx(3)
+
+
+def test_excessmtl_prefers_the_task_that_lags() -> None:
+    """The squares of a task whose gradient stays large grow slower than its risk."""
+    balancer = Balancer(BalanceConfig.of("excessmtl", "parameters", step_size=0.1), NAMES)
+    for step in range(10):
+        scales = torch.tensor([1.0, 0.5**step, 0.5**step])
+        table = rows(0) * scales[:, None]
+        report = balancer.combine(LOSSES, Rows(table), [nn.Parameter(torch.zeros(40))])
+    assert report.weights[0] > 1.1 > 0.95 > report.weights[1] and float(report.weights.sum()) == pytest.approx(3)
+
+
+def test_dbmtl_takes_gradients_of_one_length() -> None:
+    table = rows(5)
+    direction, _ = combine("dbmtl", table, beta=0.0)
+    unit = table / LOSSES[:, None]
+    assert_near(direction, (unit / unit.norm(dim=1, keepdim=True)).sum(0) * unit.norm(dim=1).max(), 1e-5)
+
+
+@pytest.mark.parametrize("method", BY_PARAMETERS)
+def test_an_absent_task_is_left_out(method: str) -> None:
+    """A nan loss or row, or no target: the others' gradient is that of the others alone; the state of the absent one stays."""
+    balancer = Balancer(BalanceConfig(method, "parameters"), NAMES)
+    pair = Balancer(BalanceConfig(method, "parameters"), ["a", "c"])
+    table, kept = rows(6), torch.tensor([0, 2])
+    others = METHODS[method].batches - 1
+    p, q = nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(40))
+    table[1] = torch.nan
+    report = balancer.combine(LOSSES, Rows(table), [p], others=[Rows(table)] * others)
+    wanted = pair.combine(LOSSES[kept], Rows(table[kept]), [q], others=[Rows(table[kept])] * others)
+    assert report.absent.tolist() == [0, 1, 0] and report.weights[1] == 0 and report.norms[1].isnan()
+    assert p.grad is not None and q.grad is not None and p.grad.isfinite().all()
+    if method not in ("pcgrad", "gradvac", "moco", "sdmgrad", "modo"):  # what is drawn; weights that begin at 1 / tasks
+        assert_near(p.grad, q.grad, 1e-5)
+        assert_near(report.weights[kept], wanted.weights, 1e-5)
+    for name, value in balancer.state.values.items():
+        initial = {"weights": {"excessmtl": 1.0}.get(method, 1 / 3)}.get(name, 0.0)
+        assert (value[1] == initial).all(), name
+    balancer.combine(LOSSES, Rows(rows(7)), [p], others=[Rows(rows(8))] * others)
+    assert p.grad.isfinite().all() and balancer.absences.tolist() == [0, 1, 0]
+
+
+class Net(nn.Module):
+    """An encoder that the tasks share, and a head each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.encoder = nn.Linear(5, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in NAMES)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=g)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor]:
+        features = self.encoder(x).tanh()
+        return [(head(features)[:, 0] - y[:, i]).square().mean() for i, head in enumerate(self.heads)], features
+
+
+def example() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(9)
+    return torch.randn(7, 5, generator=g), torch.randn(7, 3, generator=g)
+
+
+@pytest.mark.parametrize("own", ["plain", "weighted"])
+@pytest.mark.parametrize("level", ["loss", "features", "parameters"])
+def test_linear_methods_learn_the_weighted_losses(level: str, own: str) -> None:
+    """Shared parameters learn sum of weight * loss; the own ones the plain sum, or (loss, weighted) the same."""
+    method = {"loss": "geometric"}.get(level, "nashmtl")
+    net, (x, y) = Net(), example()
+    shared, heads = list(net.encoder.parameters()), list(net.heads.parameters())
+    losses, features = net(x, y)
+    report = Balancer(BalanceConfig(method, level, own=own), NAMES).backward(losses, shared, heads, features=[features])
+    losses, _ = net(x, y)
+    weighted = sum(w * loss for w, loss in zip(report.weights.float(), losses, strict=True))
+    for p, wanted in zip(shared, torch.autograd.grad(weighted, shared, retain_graph=True), strict=True):  # type: ignore[arg-type]
+        assert p.grad is not None
+        assert_near(p.grad, wanted, 1e-5)
+    total = weighted if own == "weighted" or level == "loss" else sum(losses)
+    for p, wanted in zip(heads, torch.autograd.grad(total, heads), strict=True):  # type: ignore[arg-type]
+        assert p.grad is not None
+        assert_near(p.grad, wanted, 1e-5)
+    assert report.weights.std() > 1e-3
+
+
+@pytest.mark.parametrize("method", BY_PARAMETERS)
+def test_gathered_gradients_are_the_direct_ones(method: str) -> None:
+    """One backward per task and micro-batch, each through its own forward, gives what one graph gives."""
+    (x, y), m = example(), METHODS[method].batches
+    one, two = Net().double(), Net().double()
+    batches = [(x.double() + i, y.double()) for i in range(m)]
+    shared, heads = list(one.encoder.parameters()), list(one.heads.parameters())
+    direct = Balancer(BalanceConfig(method, "parameters"), NAMES)
+    losses = [one(*batch)[0] for batch in batches]
+    report = direct.backward(losses[-1], shared, heads, others=losses[:-1])
+    balancer = Balancer(BalanceConfig(method, "parameters"), NAMES)
+    shared_two, heads_two = list(two.encoder.parameters()), list(two.heads.parameters())
+    gathered = []
+    for x_, y_ in batches:
+        halves = [
+            lambda a=a, b=b: [loss * len(a) / 7 for loss in two(a, b)[0]]
+            for a, b in ((x_[:3], y_[:3]), (x_[3:], y_[3:]))
+        ]  # fmt: skip
+        gathered.append(balancer.gather(halves, shared_two, heads_two, scale=1.0))
+    table, rest, values = gathered[-1]
+    again = balancer.combine(values, table, shared_two, heads_two, rest, others=[g[0] for g in gathered[:-1]])
+    assert_near(again.weights, report.weights, 1e-5)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert_near(q.grad, p.grad, 1e-5)
+
+
+def test_a_scaler_does_not_change_the_choice() -> None:
+    """Gradients that are 1024 times too large go in and come out so; the choice sees them as they are."""
+    grads, weights = [], []
+    for scale in (1.0, 1024.0):
+        net, (x, y) = Net(), example()
+        balancer = Balancer(BalanceConfig("fairgrad", "parameters"), NAMES)
+        shared = list(net.parameters())
+        table, _, losses = balancer.gather(
+            [lambda net=net, x=x, y=y: net(x, y)[0]], shared, run=lambda loss, s=scale: (loss * s).backward(), scale=scale
+        )
+        weights.append(balancer.combine(losses, table, shared, scale=scale).weights)
+        grads.append(torch.cat([p.grad.flatten() for p in shared if p.grad is not None]))
+    assert_near(weights[1], weights[0], 1e-6)
+    assert_near(grads[1], 1024 * grads[0], 1e-6)
+
+
+def test_misuse() -> None:
+    balancer = Balancer(BalanceConfig("mgda", "parameters"), NAMES)
+    with pytest.raises(ValueError, match="has no weights without gradients"):
+        balancer.weights(LOSSES)
+    with pytest.raises(ValueError, match="2 losses were given for 3 tasks"):
+        balancer.combine(LOSSES[:2], Rows(rows()), [nn.Parameter(torch.zeros(40))])
+    with pytest.raises(ValueError, match="modo takes 3 batches, got 1"):
+        combine_wrong = Balancer(BalanceConfig("modo"), NAMES)
+        combine_wrong.combine(LOSSES, Rows(rows()), [nn.Parameter(torch.zeros(40))])
+    with pytest.raises(ValueError, match="a gradient of 40 values was given to parameters of 39"):
+        balancer.combine(LOSSES, Rows(rows()), [nn.Parameter(torch.zeros(39))])

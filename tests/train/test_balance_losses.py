@@ -1,0 +1,136 @@
+"""Methods by losses alone, against autograd, other code and their own definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torchjd import scalarization
+
+from tests.close import assert_near
+from train.balance import BalanceConfig, Balancer
+from train.balance.config import METHODS, of_level
+
+NAMES = ["a", "b", "c"]
+LOSSES = torch.tensor([0.5, 2.0, 1.2], dtype=torch.float64)
+
+
+def balancer(method: str, **settings: float) -> Balancer:
+    return Balancer(BalanceConfig.of(method, "loss", **settings), NAMES)
+
+
+def by_autograd(scalar: scalarization.Scalarizer, losses: Tensor = LOSSES) -> Tensor:
+    leaf = losses.clone().requires_grad_()
+    scalar(leaf).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_geometric_mean_is_torchjds() -> None:
+    assert_near(balancer("geometric").weights(LOSSES).weights, by_autograd(scalarization.GeometricMean()), 1e-12)
+
+
+def test_uncertainty_learns_as_its_loss_says() -> None:
+    """Three steps of torch's Adam on the loss itself."""
+    own, log_variance = balancer("uncertainty", lr=0.1), torch.full((3,), -0.5, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([log_variance], lr=0.1)
+    for _ in range(3):
+        assert_near(own.weights(LOSSES).weights, (-log_variance).exp() / 2, 1e-12)
+        adam.zero_grad()
+        (LOSSES / (2 * log_variance.exp()) + log_variance / 2).sum().backward()
+        adam.step()
+
+
+def test_famo_is_torchjds() -> None:
+    own, theirs = balancer("famo"), scalarization.FAMO(3).double()
+    for step in range(5):
+        losses = LOSSES * (1 + 0.1 * step)
+        assert_near(own.weights(losses).weights, by_autograd(theirs, losses), 1e-6)
+        assert float(own.weights(losses).weights.sum()) == pytest.approx(1)
+        theirs.update(losses * torch.tensor([0.9, 0.8, 1.1]))
+        own.after(losses * torch.tensor([0.9, 0.8, 1.1]))
+
+
+def test_stch_is_the_gradient_of_its_formula() -> None:
+    own = balancer("stch", mu=0.3, warmup=2)
+    for losses in (LOSSES, 3 * LOSSES):
+        assert_near(own.weights(losses).weights, 1 / losses, 1e-12)
+    leaf = LOSSES.flip(0).clone().requires_grad_()
+    (3 * 0.3 * torch.logsumexp((leaf / (2 * LOSSES)).log() / 0.3, 0)).backward()
+    assert leaf.grad is not None
+    assert_near(own.weights(LOSSES.flip(0)).weights, leaf.grad, 1e-10)
+
+
+def test_dwa_follows_windows() -> None:
+    """By hand: windows of two steps, means 1 and 0.5 for the first task, 1 and 2 for the second."""
+    own = Balancer(BalanceConfig.of("dwa", window=2, temperature=2.0), ["a", "b"])
+    for a, b in ((0.5, 1.5), (1.5, 0.5), (0.4, 1.0), (0.6, 3.0)):
+        assert own.weights(torch.tensor([a, b])).weights.tolist() == [1.0, 1.0]
+    high, low = math.exp(2.0 / 2), math.exp(0.5 / 2)
+    expected = [2 * low / (low + high), 2 * high / (low + high)]
+    assert own.weights(torch.tensor([1.0, 1.0])).weights.tolist() == pytest.approx(expected)
+
+
+def test_random_weights_are_drawn_once_a_step() -> None:
+    one, two = balancer("random"), balancer("random")
+    torch.manual_seed(1)
+    first = one.weights(LOSSES).weights
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    assert two.weights(LOSSES * 9).weights.equal(first)
+    assert torch.get_rng_state().equal(before), "the run's own generator is left alone"
+    assert not one.weights(LOSSES).weights.equal(first)
+    other = Balancer(BalanceConfig("random", seed=1), NAMES)
+    assert not other.weights(LOSSES).weights.equal(first)
+    draws = torch.stack([one.weights(LOSSES).weights for _ in range(200)])
+    assert draws.sum(1).allclose(torch.ones(200, dtype=torch.float64))
+    assert (draws.mean(0) - 1 / 3).abs().max() < 0.06
+
+
+@pytest.mark.parametrize("method", [m for m in of_level("loss") if METHODS[m].batches == 1])
+def test_ahead_is_what_the_step_then_uses(method: str) -> None:
+    """Micro-batches may be run through with it before the step's losses are known; asking changes nothing."""
+    own = Balancer(BalanceConfig.of(method, **({"window": 1} if method == "dwa" else {})), NAMES)
+    for step in range(4):
+        known = own.ahead()
+        assert (known is not None) == METHODS[method].ahead
+        used = own.weights(LOSSES * torch.tensor([1.0, 1 / (1 + step), 1 + step])).weights
+        assert known is None or known.equal(used)
+
+
+@pytest.mark.parametrize("method", [m for m in of_level("loss") if METHODS[m].batches == 1])
+@pytest.mark.parametrize("how", ["nan", "no target"])
+def test_an_absent_task_is_left_out(method: str, how: str) -> None:
+    """Its weight is 0, it is counted, its state stays, and the others are combined as if it did not exist."""
+    own = Balancer(BalanceConfig.of(method, **({"window": 1} if method == "dwa" else {})), NAMES)
+    for _ in range(2):
+        own.weights(LOSSES)
+    before = {name: value.clone() for name, value in own.state.values.items()}
+    losses = LOSSES.clone()
+    losses[1] = torch.nan if how == "nan" else 0.0
+    report = own.weights(losses, None if how == "nan" else torch.tensor([4, 0, 2]))
+    assert report.absent.tolist() == [0, 1, 0] and own.absences.tolist() == [0, 1, 0]
+    assert report.weights[1] == 0 and report.weights.isfinite().all() and (report.weights[[0, 2]] > 0).all()
+    for name, value in own.state.values.items():
+        assert value[1].equal(before[name][1]), name
+    if method in ("geometric", "famo"):
+        pair = Balancer(BalanceConfig(method), ["a", "c"]).weights(LOSSES[[0, 2]])
+        assert_near(report.weights[[0, 2]], pair.weights, 1e-12)
+
+
+def test_the_weighted_sum_leaves_a_nan_out() -> None:
+    """Its gradients stay finite, where losses come apart."""
+    w = torch.ones(3, requires_grad=True)
+    parts = [w[0] * 2, (w[1] * -1).log(), w[2] * 3]
+    own = balancer("equal")
+    own.total(parts, own.weights(parts)).backward()
+    assert w.grad is not None and w.grad.tolist() == [2.0, 0.0, 3.0]
+    assert own.weights([x * torch.nan for x in parts]).weights.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_losses_are_summed_over_processes_first() -> None:
+    """A loss of two processes: the geometric mean is of the sums."""
+    half = balancer("geometric").weights(LOSSES / 2, reduce=lambda x: 2 * x)
+    assert_near(half.weights, balancer("geometric").weights(LOSSES).weights, 1e-6)

@@ -1,0 +1,114 @@
+"""The tap between encoder and decoder: one backward gives what one backward per task gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.close import assert_near
+from train.balance import BalanceConfig, Balancer
+from train.balance.config import of_level
+from train.balance.tap import Tap
+
+NAMES = ["a", "b", "c"]
+TASK = torch.tensor([0, 0, 1, 1, 1, 2, 2, -1])
+
+
+class Net(nn.Module):
+    """Encoder, tap, decoder; every position belongs to one task."""
+
+    def __init__(self, tap: Tap | None = None, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.tap, self.checkpointing = tap, checkpointing
+        g = torch.Generator().manual_seed(0)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=g)
+
+    def forward(self, x: Tensor, task: Tensor = TASK) -> tuple[Tensor, Tensor]:
+        features = checkpoint(self.encoder, x, use_reentrant=False) if self.checkpointing else self.encoder(x)
+        tapped = features if self.tap is None else self.tap(features, task)
+        out = checkpoint(self.decoder, tapped, use_reentrant=False) if self.checkpointing else self.decoder(tapped)
+        loss = (out[:, 0].float() - 1).square()
+        return torch.stack([loss[task == t].sum() / 3 for t in range(3)]), features
+
+
+def inputs() -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("method", of_level("features"))
+def test_one_backward_gives_what_one_per_task_gives(method: str, checkpointing: bool) -> None:
+    tap = Tap(Balancer(BalanceConfig(method, "features"), NAMES))
+    one, two = Net(tap, checkpointing), Net()
+    losses, _ = one(inputs())
+    tap.losses = losses.detach()
+    losses.sum().backward()
+    direct = Balancer(BalanceConfig(method, "features"), NAMES)
+    losses, features = two(inputs())
+    report = direct.backward(losses, list(two.encoder.parameters()), list(two.decoder.parameters()), features=[features])
+    assert tap.report is not None
+    assert_near(tap.report.weights, report.weights, 1e-5)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert_near(p.grad, q.grad, 1e-5)
+
+
+def test_bf16() -> None:
+    """Under autocast the gradient that arrives is bf16: rows are summed in fp32, and weights come near the fp32 ones."""
+    weights = []
+    for half in (False, True):
+        tap = Tap(Balancer(BalanceConfig("nashmtl", "features"), NAMES))
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            losses, features = Net(tap)(inputs())
+        assert features.dtype == (torch.bfloat16 if half else torch.float32)
+        losses.sum().backward()
+        assert tap.report is not None
+        weights.append(tap.report.weights)
+    assert_near(weights[1], weights[0], 0.05)
+
+
+def test_micro_batches_move_the_state_once() -> None:
+    """The last one's choice is by all of the step's rows, as if it had been one batch."""
+    config = BalanceConfig.of("excessmtl", "features", step_size=0.5)
+    whole, parts = Tap(Balancer(config, NAMES)), Tap(Balancer(config, NAMES))
+    for _ in range(2):
+        Net(whole)(inputs())[0].sum().backward()
+        for low, high, last in ((0, 3, False), (3, 8, True)):
+            parts.last = last
+            Net(parts)(inputs()[low:high], TASK[low:high])[0].sum().backward()
+    assert parts.balancer.steps == 2 and parts.report is not None and whole.report is not None
+    assert_near(parts.report.weights, whole.report.weights, 1e-5)
+    for name, value in whole.balancer.state.values.items():
+        assert_near(parts.balancer.state.values[name], value, 1e-5, name)
+
+
+def test_tasks_without_features_or_targets_are_absent() -> None:
+    """They take no part in the choice (a row of zeros would be the least combination of all)."""
+    tap = Tap(Balancer(BalanceConfig("mgda", "features"), NAMES))
+    losses, _ = Net(tap)(inputs(), torch.where(TASK == 1, -1, TASK))
+    losses[[0, 2]].sum().backward()
+    assert tap.report is not None and tap.report.absent.tolist() == [0, 1, 0]
+    assert float(tap.report.weights.sum()) == pytest.approx(1)
+    tap.counts = torch.tensor([1, 1, 0])
+    Net(tap)(inputs())[0].sum().backward()
+    assert tap.report.absent.tolist() == [0, 0, 1] and tap.report.weights[2] == 0
+
+
+def test_a_scaler_and_no_gradient() -> None:
+    grads: list[Any] = []
+    for scale in (1.0, 512.0):
+        tap = Tap(Balancer(BalanceConfig("fairgrad", "features"), NAMES))
+        tap.scale, net = scale, Net(tap)
+        (net(inputs())[0].sum() * scale).backward()
+        grads.append(net.encoder.weight.grad)
+    assert_near(grads[1], 512 * grads[0], 1e-5)
+    with torch.no_grad():
+        assert Net(tap)(inputs())[0].requires_grad is False
+    with pytest.raises(ValueError, match="pcgrad is at level parameters; a tap is for level features"):
+        Tap(Balancer(BalanceConfig("pcgrad", "parameters"), NAMES))

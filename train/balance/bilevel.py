@@ -1,0 +1,224 @@
+"""Methods of two levels: a step on one batch is judged by another, and the weights of the losses learn by the verdict.
+
+Weights are softmax(w), and w learns by Adam. A batch is a function that runs the forward and returns the losses [m] (this
+process's share); gradients are taken the ordinary way into `grad`, so that DDP and FSDP2 do their work. Parameters are
+changed on the way and end as they were.
+
+Dimensions: m tasks, P values of the parameters that this process holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from train.balance.chooser import Chooser, Report, summed
+from train.balance.rows import Rows, Sum, alone, is_sharded, local, put_gradients, take_gradients
+from train.balance.solvers import like, on_simplex, quadratic, solved, to_array
+
+Batch = Callable[[], "Tensor | Sequence[Tensor]"]
+
+
+class Bilevel(Chooser):
+    """`autolambda`, `moml` and `forum`.
+
+    A step is `learn(inner, outer, parameters, lr)`, then, for the first two, one backward of the losses weighted by what it
+    returned; `forum` leaves the whole step in `grad`. The losses of absent tasks are left out; those of `inner` decide.
+    """
+
+    BILEVEL = True
+
+    def ahead(self) -> Tensor:
+        """The weights as they stand, [m]."""
+        return self._logits().softmax(0)
+
+    def learn(
+        self,
+        inner: Batch,
+        outer: Batch,
+        parameters: Sequence[nn.Parameter],
+        lr: float,
+        reduce: Sum = alone,
+        run: Callable[[Tensor], None] = torch.Tensor.backward,
+    ) -> Report:
+        """One step of the weights; the report is of the weights after it, and of the outer gradients.
+
+        Args:
+            lr: of the optimizer, by which `autolambda` looks ahead.
+            run: what calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
+        """
+        work = _Work(self, list(parameters), reduce, run)
+        with work.restored():
+            return {"autolambda": self._autolambda, "moml": self._moml, "forum": self._forum}[self.config.method](
+                work, inner, outer, lr
+            )
+
+    def _logits(self) -> Tensor:
+        m = len(self.tasks)
+        return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64))
+
+    def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> Report:
+        """Adam on the logits [k], and the report."""
+        self._logits()
+        given = self.given(torch.ones(len(present), dtype=torch.float64), present, rows, ())
+        given.adam("logits", gradient, 1 / len(self.tasks), self.config.values["lr"])
+        self.steps += 1
+        self.absences += ~present
+        m = len(present)
+        norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
+        if rows is not None:
+            gramian = rows.gramian()
+            norms = gramian.diagonal().clamp_min(0).sqrt()
+            cosines = (gramian / (norms[:, None] * norms).clamp_min(1e-300)).clamp(-1, 1)
+        weights = torch.where(present, self._logits().softmax(0), 0.0)
+        return Report(weights, norms.float(), cosines.float(), (~present).long())
+
+    def _autolambda(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
+        """Auto-Lambda (Liu et al. 2022): the gradient through one step of the weights, by a central difference of 0.01."""
+        weights = self.ahead()
+        step, losses = work.gradient(inner, weights)
+        present = losses.isfinite()
+        work.move(-lr * step)
+        (ahead, _) = work.gradient(outer, torch.ones_like(weights))
+        work.restore()
+        size = 0.01 / work.norm(ahead)
+        work.move(size * ahead)
+        up = work.values(inner)
+        work.restore()
+        work.move(-size * ahead)
+        down = work.values(inner)
+        change = (up - down)[present] / (2 * size)
+        shares = weights[present]
+        return self._step(-lr * shares * (change - (weights[present] * change).sum()), present, None)
+
+    def _moml(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
+        """Multi-objective meta learning (Ye et al. 2021) of one inner step: every outer loss's gradient by the logits, of which
+        the element of least norm in the hull of their directions is followed."""
+        rate, weights = self.config.values["inner_lr"], self.ahead()
+        below, losses = work.rows(inner)
+        present = losses.isfinite()
+        k = int(present.sum())
+        below = below.take(present)
+        softmax = weights.diag() - torch.outer(weights, weights)
+        work.move(-rate * (weights[present].to(below.values) @ below.values))
+        above, _ = work.rows(outer)
+        judged = above.take(present)
+        table = -rate * judged.gramian(below) @ softmax[present][:, present]
+        table = table / table.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        chosen = solved(on_simplex, table @ table.T) if k else table.new_zeros(0)
+        return self._step(chosen @ table, present, above)
+
+    def _forum(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
+        """FORUM (Ye et al. 2024): first-order, over weights and parameters at once.
+
+        q is how far the parameters are from the end of the inner steps; the direction follows the outer gradients, with a share
+        of the gradient of q that makes it fall.
+        """
+        s, weights = self.config.values, self.ahead()
+        rate, m = s["inner_lr"], len(weights)
+        first, losses = work.gradient(inner, weights)
+        present = losses.isfinite()
+        for i in range(s["inner_steps"]):
+            step = first if i == 0 else work.gradient(inner, weights)[0]
+            work.move(-rate * step)
+        ended = work.values(inner)
+        work.restore()
+        softmax = (weights.diag() - torch.outer(weights, weights))[:, present]
+        by_logits = softmax @ (losses - ended)[present]
+        outer_rows, _ = work.rows(outer)
+        rows = outer_rows.take(present)
+        rows = rows.times(1 / rows.norms().clamp_min(1e-300))
+        alike = rows.statistic(rows.values @ first)
+        square = by_logits.square().sum() + work.norm(first) ** 2 + 1e-8
+        least = s["phi"] - alike / square
+        whole = torch.zeros(len(rows) + 1, len(rows) + 1, dtype=torch.float64)
+        whole[:-1, :-1], whole[:-1, -1], whole[-1, :-1] = rows.gramian(), alike, alike
+        whole[-1, -1] = square - 1e-8
+        chosen = like(_forum_weights(to_array(whole), to_array(least), float(s["phi"] * square)), whole)
+        kept = self.state.values.setdefault("mixture", torch.zeros(m, dtype=torch.float64))
+        kept[present] += (chosen - kept[present]) / (self.steps + 1) ** s["decay"]
+        mixture = kept[present]
+        pull = (mixture @ least).clamp_min(0)
+        work.result = mixture.to(rows.values) @ rows.values + pull.to(first) * first
+        return self._step((pull * by_logits)[present], present, outer_rows)
+
+
+def _forum_weights(gramian: np.ndarray, least: np.ndarray, reward: float) -> np.ndarray:
+    """w [k] on the simplex of the least |A'(w, v)|^2 - reward v with v >= least'w and v >= 0."""
+    n = len(gramian)
+    simplex = (np.append(np.ones(n - 1), 0.0)[None], np.ones(1))
+    above = (np.vstack([np.eye(n), np.append(-least, 1.0)]), np.zeros(n + 1))
+    return quadratic(2 * gramian, np.append(np.zeros(n - 1), -reward), simplex, above)[:-1]
+
+
+class _Work:
+    """Gradients and moves of the parameters of one step."""
+
+    def __init__(self, balancer: Bilevel, parameters: list[nn.Parameter], reduce: Sum, run: Callable[[Tensor], None]) -> None:
+        self.parameters, self.reduce, self.run = parameters, reduce, run
+        self.balancer = balancer
+        self.start = [local(p).detach().clone() for p in parameters]
+        self.result: Tensor | None = None
+        self.sharded = is_sharded(parameters)
+        self.total = reduce if self.sharded else alone
+        self.summed = self.sharded or run is not torch.Tensor.backward
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Parameters end as they began, and `grad` is what the step leaves in it."""
+        try:
+            yield
+        finally:
+            self.restore()
+            for p in self.parameters:
+                p.grad = None
+        if self.result is not None:
+            put_gradients(self.parameters, self.result)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for p, value in zip(self.parameters, self.start, strict=True):
+            local(p).copy_(value)
+
+    @torch.no_grad()
+    def move(self, by: Tensor) -> None:
+        place = 0
+        for p in self.parameters:
+            own = local(p)
+            own.add_(by[place : place + own.numel()].view_as(own).to(own.dtype))
+            place += own.numel()
+
+    def norm(self, vector: Tensor) -> float:
+        return float(Rows(vector[None], self.total).norms())
+
+    def values(self, batch: Batch) -> Tensor:
+        """The step's losses, [m] float64 on the CPU."""
+        with torch.no_grad():
+            return summed(batch(), self.reduce)
+
+    def gradient(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the weighted sum of the present losses, [P], and the losses, [m]."""
+        losses = batch()
+        values = summed(losses, self.reduce)
+        parts = [w * loss for w, loss, v in zip(weights.tolist(), losses, values.tolist(), strict=True) if np.isfinite(v)]
+        self.run(torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0)
+        vector = take_gradients(self.parameters)
+        return (vector if self.summed else self.reduce(vector)), values
+
+    def rows(self, batch: Batch) -> tuple[Rows, Tensor]:
+        """One gradient per task, and the losses, [m]."""
+        found: list[Tensor] = []
+        values = torch.zeros(0)
+        for task in range(len(self.balancer.tasks)):
+            unit = torch.zeros(len(self.balancer.tasks))
+            unit[task] = 1
+            losses = batch()
+            values = summed(losses, self.reduce)
+            self.run(losses[task])
+            found.append(take_gradients(self.parameters))
+        table = torch.stack(found)
+        return Rows(table if self.summed else self.reduce(table), self.total), values

@@ -1,0 +1,91 @@
+"""Methods that look at one gradient per task and keep nothing between steps; TorchJD's own wherever they stand alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchjd.aggregation import AlignedMTLWeighting, IMTLGWeighting, PCGradWeighting, UPGradWeighting
+
+from train.balance.given import Choice, Given
+from train.balance.solvers import Projector, fair, on_simplex, solved
+from train.balance.solvers import cagrad as cagrad_dual
+
+
+def mgda(given: Given) -> Choice:
+    """The element of least norm in the gradients' convex hull (Sener and Koltun 2018), exactly.
+
+    `normalize` divides each gradient by its norm (l2), its loss, or both (loss+) before the weights are sought.
+    """
+    gramian, kind = given.rows.gramian(), given.settings["normalize"]
+    size = torch.ones_like(given.losses)
+    if kind in ("l2", "loss+"):
+        size = size * gramian.diagonal().clamp_min(1e-24).sqrt()
+    if kind in ("loss", "loss+"):
+        size = size * given.losses.clamp_min(1e-12)
+    return Choice(solved(on_simplex, gramian / size[:, None] / size))
+
+
+def pcgrad(given: Given) -> Choice:
+    """Projecting conflicting gradients (Yu et al. 2020)."""
+    with given.drawing():
+        return Choice(PCGradWeighting()(given.rows.gramian()))
+
+
+def cagrad(given: Given) -> Choice:
+    """Conflict-averse gradient descent (Liu et al. 2021); `rescale` 1 divides by 1 + c^2, 2 by 1 + c.
+
+    No step is taken where a combination of the gradients vanishes.
+    """
+    c, gramian = given.settings["c"], given.rows.gramian()
+    w = solved(cagrad_dual, gramian, c)
+    mean, norm = gramian.mean().clamp_min(0).sqrt(), (w @ gramian @ w).clamp_min(0).sqrt()
+    weights = torch.full_like(w, 1 / len(w)) + c * mean / norm.clamp_min(1e-300) * w
+    if norm <= 1e-6 * gramian.diagonal().max().sqrt():
+        weights = torch.zeros_like(w)
+    return Choice(weights / (1.0, 1 + c * c, 1 + c)[given.settings["rescale"]])
+
+
+def nashmtl(given: Given) -> Choice:
+    """Nash-MTL (Navon et al. 2022): G a = 1 / a; the direction is clipped at `max_norm` (0: not at all)."""
+    gramian, most = given.rows.gramian(), given.settings["max_norm"]
+    weights = solved(fair, gramian, 1.0)
+    norm = (weights @ gramian @ weights).clamp_min(0).sqrt()
+    return Choice(weights * (most / (norm + 1e-6)).clamp_max(1) if most > 0 else weights)
+
+
+def imtlg(given: Given) -> Choice:
+    """Impartial multi-task learning, by gradients (Liu et al. 2021): equal projections on every gradient."""
+    return Choice(IMTLGWeighting()(given.rows.gramian()))
+
+
+def alignedmtl(given: Given) -> Choice:
+    """Independent component alignment (Senushkin et al. 2023)."""
+    return Choice(AlignedMTLWeighting(scale_mode=given.settings["scale"])(given.rows.gramian()))
+
+
+def fairgrad(given: Given) -> Choice:
+    """FairGrad (Ban and Ji 2024): G w = w ** (-1 / alpha)."""
+    return Choice(solved(fair, given.rows.gramian(), 1 / given.settings["alpha"]))
+
+
+def upgrad(given: Given) -> Choice:
+    """Unconflicting projection of gradients (Quinton and Rey 2024): the mean of the rows, each projected onto the dual cone."""
+    projector = Projector(given.settings["norm_eps"], given.settings["reg_eps"])
+    return Choice(UPGradWeighting(projector=projector)(given.rows.gramian()))
+
+
+def graddrop(given: Given) -> Choice:
+    """Gradient sign dropout (Chen et al. 2020, algorithm 1): each channel keeps the gradients of one sign, drawn by its purity.
+
+    The rows are gradients times the features' signs, summed over positions, [k, C]; all `leak` of the rest passes.
+    """
+    rows, leak = given.rows.values, given.settings["leak"]
+    purity = 0.5 * (1 + rows.sum(0) / (rows.abs().sum(0) + 1e-7))
+    draw = torch.rand(purity.shape, generator=given.generator()).to(purity)
+    kept = torch.where(purity > draw, rows > 0, (purity < draw) & (rows < 0)).to(rows)
+    factors = leak + (1 - leak) * kept
+    return Choice(_mean(factors), factors=factors)
+
+
+def _mean(factors: Tensor) -> Tensor:
+    return factors.mean(1).to("cpu", torch.float64)

@@ -1,0 +1,121 @@
+"""Methods that look at one gradient per task and remember; what they keep is per task (or per pair of tasks)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchjd.aggregation import GradVacWeighting, MoDoWeighting, SDMGradWeighting
+
+from train.balance.given import Choice, Given
+
+
+def gradnorm(given: Given) -> Choice:
+    """GradNorm (Chen et al. 2018): weights k softmax(s), s learnt by Adam.
+
+    s makes the weighted norms alike, but for how fast each task learns: the target of a task's norm is the mean norm times
+    (L / L_first, over its mean) ** alpha, L_first being the task's loss when first seen.
+    """
+    alpha, lr = given.settings["alpha"], given.settings["lr"]
+    first = given.get("first", 0.0)
+    first = torch.where(given.count() == 1, given.losses, first)
+    given.set("first", first)
+    norms = given.rows.norms()
+    with torch.enable_grad():
+        logits = given.get("logits", 0.0).requires_grad_()
+        weights = len(norms) * logits.softmax(0)
+        weighted = weights * norms
+        speed = given.losses / first.clamp_min(1e-12)
+        target = weighted.mean() * (speed / speed.mean().clamp_min(1e-12)) ** alpha
+        (gradient,) = torch.autograd.grad((weighted - target.detach()).abs().sum(), logits)
+    given.adam("logits", gradient, 0.0, lr)
+    return Choice(weights.detach())
+
+
+def excessmtl(given: Given) -> Choice:
+    """ExcessMTL (He et al. 2024): weights grow exponentially with a task's excess risk.
+
+    The risk is g' diag(sum of g^2)^(-1/2) g, over that of the task's first step.
+    """
+    rows = given.rows.values
+    squares = given.get("squares", torch.zeros_like(rows[0])) + rows.square()
+    given.set("squares", squares)
+    risk = given.rows.statistic((rows.square() / (squares + 1e-7).sqrt()).sum(1))
+    begun = given.get("first", 0.0)
+    new = begun == 0
+    weights = given.get("weights", 1.0)
+    grown = weights * torch.where(new, 0.0, risk / begun.clamp_min(1e-12) * given.settings["step_size"]).exp()
+    grown = grown * weights.sum() / grown.sum()
+    given.set("first", torch.where(new, risk, begun))
+    given.set("weights", grown)
+    return Choice(grown)
+
+
+def dbmtl(given: Given) -> Choice:
+    """Dual-balancing (Lin et al. 2023): gradients of log losses, smoothed, all as long as the longest."""
+    rows = given.rows.times(1 / (given.losses + 1e-8)).values
+    rate = (given.settings["beta"] / given.count() ** given.settings["sigma"]).to(rows)[:, None]
+    smooth = given.get("smooth", torch.zeros_like(rows[0]))
+    smooth = rows + rate * (smooth - rows)
+    given.set("smooth", smooth)
+    norms = given.rows.statistic(smooth.square().sum(1)).sqrt()
+    weights = norms.max() / (norms + 1e-8)
+    return Choice(weights, direction=weights.to(smooth) @ smooth)
+
+
+def moco(given: Given) -> Choice:
+    """MoCo (Fernando et al. 2023): weights by gradients that are tracked with momentum.
+
+    Each gradient is made as long as its loss; weights are the softmax of one descent step on the tracked gradients' norm.
+    """
+    s, rows, steps = given.settings, given.rows, given.count()
+    unit = rows.times(given.losses / (rows.norms() + 1e-8)).values
+    tracked = given.get("tracked", torch.zeros_like(unit[0]))
+    tracked = tracked - (s["beta"] / steps ** s["beta_sigma"]).to(unit)[:, None] * (tracked - unit)
+    given.set("tracked", tracked)
+    weights = given.get("weights", 1 / given.state.tasks)
+    gramian = rows.statistic(tracked @ tracked.T) + s["rho"] * torch.eye(len(weights), dtype=torch.float64)
+    weights = (weights - s["gamma"] / steps ** s["gamma_sigma"] * (gramian @ weights)).softmax(0)
+    given.set("weights", weights)
+    return Choice(weights, direction=weights.to(tracked) @ tracked)
+
+
+def gradvac(given: Given) -> Choice:
+    """Gradient vaccine (Wang et al. 2021): pairs are turned towards the cosine they have had on average."""
+    gramian, method = given.rows.gramian(), GradVacWeighting(beta=given.settings["beta"])
+    return Choice(_with(given, method, gramian, "_phi_t", given.get("cosines", 0.0, pairs=True), "cosines"))
+
+
+def sdmgrad(given: Given) -> Choice:
+    """SDMGrad (Xiao, Ban and Ji 2023): weights by two independent batches, for the gradients of a third."""
+    s = given.settings
+    method = SDMGradWeighting(lr=s["lr"], momentum=0.5, n_iter=s["steps"], lambda_=s["preference"])
+    matrix, weights = given.others[0].gramian(given.others[1]), _on_simplex(given)
+    return Choice(_with(given, method, matrix, "_w", weights, "weights"))
+
+
+def modo(given: Given) -> Choice:
+    """MoDo (Chen et al. 2023): a projected gradient step on the weights by two independent batches, for a third."""
+    method = MoDoWeighting(gamma=given.settings["gamma"], rho=given.settings["rho"])
+    matrix, weights = given.others[0].gramian(given.others[1]), _on_simplex(given)
+    return Choice(_with(given, method, matrix, "_lambda", weights, "weights"))
+
+
+def _on_simplex(given: Given) -> Tensor:
+    """The kept weights, which sum to 1 among those present."""
+    weights = given.get("weights", 1 / given.state.tasks)
+    share = weights.sum()
+    return weights / share if share > 0 else torch.full_like(weights, 1 / len(weights))
+
+
+def _with(given: Given, method: torch.nn.Module, matrix: Tensor, buffer: str, state: Tensor, name: str) -> Tensor:
+    """Call a TorchJD weighting that goes on from a given state, and keep the state it leaves."""
+    with given.drawing():
+        method(torch.eye(len(matrix), dtype=matrix.dtype))  # makes the buffer that the state is loaded into
+    method.load_state_dict({buffer: state.to(matrix)})
+    with given.drawing():
+        weights = method(matrix)
+    after = method.state_dict()[buffer]
+    if name == "weights":
+        after = after * given.get("weights", 1 / given.state.tasks).sum()
+    given.set(name, after)
+    return weights

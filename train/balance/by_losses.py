@@ -1,0 +1,103 @@
+"""Methods that look at losses alone. Each gives the weights of the present tasks, [k]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from train.balance.given import Choice, Given
+
+TINY = 1e-20
+
+
+def equal(given: Given) -> Choice:
+    return Choice(torch.ones_like(given.losses))
+
+
+def uncertainty(given: Given) -> Choice:
+    """Kendall, Gal and Cipolla 2018: L / (2 s) + log(s) / 2 with a variance s per task, whose logarithm is learnt by Adam."""
+    initial, lr = given.settings["initial"], given.settings["lr"]
+    weights = (-given.get("log_variance", initial)).exp() / 2
+    given.adam("log_variance", 0.5 - weights * given.losses, initial, lr)
+    return Choice(weights)
+
+
+def dwa(given: Given) -> Choice:
+    """Dynamic weight average (Liu, Johns and Davison 2019, eq. 7) over windows of steps instead of epochs.
+
+    m softmax(r / T), r being a task's mean loss of the last window over that of the one before; a task's windows are counted
+    in the steps it takes part in. Weights are relative to all tasks; r is 1 before two windows have passed.
+    """
+    window = given.settings["window"]
+    total, seen = given.get("sum", 0.0), given.get("seen", 0.0)
+    last, before = given.get("last", 0.0), given.get("before", 0.0)
+    given.get("ratio", 1.0)
+    weights = relative(given.state.values["ratio"], given.settings["temperature"])[given.present]
+    total, seen = total + given.losses, seen + 1
+    full = seen >= window
+    before = torch.where(full, last, before)
+    last = torch.where(full, total / seen, last)
+    known = full & (before > 0)
+    given.set("ratio", torch.where(known, last / before.clamp_min(TINY), given.get("ratio", 1.0)))
+    given.set("last", last)
+    given.set("before", before)
+    given.set("sum", torch.where(full, 0.0, total))
+    given.set("seen", torch.where(full, 0.0, seen))
+    return Choice(weights)
+
+
+def relative(ratio: Tensor, temperature: float) -> Tensor:
+    """DWA's weights of all tasks [m]."""
+    return len(ratio) * (ratio / temperature).softmax(0)
+
+
+def random(given: Given) -> Choice:
+    """Random loss weighting (Lin et al. 2022): the softmax of a normal draw, of all tasks."""
+    return Choice(drawn(given.state.tasks, given.key)[given.present])
+
+
+def drawn(tasks: int, key: int) -> Tensor:
+    """The draw of a step, [m]."""
+    return torch.randn(tasks, generator=torch.Generator().manual_seed(key)).double().softmax(0)
+
+
+def geometric(given: Given) -> Choice:
+    """Geometric loss strategy (Chennupati et al. 2019): the gradient of the geometric mean by each loss."""
+    k = len(given.losses)
+    mean = given.losses.clamp_min(TINY).log().mean().exp()
+    return Choice(mean / (k * given.losses.clamp_min(TINY)))
+
+
+def stch(given: Given) -> Choice:
+    """Smooth Tchebycheff scalarization (Lin et al. 2024): the gradient of k mu log sum exp(log(L / N) / mu).
+
+    N is the mean loss of a task's first `warmup` steps, in which log L is learnt instead.
+    """
+    mu, warmup = given.settings["mu"], given.settings["warmup"]
+    steps, nadir = given.count(), given.get("nadir", 0.0)
+    warm = steps <= warmup
+    given.set("nadir", torch.where(warm, nadir + (given.losses - nadir) / steps, nadir))
+    losses = given.losses.clamp_min(TINY)
+    share = torch.zeros_like(losses)
+    share[~warm] = ((losses / nadir.clamp_min(TINY)).log() / mu)[~warm].softmax(0) * int((~warm).sum())
+    return Choice(torch.where(warm, 1.0, share) / losses)
+
+
+def famo(given: Given) -> Choice:
+    """FAMO (Liu et al. 2023, algorithm 2): the gradient of the log losses under softmax weights, normalized.
+
+    The logits learn by `famo_after`, once the losses after the step are known.
+    """
+    z = given.get("logits", 0.0).softmax(0)
+    ratio = z / (given.losses + 1e-8)
+    given.get("previous", 0.0)
+    given.set("previous", given.losses)
+    return Choice(ratio / ratio.sum())
+
+
+def famo_after(given: Given) -> None:
+    """Adam on the logits, by how much each log loss has fallen; `given.losses` are those after the step, of the same batch."""
+    z = given.get("logits", 0.0).softmax(0)
+    fallen = (given.get("previous", 0.0) + 1e-8).log() - (given.losses + 1e-8).log()
+    gradient = z * (fallen - (z * fallen).sum())
+    given.adam("logits", gradient, 0.0, given.settings["lr"], given.settings["weight_decay"])

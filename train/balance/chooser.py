@@ -1,0 +1,163 @@
+"""The choice of a step: the method is asked about the tasks that are present, and what it remembers is kept.
+
+Dimensions: m tasks, k of them present.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+from train.balance import by_gradients, by_history, by_losses
+from train.balance.config import BalanceConfig
+from train.balance.given import Choice, Given, State
+from train.balance.rows import Rows, Sum
+from train.balance.solvers import MOST
+
+RULES: dict[str, Callable[[Given], Choice]] = {
+    **{name: getattr(by_losses, name) for name in ("equal", "uncertainty", "dwa", "random", "geometric", "stch", "famo")},
+    **{
+        name: getattr(by_gradients, name)
+        for name in ("mgda", "pcgrad", "cagrad", "nashmtl", "imtlg", "alignedmtl", "fairgrad", "upgrad", "graddrop")
+    },
+    **{name: getattr(by_history, name) for name in ("gradnorm", "excessmtl", "dbmtl", "moco", "gradvac", "sdmgrad", "modo")},
+}
+"""Methods of `train.balance.config.METHODS`, but for the bilevel ones (`train.balance.bilevel`)."""
+
+
+@dataclass
+class Report:
+    """What was done with the tasks of a step; all on the CPU, without graph.
+
+    Attributes:
+        weights: [m]; 0 for an absent task. Of `graddrop`, the share of a task's gradient that passed; of `dbmtl` and `moco`,
+            the weights of the smoothed gradients.
+        norms: of the tasks' gradients, [m]; nan where there are none.
+        cosines: between them, [m, m]; nan where there are none.
+        absent: [m], 1 where a task was left out of this step.
+    """
+
+    weights: Tensor
+    norms: Tensor
+    cosines: Tensor
+    absent: Tensor
+
+    def figures(self, tasks: Sequence[str]) -> dict[str, float]:
+        """Named numbers for a table: `weight/A1T1`, `norm/A1T1`, `cosine/A1T1/A1A2`, and `absent/A1T1` where one was."""
+        figures: dict[str, float] = {}
+        for kind, values in (("weight", self.weights), ("norm", self.norms)):
+            figures.update({f"{kind}/{t}": float(v) for t, v in zip(tasks, values, strict=True) if v == v})
+        for i, one in enumerate(tasks):
+            for j in range(i):
+                if self.cosines[i, j] == self.cosines[i, j]:
+                    figures[f"cosine/{tasks[j]}/{one}"] = float(self.cosines[i, j])
+        figures.update({f"absent/{t}": 1.0 for t, gone in zip(tasks, self.absent, strict=True) if gone})
+        return figures
+
+
+class Chooser:
+    """Asks the method, and keeps what it remembers between steps.
+
+    Args:
+        tasks: their names, in the order of the losses.
+
+    Attributes:
+        steps: taken so far.
+        absences: how often each task was left out, [m].
+        last: which tasks took part in the last step, [m] bool.
+    """
+
+    BILEVEL = False
+
+    def __init__(self, config: BalanceConfig, tasks: Sequence[str]) -> None:
+        if not 2 <= len(tasks) <= MOST:
+            raise UserError(f"balance.method {config.method} was given {len(tasks)} tasks; it needs 2 to {MOST}")
+        if (config.method in RULES) == self.BILEVEL:
+            raise ValueError(f"{config.method} is made by `train.balance.build`, not by {type(self).__name__}")
+        self.config, self.tasks = config, list(tasks)
+        self.state = State(len(tasks))
+        self.steps = 0
+        self.absences = torch.zeros(len(tasks), dtype=torch.int64)
+        self.last = torch.ones(len(tasks), dtype=torch.bool)
+
+    def choose(
+        self, losses: Tensor, counts: Tensor | None, rows: Rows | None = None, others: tuple[Rows, ...] = ()
+    ) -> tuple[Choice, Report]:
+        """Ask the method about the present tasks; the state moves on.
+
+        Args:
+            losses: of the step, [m] float64 on the CPU.
+            counts: a task with none is absent, [m]; so is one whose loss or row is no number.
+            rows, others: of all tasks, [m, P].
+        """
+        present, m = self.present(losses, counts), len(self.tasks)
+        norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
+        if len(others) != (self.config.kind.batches - 1 if self.config.at == "parameters" else 0):
+            raise ValueError(f"{self.config.method} takes {self.config.kind.batches} batches, got {1 + len(others)}")
+        if rows is not None:
+            gramian = rows.gramian()
+            for table in (gramian, *(other.gramian() for other in others)):
+                present = present & table.diagonal().isfinite()
+            length = gramian.diagonal().clamp_min(0).sqrt()
+            norms = torch.where(present, length, torch.nan).float()
+            pairs = present[:, None] & present & (length[:, None] * length > 0)
+            cosines = torch.where(pairs, gramian / (length[:, None] * length), torch.nan).float().clamp(-1, 1)
+        self.last = present
+        weights = torch.zeros(m, dtype=torch.float64)
+        if present.any():
+            given = self.given(losses, present, rows, others)
+            with torch.no_grad():
+                choice = RULES[self.config.method](given)
+            weights[present] = choice.weights.double()
+        else:
+            empty = torch.zeros(0) if rows is None else rows.values.new_zeros(rows.values.shape[1])
+            choice = Choice(weights[:0], direction=empty)
+        self.steps += 1
+        self.absences += ~present
+        return choice, Report(weights, norms, cosines, (~present).long())
+
+    def given(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> Given:
+        return Given(
+            losses[present],
+            Rows(torch.zeros(int(present.sum()), 0)) if rows is None else rows.take(present),
+            tuple(other.take(present) for other in others),
+            self.config.values,
+            (self.config.seed * 1_000_003 + self.steps) % (1 << 62),
+            present,
+            self.state,
+        )
+
+    def present(self, losses: Tensor, counts: Tensor | None) -> Tensor:
+        if len(losses) != len(self.tasks):
+            raise ValueError(f"{len(losses)} losses were given for {len(self.tasks)} tasks")
+        here = losses.isfinite()
+        return here if counts is None else here & (counts.to("cpu") > 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors; those of sharded gradients are this process's."""
+        kept = {f"state/{name}": value.clone() for name, value in self.state.values.items()}
+        pairs = {f"pairs/{name}": torch.tensor(True) for name in self.state.pairs}
+        return {"steps": torch.tensor(self.steps), "absences": self.absences.clone(), **kept, **pairs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if len(state["absences"]) != len(self.tasks):
+            raise UserError(
+                f"the stored balance is of {len(state['absences'])} tasks, this run has {len(self.tasks)} "
+                f"({', '.join(self.tasks)}); go on with the same tasks, or say --resume restart"
+            )
+        self.steps, self.absences = int(state["steps"]), state["absences"].clone()
+        self.state = State(len(self.tasks))
+        self.state.values = {k.removeprefix("state/"): v.clone() for k, v in state.items() if k.startswith("state/")}
+        self.state.pairs = {k.removeprefix("pairs/") for k in state if k.startswith("pairs/")}
+
+
+def summed(losses: Tensor | Sequence[Tensor], reduce: Sum) -> Tensor:
+    """The step's losses [m], float64 on the CPU, without graph."""
+    """The step's losses [m], float64 on the CPU."""
+    values = losses.detach().clone() if isinstance(losses, Tensor) else torch.stack([x.detach() for x in losses])
+    return reduce(values.to(torch.promote_types(values.dtype, torch.float32))).to("cpu", torch.float64)

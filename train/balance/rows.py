@@ -1,0 +1,102 @@
+"""One gradient per task, as the rows of a matrix: of shared parameters or of shared features.
+
+Dimensions: m tasks, P values that this process holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Sum = Callable[[Tensor], Tensor]
+"""The sum of a tensor over processes (in place or not); the tensor itself where there is one process."""
+
+
+def alone(values: Tensor) -> Tensor:
+    """One process: the sum over processes is the tensor itself."""
+    return values
+
+
+@dataclass
+class Rows:
+    """Gradients of the tasks.
+
+    Attributes:
+        values: [m, P], of at least fp32.
+        total: sums a statistic over the processes that hold other values of the same rows (shards); `alone` where each
+            process holds all.
+    """
+
+    values: Tensor
+    total: Sum = alone
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def gramian(self, other: Rows | None = None) -> Tensor:
+        """Inner products [m, m] of the rows with each other, or with those of another batch; float64 on the CPU."""
+        right = self if other is None else other
+        return self.statistic(self.values @ right.values.T)
+
+    def statistic(self, values: Tensor) -> Tensor:
+        """A sum over this process's values, completed over processes; float64 on the CPU."""
+        return self.total(values).to("cpu", torch.float64)
+
+    def norms(self) -> Tensor:
+        """[m] float64 on the CPU."""
+        return self.statistic(self.values.square().sum(1)).sqrt()
+
+    def take(self, present: Tensor) -> Rows:
+        """The rows of some tasks [m] bool."""
+        return self if bool(present.all()) else Rows(self.values[present.to(self.values.device)], self.total)
+
+    def times(self, weights: Tensor) -> Rows:
+        """Every row times its weight [m]."""
+        return Rows(self.values * weights.to(self.values)[:, None], self.total)
+
+
+def is_sharded(parameters: Iterable[Tensor]) -> bool:
+    return any(isinstance(p, DTensor) for p in parameters)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def flat(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Gradients as one vector [P], of at least fp32; zeros where a parameter has none."""
+    parts = []
+    for p, g in zip(parameters, gradients, strict=True):
+        given = torch.zeros_like(local(p)) if g is None else local(g).detach()
+        parts.append(given.to(torch.promote_types(given.dtype, torch.float32)).flatten())
+    return torch.cat(parts)
+
+
+def take_gradients(parameters: Sequence[nn.Parameter], scale: float = 1.0) -> Tensor:
+    """The parameters' `grad` divided by `scale` as one vector [P]; they have none afterwards."""
+    row = flat(parameters, [p.grad for p in parameters])
+    for p in parameters:
+        p.grad = None
+    return row if scale == 1.0 else row / scale
+
+
+@torch.no_grad()
+def put_gradients(parameters: Sequence[nn.Parameter], vector: Tensor, scale: float = 1.0) -> None:
+    """Add a vector [P] times `scale` to the parameters' `grad`."""
+    start = 0
+    for p in parameters:
+        own = local(p)
+        part = vector[start : start + own.numel()].view_as(own).to(own.dtype) * scale
+        start += own.numel()
+        if p.grad is not None:
+            local(p.grad).add_(part)
+        elif isinstance(p, DTensor):
+            p.grad = DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+        else:
+            p.grad = part.clone()
+    if start != len(vector):
+        raise ValueError(f"a gradient of {len(vector)} values was given to parameters of {start}")

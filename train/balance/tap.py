@@ -1,0 +1,89 @@
+"""A tap between encoder and decoder: tasks are combined within one ordinary backward.
+
+In a packed batch every position of the features belongs to one task. The gradient of the total loss that arrives there is then
+the gradients of all tasks side by side: summed by task they are the rows, and multiplied by the tasks' weights the combined
+gradient, which goes on into the encoder. No loss is differentiated twice, and whatever wraps the module (DDP, FSDP2,
+checkpointing, autocast) sees one forward and one backward. What lies above the tap learns by the plain sum of the losses.
+
+Dimensions: m tasks, N positions, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.balance.chooser import Chooser, Report
+from train.balance.rows import Rows, Sum, alone
+
+
+class Tap:
+    """Called in the forward pass as `tap(features, task)`; acts in the backward pass.
+
+    Between the two the loop may set what the choice needs to know.
+
+    Attributes:
+        losses: the step's losses [m], summed over processes; ones by default. Read by `gradnorm` and by `mgda` with `loss`.
+        counts: targets of each task in the step, [m]; all present by default. A task without any feature is absent anyway.
+        last: this is the step's last micro-batch: the method's state moves on. Weights of an earlier one come from the
+            micro-batches so far.
+        scale: of the gradients (a loss scaler's).
+        report: of the last backward pass.
+    """
+
+    def __init__(self, balancer: Chooser, reduce: Sum = alone) -> None:
+        if balancer.config.at != "features":
+            raise ValueError(f"{balancer.config.method} is at level {balancer.config.at}; a tap is for level features")
+        self.balancer, self.reduce = balancer, reduce
+        self.losses: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.last, self.scale = True, 1.0
+        self.report: Report | None = None
+        self._rows: Tensor | None = None
+
+    def __call__(self, features: Tensor, task: Tensor) -> Tensor:
+        """The features [N, C] as they are; task [N] long, below 0 for a position of no task."""
+        return _Tapped.apply(features, task, self) if torch.is_grad_enabled() else features
+
+    def change(self, features: Tensor, task: Tensor, gradient: Tensor) -> Tensor:
+        """The combined gradient [N, C]."""
+        balancer, m = self.balancer, len(self.balancer.tasks)
+        values = gradient.float() / self.scale
+        if balancer.config.method == "graddrop":
+            values = values * features.sign()
+        place = torch.where(task < 0, m, task)
+        table = values.new_zeros(m + 1, values.shape[1] + 1)
+        table[:, :-1].index_add_(0, place, values)
+        table[:, -1].index_add_(0, place, torch.ones_like(values[:, 0]))
+        table = self.reduce(table[:m].contiguous())
+        self._rows = table if self._rows is None else self._rows + table
+        rows, heard = Rows(self._rows[:, :-1]), self._rows[:, -1].cpu() > 0
+        before = None if self.last else balancer.state_dict()
+        losses = torch.ones(m, dtype=torch.float64) if self.losses is None else self.losses.to("cpu", torch.float64)
+        here = heard if self.counts is None else heard & (self.counts.cpu() > 0)
+        choice, self.report = balancer.choose(losses, here, rows)
+        if before is not None:
+            balancer.load_state_dict(before)
+        else:
+            self._rows = None
+        factors = choice.weights[:, None] if choice.factors is None else choice.factors
+        every = values.new_zeros(m + 1, factors.shape[1])
+        present = torch.cat([self.report.absent == 0, torch.zeros(1, dtype=torch.bool)])
+        every[present.to(every.device)] = factors.to(every)
+        kept = torch.where(every[place] == 0, 0.0, gradient.float() * every[place])  # an absent task may be nan
+        return kept.to(gradient.dtype)
+
+
+class _Tapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, task: Tensor, tap: Tap) -> Tensor:
+        ctx.save_for_backward(features, task)
+        ctx.tap = tap
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        features, task = ctx.saved_tensors
+        return ctx.tap.change(features, task, gradient), None, None
