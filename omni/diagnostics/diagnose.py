@@ -1,0 +1,201 @@
+"""From an error of autograd to its cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from omni.diagnostics.checks import CACHE, INFERENCE, OUTSIDE, inference, is_copy, stale, written_caches
+from omni.diagnostics.findings import Finding, Place, some
+from omni.diagnostics.graph import Node, backward_roots, is_inner, is_older, nodes_of
+from omni.diagnostics.held import Held, held_by, shape_of, storage_of, version_of
+from omni.diagnostics.scene import Scene
+from omni.diagnostics.source import place_of
+from omni.diagnostics.trace import Changed
+
+_VERSION = re.compile(
+    r"\[torch\.(?:\w+\.)?(\w+Tensor) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)", re.DOTALL
+)
+_ERRORS = {
+    "inplace": ("modified by an inplace operation", "is being used in an in-place operation"),
+    "freed": ("through the graph a second time", "second backward through one forward"),
+    "inference": ("nference tensor",),
+    "nothing": ("does not require grad and does not have a grad_fn",),
+    "recompute": ("torch.utils.checkpoint",),
+}
+INPLACE = (
+    "make a new tensor instead (x = x + 1 for x.add_(1), torch.where for a masked write), or change it once backward has run"
+)
+CARRY = "cut it where a step begins: {name} = {name}.detach(); backward through several steps needs them in one loss"
+ONE_BACKWARD = (
+    "add the losses and call backward once; where two parts are to learn apart, detach what passes between them on the side "
+    "that is not to learn"
+)
+
+
+def kind_of(error: BaseException) -> str | None:
+    """Which mistake an error speaks of; None where it is none of autograd's."""
+    text = str(error)
+    return next((kind for kind, parts in _ERRORS.items() if any(part in text for part in parts)), None)
+
+
+def diagnose(scene: Scene, error: BaseException) -> list[Finding]:
+    """Findings for an error of autograd."""
+    kind = kind_of(error)
+    traced = traced_changes(scene) + [f for region in scene.regions for f in region.findings(failed=kind == "recompute")]
+    if kind == "inplace":
+        old = from_outside(scene, nodes_of(backward_roots(error)))
+        return [*old, *traced] or [*written_caches(scene), *_guess(scene, str(error))]
+    if kind == "freed":
+        nodes = nodes_of(backward_roots(error))
+        return [*(from_outside(scene, nodes) or [_twice(scene, nodes)]), *traced]
+    if kind == "inference":
+        return _inference(scene) + traced
+    if kind == "recompute" and not traced:
+        return [_unknown_recompute()]
+    if kind == "nothing":
+        return [*traced, _nothing(scene)]
+    return traced
+
+
+def traced_changes(scene: Scene) -> list[Finding]:
+    """Saved tensors that a traced step changed in place, one finding for each storage."""
+    if scene.trace is None:
+        return []
+    found, seen = [], set[int]()
+    held = {storage_of(h.tensor): h for h in _all_held(scene)}
+    for changed in scene.trace.changed:
+        storage = storage_of(changed.saved.tensor)
+        if storage not in seen:
+            seen.add(storage)
+            found.append(_changed(changed, held.get(storage), scene))
+    for backward in scene.trace.backwards:
+        found += from_outside(scene, backward.nodes)
+    caches = {finding.place for finding in found if finding.kind == "cache"}
+    return found + [finding for finding in written_caches(scene) if finding.place not in caches]
+
+
+def _all_held(scene: Scene) -> Iterable[Held]:
+    yield from scene.now()
+    yield from held_by(scene.model, parameters=True)
+
+
+def _changed(changed: Changed, held: Held | None, scene: Scene) -> Finding:
+    saved, writes = changed.saved, changed.writes
+    lines = list(dict.fromkeys(write.line for write in writes if write.line is not None))
+    places = [place for place in map(place_of, lines) if place is not None]
+    name = held.path if held is not None else next((w.name for w in writes if w.name), "a tensor")
+    tensor = held.describe() if held is not None else f"{name} {shape_of(saved.tensor)}"
+    ops = some(list(dict.fromkeys(write.op.removeprefix("aten.") for write in writes)), 3)
+    times = f"changed in place: version {changed.now} instead of {saved.version}"
+    what = f"{name} was saved for backward and then {times} ({ops})"
+    at = place_of(saved.line)
+    others = tuple(p for p in [*places[1:], *([at] if at is not None else [])] if p not in places[:1])
+    module, remedy, kind = (held.module if held is not None else ""), INPLACE, "inplace"
+    if held is not None and scene.names.get(id(held.tensor)):
+        remedy = "step the optimizer (or write the weights) only after every backward that needs them has run"
+    elif held is not None and held.tensor.grad_fn is not None and is_copy(held.tensor.grad_fn):
+        remedy, kind = CACHE, "cache"
+    return Finding(kind, what, remedy, tensor, module, places[0] if places else None, others)
+
+
+def _guess(scene: Scene, message: str) -> list[Finding]:
+    """Without a trace: tensors of the shape and version that the message names, and lines that write them."""
+    match = _VERSION.search(message)
+    if match is None:
+        return [Finding("inplace", message.strip().split("\n")[0], INPLACE)]
+    shape = tuple(int(n) for n in match[2].split(",") if n.strip())
+    version = int(match[3])
+
+    def fits(t: Tensor) -> bool:
+        return tuple(t.shape) == shape and version_of(t) == version and t.type().endswith(match[1])
+
+    what = f"a {match[1]} {list(shape)} was saved for backward at version {match[4]} and is at version {version} now"
+    for held in _all_held(scene):
+        if fits(held.tensor):
+            places = _in_place(p for p in held.written() if p.function != "__init__")
+            return [Finding("inplace", what, INPLACE, held.describe(), held.module, places[0] if places else None)]
+    for v in scene.variables():
+        places = _in_place(v.places)
+        if fits(v.tensor) and places:
+            return [Finding("inplace", what, INPLACE, f"{v.name} {shape_of(v.tensor)}", "", places[0])]
+    return [Finding("inplace", what, INPLACE, f"{match[1]} {list(shape)}")]
+
+
+def _in_place(places: Iterable[Place]) -> list[Place]:
+    """Lines that change a tensor, not those that bind a name to another one."""
+    return [p for p in places if re.search(r"\w_\(|\] *[-+*/|&]?= |[-+*/|&]= ", p.code)]
+
+
+def from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
+    """Who holds the part of a graph that is older than the step; nothing where there is none."""
+    old = {node for node in nodes if is_older(node, scene.first)}
+    if not old:
+        return []
+    found = [stale(scene, held, node) for held, node, _ in scene.held if node is not None and node in old]
+    if found:
+        return found
+    holders = [v for v in scene.variables() if v.tensor.grad_fn in old]
+    holders.sort(key=lambda v: (not v.places, v.tensor.grad_fn._sequence_nr()))  # type: ignore[union-attr]
+    used = [] if scene.trace is None else [use for node, use in scene.trace.old_uses.items() if node in old]
+    others = tuple(place for place in (place_of(line) for _, line in used) if place is not None)
+    if holders:
+        v = holders[0]
+        learns = some(scene.learns(v.tensor)) or "what made it"
+        what = f"the variable {v.name} keeps a graph from before this step, which goes through {learns}"
+        return [
+            Finding("freed", what, OUTSIDE, f"{v.name} {shape_of(v.tensor)}", "", v.places[0] if v.places else None, others)
+        ]
+    carried = [(v, p) for v in scene.variables() if v.tensor.grad_fn in nodes for p in v.places if _reads_itself(v.name, p)]
+    if carried:
+        v, line = min(carried, key=lambda pair: pair[0].tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+        what = f"the variable {v.name} carries the graph of one step into the next"
+        return [Finding("freed", what, CARRY.format(name=v.name), f"{v.name} {shape_of(v.tensor)}", "", line, others)]
+    place, shape = (others[0], used[0][0]) if others else (None, "")
+    what = f"backward reaches {len(old)} nodes of a graph from before this step; nothing that the guard can reach holds it"
+    return [Finding("freed", what, OUTSIDE, f"a tensor {shape}" if shape else "", "", place, others[1:])]
+
+
+def _reads_itself(name: str, place: Place) -> bool:
+    """Whether a line binds a name to what is computed from it."""
+    _, _, right = place.code.partition("=")
+    return re.search(rf"\b{re.escape(name)}\b", right) is not None
+
+
+def _twice(scene: Scene, nodes: set[Node]) -> Finding:
+    """Two backward calls of one step that share a graph."""
+    what = "two backward calls of this step walk through the same graph, which the first one freed"
+    if scene.trace is not None and scene.trace.backwards:
+        *before, this = scene.trace.backwards
+        shared = [b for b in before if any(is_inner(node) for node in b.nodes & nodes)]
+        first = place_of(shared[0].line) if shared else None
+        return Finding("freed", what, ONE_BACKWARD, place=place_of(this.line), others=(first,) if first is not None else ())
+    return Finding("freed", what, ONE_BACKWARD)
+
+
+def _inference(scene: Scene) -> list[Finding]:
+    found = [inference(scene, held) for held in _all_held(scene) if held.tensor.is_inference()]
+    if found:
+        return found
+    for v in scene.variables():
+        if v.tensor.is_inference():
+            what = f"the variable {v.name} was made under torch.inference_mode(): autograd cannot save it"
+            place = v.places[0] if v.places else None
+            return [Finding("inference", what, INFERENCE, f"{v.name} {shape_of(v.tensor)}", "", place)]
+    return [Finding("inference", "a tensor made under torch.inference_mode() takes part in training", INFERENCE)]
+
+
+def _nothing(scene: Scene) -> Finding:
+    what = "the loss has no graph: no parameter that requires a gradient took part in it, or no gradients were recorded"
+    cut = None if scene.trace is None or not scene.trace.cuts else scene.trace.cuts[-1]
+    remedy = (
+        "call the model with gradients recorded (no no_grad around it) and with trainable parameters; do not detach the loss"
+    )
+    return Finding("no_gradient", what, remedy, place=None if cut is None else place_of(cut.line))
+
+
+def _unknown_recompute() -> Finding:
+    what = "a checkpointed part is repeated in backward and does not do the same as in forward"
+    return Finding("recompute", what, "let its result depend on its arguments alone; guard.rerun(step) names what has changed")

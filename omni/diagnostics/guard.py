@@ -1,0 +1,254 @@
+"""The guard: watches steps of any PyTorch training for mistakes with graphs, gradients and caches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni.diagnostics.checks import at_start, missing_gradients, unowned, written_caches
+from omni.diagnostics.diagnose import diagnose, kind_of, traced_changes
+from omni.diagnostics.findings import Finding, GraphError, report
+from omni.diagnostics.graph import next_number
+from omni.diagnostics.held import held_by, held_in, version_of
+from omni.diagnostics.patches import Expectation
+from omni.diagnostics.recompute import watch_checkpoints
+from omni.diagnostics.scene import Scene
+from omni.diagnostics.snapshot import Snapshot, undone
+from omni.diagnostics.trace import Trace
+
+HINT = "For the line of each culprit, repeat the step: guard.rerun(step), where step() does what failed."
+
+
+class Guard:
+    """Watches steps and collects findings.
+
+        guard = Guard(model, optimizer)
+        for batch in batches:
+            with guard.step(batch):
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+        print(guard.report())
+
+    What is looked at in every step is cheap. The full trace, which knows the line of each write, sees every operation: it
+    repeats one step (`rerun`, or `run`, which does so when the step fails). Nothing stays behind between steps.
+
+    Args:
+        model: whose state and parameters are looked at; several in one `nn.ModuleList`.
+        optimizer: one or several; they tell when gradients are complete and which parameters are owned. A wrapper's inner one
+            (its attribute `optimizer`) is taken.
+        idle: parameters that need no gradient although they are trainable.
+
+    Attributes:
+        findings: what was found so far, each mistake once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        idle: Iterable[nn.Parameter] = (),
+    ) -> None:
+        given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self.model = model
+        self.optimizers: list[torch.optim.Optimizer] = [getattr(o, "optimizer", o) for o in given]
+        self.idle = {id(p): p for p in idle}
+        self.findings: list[Finding] = []
+        self.arrived: set[int] = set()
+        self.start: Snapshot | None = None
+        self.batch: Any = None
+        self.active: _Step | None = None
+        self.recent: list[Finding] = []
+
+    def step(self, batch: Any = None, *, last: bool = True, trace: bool = False) -> _Step:
+        """Around forward and backward, and the optimizer's step if you like.
+
+        Args:
+            batch: what the step is given (tensors, and containers and objects that hold some), to be looked at too.
+            last: False for a micro-batch that others follow before gradients are complete.
+            trace: see every operation.
+
+        Raises:
+            GraphError: autograd failed inside; with the original message and the diagnosis.
+        """
+        return _Step(self, batch, last, trace, sys._getframe(1))
+
+    def rerun(self, step: Callable[[], Any], batch: Any = None) -> list[Finding]:
+        """Repeat the last step under a full trace; what it found, which also joins `findings`.
+
+        It starts from the random state, buffers and attributes that the last step started from. Weights, gradients and
+        optimizer are those of now (a step that failed in backward has not changed them), and afterwards all is put back.
+
+        Args:
+            step: does what the last step did; it may enter `guard.step` itself.
+        """
+        batch = self.batch if batch is None else batch
+        start, vague = self.start, {f.key for f in self.recent if f.place is None}
+        before, self.findings = self.findings, [f for f in self.findings if f.key not in vague]
+        with undone(self.model, batch, self.optimizers):
+            if start is not None:
+                start.restore()
+            watched = _Step(self, batch, True, True, sys._getframe(1), step)
+            try:
+                with watched:
+                    step()
+            except GraphError:
+                pass
+        self.start = start
+        kinds = {finding.kind for finding in watched.found}
+        self.add(f for f in before if f.kind not in kinds)  # what the trace says of a mistake replaces the vague word of before
+        return watched.found
+
+    def run(self, step: Callable[[], Any], batch: Any = None, *, trace: bool = False) -> Any:
+        """Run one step; where autograd fails, repeat it under a full trace and raise the complete diagnosis.
+
+        Args:
+            trace: trace it although nothing failed: some mistakes give wrong gradients and no error.
+        """
+        try:
+            with _Step(self, batch, True, False, sys._getframe(1), step, keep=trace):
+                out = step()
+        except GraphError as error:
+            cause = error.__cause__
+            found = self.rerun(step, batch) or error.findings
+            raise GraphError(str(cause), found) from cause
+        if trace:
+            self.rerun(step, batch)
+        return out
+
+    def expect_changed(self, module: nn.Module, tensors: Any = None) -> Expectation:
+        """Around one forward: does a patch of this module take part in it?
+
+        Args:
+            tensors: what the patch put in; the module's own parameters by default. Where the module has hooks or a replaced
+                `forward`, it is also expected to be called.
+        """
+        return Expectation(self, module, tensors)
+
+    def report(self) -> str:
+        return report(self.findings)
+
+    def add(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Take in what is new; all of `findings`, each once."""
+        given = list({finding.key: finding for finding in findings}.values())
+        placed = {finding.key[:3] for finding in given if finding.place is not None}
+        self.findings = [f for f in self.findings if f.place is not None or f.key[:3] not in placed]
+        known = {finding.key for finding in self.findings}
+        self.findings += [finding for finding in given if finding.key not in known]
+        return given
+
+    def names(self) -> dict[int, str]:
+        """Paths of parameters and modules by id."""
+        if self.model is None:
+            return {}
+        names = {id(module): path for path, module in self.model.named_modules()}
+        names.update((id(p), path) for path, p in self.model.named_parameters())
+        return names
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters by path; those that only the optimizer knows are counted."""
+        named = [] if self.model is None else list(self.model.named_parameters())
+        if self.model is None:
+            owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+            named = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(owned)]
+        return [(name, p) for name, p in named if p.requires_grad]
+
+
+class _Step:
+    """One step of a guard, as a context manager."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        batch: Any,
+        last: bool,
+        trace: bool,
+        frame: FrameType,
+        function: Callable[[], Any] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.guard, self.batch, self.last, self.traced = guard, batch, last, trace
+        self.frame: FrameType | None = frame
+        self.function, self.keep = function, keep
+        self.stack = ExitStack()
+        self.found: list[Finding] = []
+        self.complete = False
+        self.inner = False
+
+    def __enter__(self) -> _Step:
+        guard = self.guard
+        if guard.active is not None:  # a step that is repeated may have its own `guard.step`
+            self.inner = True
+            return self
+        guard.active, guard.batch = self, self.batch
+        guard.start = self.start = Snapshot(guard.model, self.batch)
+        names = guard.names()
+        self.scene = scene = Scene(guard.model, names, next_number(), self.batch, self.frame, self.function)
+        held = [*held_by(guard.model), *held_in(self.batch, "batch")]
+        scene.held = [(h, h.tensor.grad_fn, version_of(h.tensor)) for h in held]
+        scene.held += [(h, None, -1) for h in held_by(guard.model, parameters=True) if h.tensor.is_inference()]
+        self.named = guard.parameters()
+        for _, p in self.named:
+            self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
+        for optimizer in guard.optimizers:
+            self.stack.callback(optimizer.register_step_pre_hook(self._complete).remove)
+        if self.traced:
+            scene.trace = Trace({id(p): name for name, p in self.named}, scene.first)
+        scene.regions = self.stack.enter_context(watch_checkpoints(self.found.append, scene.trace, guard.model, names))
+        if scene.trace is not None:
+            self.stack.enter_context(scene.trace.running())
+        return self
+
+    def _arrived(self, p: Tensor) -> None:
+        self.guard.arrived.add(id(p))
+
+    def _complete(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.complete:
+            self.complete = True
+            self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        guard = self.guard
+        explained = {name for f in self.found if f.kind == "reentrant" for name in f.tensor.split(", ")}
+        wanted = [(name, p) for name, p in self.named if id(p) not in guard.idle]
+        if self.complete or guard.arrived or any(p.grad is not None for _, p in wanted):
+            self.found += missing_gradients(self.scene, wanted, guard.arrived, explained)
+            self.found += unowned(wanted, guard.arrived, guard.optimizers)
+        guard.arrived.clear()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.inner:
+            return
+        guard, scene = self.guard, self.scene
+        guard.active = None
+        self.stack.close()
+        try:
+            start = at_start(scene)
+            if error is None:
+                if self.last and not self.complete:
+                    self._check_gradients()
+                if scene.trace is None:
+                    self.found += written_caches(scene)
+                self.found += traced_changes(scene)
+                self.found += [finding for region in scene.regions for finding in region.findings()]
+                self.found = guard.recent = guard.add([*start, *self.found])
+                if not self.found and not self.keep:
+                    self.start.forget()
+                return
+            guard.arrived.clear()
+            if not isinstance(error, RuntimeError) or isinstance(error, GraphError) or kind_of(error) is None:
+                return
+            scene.remember(error)
+            self.found = guard.recent = guard.add([*start, *self.found, *diagnose(scene, error)])
+            raise GraphError(str(error), self.found, "" if self.traced else HINT) from error
+        finally:
+            scene.later.clear()
+            scene.held.clear()
+            scene.frame = self.frame = None

@@ -1,0 +1,231 @@
+"""Checkpointed parts: which run without an input gradient, and which run differently when they are run again.
+
+In a full trace every operation of a checkpointed part is compared with its first run, by sum and norm of its result, and so
+are the hooks, buffers and attributes of its modules: the operation is the effect, the state the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint as library
+from torch import Tensor, nn
+
+from omni.diagnostics.findings import Finding, some
+from omni.diagnostics.held import modules_of, shape_of, storage_of, version_of
+from omni.diagnostics.source import Line, line_of, place_of, user_frame
+from omni.diagnostics.state import Change, capture, differences
+from omni.diagnostics.trace import Saved, Trace
+
+_CASTS = frozenset({"aten._to_copy", "aten.clone", "aten.detach"})
+"""Autocast keeps casts of the weights, and forgets them before backward: they may be absent in one of the runs."""
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""What sets up non-reentrant checkpointing, in torch 2.14 and before; its first argument is the function."""
+
+
+REMEDY_STATE = (
+    "hand the state in as an argument and return the new one, so that nothing is kept between forward and backward; or switch "
+    "checkpointing off while a cache is in use"
+)
+REMEDY_CODE = "keep the hook, edit or patched forward in place until backward has run: call backward inside its scope"
+REMEDY_REENTRANT = (
+    "call checkpoint with use_reentrant=False; if it must stay reentrant, let the input require a gradient "
+    "(model.enable_input_require_grads() in transformers, x.requires_grad_() here)"
+)
+
+
+class Step(NamedTuple):
+    """An operation of a checkpointed part, and sum and norm of its result."""
+
+    op: str
+    digest: tuple[float, ...]
+    line: Line | None
+    clock: int
+    inputs: list[int]
+
+
+class Region:
+    """One checkpointed part: its first run and, when backward comes to it, the second."""
+
+    def __init__(self, function: Any, inputs: Any, trace: Trace, model: nn.Module | None, names: dict[int, str]) -> None:
+        self.trace, self.names = trace, names
+        self.line = line_of(user_frame())
+        self.modules = modules_of(function) or ([model] if model is not None else [])
+        self.saved = [Saved(t, version_of(t), trace.clock, self.line) for t in inputs if isinstance(t, Tensor)]
+        self.before = capture(self.modules, names)
+        self.steps: list[Step] = []
+        self.at: int | None = None
+        self.end = trace.clock
+        self.changes: list[Change] = []
+        self.different: tuple[Step | None, Step | None] | None = None
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        self.trace.listeners.append(self)
+        try:
+            yield
+        finally:
+            self.trace.listeners.remove(self)
+            self.end = self.trace.clock
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        trace = self.trace
+        for saved in self.saved:
+            trace.check(saved)
+        self.changes = differences(self.before, capture(self.modules, self.names), trace, self.end)
+        self.at = 0
+        self.trace.listeners.append(self)
+        try:
+            yield
+        except Exception:
+            raise  # torch stops early by an exception: a first run may be longer than the second
+        else:
+            if self.at < len(self.steps) and self.different is None:
+                self.different = (self.steps[self.at], None)
+        finally:
+            self.trace.listeners.remove(self)
+
+    def note(self, op: str, args: list[Tensor], out: Any, line: Line | None, clock: int) -> None:
+        if op in _CASTS or "empty" in op or self.different is not None or not any(t.requires_grad for t in args):
+            return
+        step = Step(op, digest(out), line, clock, [storage_of(t) for t in args])
+        if self.at is None:
+            self.steps.append(step)
+            return
+        old = self.steps[self.at] if self.at < len(self.steps) else None
+        self.at += 1
+        if old is None or old.op != step.op or not same(old.digest, step.digest, out):
+            self.different = (old, step)
+
+    def findings(self, failed: bool = False) -> list[Finding]:
+        """What to say of this part; with `failed`, torch itself found the second run different.
+
+        A saved argument that was changed in place is the tracer's to report.
+        """
+        if any(saved.reported for saved in self.saved) or (self.different is None and not (failed and self.changes)):
+            return []
+        old, new = self.different or (None, None)
+        step = new or old
+        places = [place_of(None if step is None else step.line), place_of(self.line)]
+        read = set(() if step is None else step.inputs)
+        self.changes.sort(key=lambda change: (not change.code, change.storage not in read, not change.tensor))
+        wrong = "" if failed else "; its gradients are wrong"
+        if not self.changes:
+            what = f"a checkpointed part gives another result when backward repeats it, through none of its arguments{wrong}"
+            first, others = places[0] or places[1], tuple(p for p in places[1:] if p is not None)
+            return [Finding("recompute", what, REMEDY_STATE, place=first, others=others if places[0] is not None else ())]
+        cause, *more = self.changes
+        beside = f" (and {some([change.name for change in more], 3)})" if more and not cause.code else ""
+        how = "differently" if cause.code else "with another state than in forward"
+        what = f"a checkpointed part is repeated {how}: {cause.name}{beside}{wrong}"
+        others = tuple(p for p in places if p is not None and p != cause.place)
+        remedy = REMEDY_CODE if cause.code else REMEDY_STATE
+        return [Finding("recompute", what, remedy, cause.tensor, cause.module, cause.place, others)]
+
+
+def digest(out: Any) -> tuple[float, ...]:
+    """Sum and norm of the first floating-point result."""
+    for t in out if isinstance(out, (list, tuple)) else [out]:
+        if isinstance(t, Tensor) and t.is_floating_point() and t.device.type != "meta":
+            wide = t.detach().double()
+            return float(wide.sum()), float(wide.norm()), float(t.numel())
+    return ()
+
+
+def same(old: tuple[float, ...], new: tuple[float, ...], out: Any) -> bool:
+    """On the CPU a repetition is exact; on a GPU sums may be taken in another order: 1e-4 of the norm."""
+    if len(old) != len(new) or not old or old[2] != new[2]:
+        return len(old) == len(new) == 0
+    first = out[0] if isinstance(out, (list, tuple)) else out
+    if first.device.type == "cpu" or not all(x == x for x in (*old, *new)):
+        return repr(old) == repr(new)
+    return abs(old[1] - new[1]) <= 1e-4 * old[1] and abs(old[0] - new[0]) <= 1e-4 * old[1] * max(old[2], 1) ** 0.5
+
+
+@contextmanager
+def watch_checkpoints(
+    report: Callable[[Finding], None], trace: Trace | None, model: nn.Module | None, names: dict[int, str]
+) -> Iterator[list[Region]]:
+    """Report reentrant checkpoints without input gradient; with a trace, yield the regions as they come.
+
+    `names`: paths by id of parameters and modules.
+    """
+    function_class, regions = library.CheckpointFunction, list[Region]()
+    original = function_class.apply
+
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        if torch.is_grad_enabled() and not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            finding = _without_gradient(function, args, names)
+            if finding is not None:
+                report(finding)
+        if trace is None or not torch.is_grad_enabled():
+            return original(function, preserve, *args)
+        region = Region(function, args, trace, model, names)
+        regions.append(region)
+
+        def run(*inputs: Any) -> Any:
+            if not region.steps:
+                with _quiet(trace):
+                    out = function(*inputs)
+                region.steps = [Step("the result", digest(out), region.line, trace.clock, [])]
+                region.end = trace.clock
+                return out
+            with region.second(), _quiet(trace):
+                out = function(*inputs)
+            region.different = None if same(region.steps[0].digest, digest(out), out) else (region.steps[0], None)
+            return out
+
+        return original(run, preserve, *args)
+
+    name = next((n for n in _GENERATORS if hasattr(library, n)), None)
+    generator = None if name is None or trace is None else getattr(library, name)
+
+    def generate(function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
+        assert trace is not None and generator is not None
+        if not torch.is_grad_enabled():
+            yield from generator(function, *rest, **kwargs)
+            return
+        region = Region(function, rest[0] if rest and isinstance(rest[0], tuple) else rest, trace, model, names)
+        regions.append(region)
+
+        def again(*args: Any, **kw: Any) -> Any:
+            with region.second():
+                return function(*args, **kw)
+
+        with region.first():
+            yield from generator(again, *rest, **kwargs)
+
+    function_class.apply = staticmethod(apply)  # type: ignore[method-assign, assignment]
+    if generator is not None and name is not None:
+        setattr(library, name, generate)
+    try:
+        yield regions
+    finally:
+        del function_class.apply
+        if generator is not None and name is not None:
+            setattr(library, name, generator)
+
+
+@contextmanager
+def _quiet(trace: Trace) -> Iterator[None]:
+    """Compare no single operations: a reentrant part is first run without gradients."""
+    held, trace.listeners = trace.listeners, []
+    try:
+        yield
+    finally:
+        trace.listeners = held
+
+
+def _without_gradient(function: Any, args: tuple[Any, ...], names: dict[int, str]) -> Finding | None:
+    modules = modules_of(function)
+    inside = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
+    if modules and not inside:
+        return None
+    lost = [names.get(i, "parameter") for i in inside]
+    shapes = ", ".join(shape_of(a) for a in args if isinstance(a, Tensor))
+    what = f"reentrant checkpoint: no input ({shapes}) requires a gradient, so {len(lost) or 'all'} parameters inside get none"
+    return Finding("reentrant", what, REMEDY_REENTRANT, tensor=some(lost), place=place_of(line_of(user_frame())))

@@ -1,0 +1,112 @@
+"""The state that a checkpointed part may depend on: hooks, forwards, buffers and attributes; and what changed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from omni.diagnostics.findings import Place
+from omni.diagnostics.held import MODULE_FIELDS, Held, held_by, storage_of, version_of
+from omni.diagnostics.source import attribute_writes, definition, place_of
+from omni.diagnostics.trace import Trace
+
+
+class Entry(NamedTuple):
+    """One piece of state.
+
+    Attributes:
+        kind: code (a hook or a forward), value (a number or a text) or tensor.
+        token: what two moments must have in common: the function, the value, or a tensor's memory and version.
+        value: the function, the value, or the tensor as `Held`.
+        module, name: whose and what it is; `owner` is the class.
+    """
+
+    kind: str
+    token: Any
+    value: Any
+    module: str
+    name: str
+    owner: type
+
+
+class Change(NamedTuple):
+    """What was different at the second run: its name, the line that wrote it, and whether it is a hook or a forward."""
+
+    name: str
+    module: str
+    place: Place | None
+    code: bool
+    tensor: str = ""
+    storage: int = 0
+
+
+State = dict[str, Entry]
+
+
+def capture(modules: Sequence[nn.Module], names: dict[int, str]) -> State:
+    """State of modules and of all in them, by path. `names`: paths of the modules by id."""
+    state: State = {}
+    for top in modules:
+        prefix = names.get(id(top), "")
+        for path, module in top.named_modules(prefix=prefix):
+            owner = type(module)
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    state[f"{path} hook {key}"] = Entry("code", hook, hook, path, "hook", owner)
+            forward = vars(module).get("forward", owner.forward)
+            state[f"{path} forward"] = Entry("code", forward, forward, path, "replaced forward", owner)
+            for name, value in vars(module).items():
+                if isinstance(value, (bool, int, float, str)) and name not in MODULE_FIELDS:
+                    state[_join(path, name)] = Entry("value", value, value, path, name, owner)
+        for held in held_by(top):
+            full = held._replace(module=_join(prefix, held.module))
+            token = (storage_of(held.tensor), version_of(held.tensor))
+            state[full.path] = Entry("tensor", token, full, full.module, full.name, held.owner or type(top))
+    return state
+
+
+def differences(before: State, after: State, trace: Trace, end: int) -> list[Change]:
+    """What changed between two moments. `end`: the trace's clock when the first run was over."""
+    changes = []
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key), after.get(key)
+        given = new or old
+        if given is None or (old is not None and new is not None and old.token == new.token):
+            continue
+        if given.kind == "code":
+            changes.append(_code(old, new))
+        elif given.kind == "value":
+            was, now = ("nothing" if entry is None else repr(entry.value) for entry in (old, new))
+            places = attribute_writes(given.owner, given.name)
+            changes.append(Change(f"{key} was {was} and is {now}", given.module, places[0] if places else None, False))
+        else:
+            held: Held = given.value
+            rebound = old is None or new is None or old.token[0] != new.token[0]
+            place = _written(held, rebound, trace, end)
+            changes.append(Change(held.path, given.module, place, False, held.describe(), storage_of(held.tensor)))
+    return changes
+
+
+def _code(old: Entry | None, new: Entry | None) -> Change:
+    """A hook or a replaced forward that is there at one of the moments only."""
+    gone = old is not None and (new is None or old.token is not getattr(old.owner, "forward", None))
+    entry = old if gone else new
+    assert entry is not None
+    when = "was there in forward and is gone" if gone else "was not there in forward"
+    return Change(f"a {entry.name} {when}", entry.module, definition(entry.value), True)
+
+
+def _written(held: Held, rebound: bool, trace: Trace, end: int) -> Place | None:
+    """The line that wrote a tensor: where the attribute was bound anew that of its class, else the one that was traced."""
+    places = held.written()
+    if rebound and places:
+        return places[0]
+    storage = storage_of(held.tensor)
+    later = trace.since(storage, end) or trace.since(storage, 0)
+    return place_of(later[0].line) if later else next(iter(places), None)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

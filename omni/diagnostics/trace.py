@@ -1,0 +1,242 @@
+"""The full trace of one step: who wrote each tensor, what was saved for backward, where parameters are used and graphs cut.
+
+Costly: every operation is seen. A graph's tensors are saved through hooks, which switch torch's own check of versions off; the
+trace makes that check itself, and goes on, so that one repetition shows every mistake.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omni.diagnostics.graph import Node, is_older, nodes_of
+from omni.diagnostics.held import shape_of, storage_of, version_of
+from omni.diagnostics.source import OWN, TORCH, Line, line_of, user_frame
+
+_HARMLESS = frozenset({"aten._local_scalar_dense", "aten.detach", "aten.alias"})
+"""Operations through which no gradient is asked for."""
+
+
+class Write(NamedTuple):
+    """One change of a storage, its creation included. `name` is that of the variable in the user's function, if it has one."""
+
+    clock: int
+    line: Line | None
+    op: str
+    name: str
+
+
+@dataclass
+class Saved:
+    """A tensor saved for backward."""
+
+    tensor: Tensor
+    version: int
+    clock: int
+    line: Line | None
+    reported: bool = False
+
+
+class Changed(NamedTuple):
+    """A saved tensor that was changed before backward came to it, and the changes."""
+
+    saved: Saved
+    now: int
+    writes: list[Write]
+
+
+@dataclass
+class Use:
+    """Where a parameter is used: with gradients recorded, and without."""
+
+    recorded: Line | None = None
+    silent: Line | None = None
+
+
+class Cut(NamedTuple):
+    """A line that leaves the graph behind (`detach`, or work under no_grad), and the tensor it had."""
+
+    line: Line
+    op: str
+    source: Tensor
+
+
+class Backward(NamedTuple):
+    """One call of backward: its line and the nodes it walks."""
+
+    line: Line | None
+    nodes: set[Node]
+
+
+class Listener(Protocol):
+    """What hears of every operation inside a checkpointed part."""
+
+    def note(self, op: str, args: list[Tensor], out: Any, line: Line | None, clock: int) -> None: ...
+
+
+@dataclass
+class _Schema:
+    writes: list[tuple[int, str]]
+    view: bool
+
+
+@dataclass
+class Trace:
+    """What a traced step leaves. `names`: path by id of each parameter; `first`: number of the step's first graph node."""
+
+    names: dict[int, str]
+    first: int
+    clock: int = 0
+    writes: dict[int, list[Write]] = field(default_factory=dict)
+    changed: list[Changed] = field(default_factory=list)
+    uses: dict[str, Use] = field(default_factory=dict)
+    cuts: list[Cut] = field(default_factory=list)
+    backwards: list[Backward] = field(default_factory=list)
+    old_uses: dict[Node, tuple[str, Line | None]] = field(default_factory=dict)
+    listeners: list[Listener] = field(default_factory=list)
+    busy: bool = False
+
+    def since(self, storage: int, clock: int) -> list[Write]:
+        """Changes of a storage after that moment."""
+        return [write for write in self.writes.get(storage, []) if write.clock > clock]
+
+    def last(self, storage: int) -> Line | None:
+        writes = self.writes.get(storage)
+        return writes[-1].line if writes else None
+
+    # --- what autograd saves ------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Saved:
+        self.busy = True
+        try:
+            return Saved(tensor.detach(), version_of(tensor), self.clock, line_of(user_frame()))
+        finally:
+            self.busy = False
+
+    def unpack(self, saved: Saved) -> Tensor:
+        self.check(saved)
+        return saved.tensor
+
+    def check(self, saved: Saved) -> None:
+        """Remember a saved tensor that has changed since."""
+        now = version_of(saved.tensor)
+        if now != saved.version and not saved.reported:
+            saved.reported = True
+            self.changed.append(Changed(saved, now, self.since(storage_of(saved.tensor), saved.clock)))
+
+    @contextmanager
+    def running(self) -> Iterator[Trace]:
+        """Trace what is done inside; backward calls are noted before they run."""
+        original = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self.backwards.append(Backward(line_of(user_frame()), nodes_of(roots)))
+            original(tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), _Mode(self):
+                yield self
+        finally:
+            torch.autograd.backward = original
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self.schemas: dict[Any, _Schema] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        trace, kwargs = self.trace, kwargs or {}
+        if trace.busy:
+            return func(*args, **kwargs)
+        trace.clock += 1
+        frame = user_frame()
+        line, op = line_of(frame), str(func).rsplit(".", 1)[0]
+        inputs = list(_tensors([*args, *kwargs.values()]))
+        self._look(inputs, op, line)
+        out = func(*args, **kwargs)
+        known = {storage_of(t) for t in inputs}
+        schema = self._schema(func)
+        for index, name in schema.writes:
+            for t in _tensors([args[index] if index < len(args) else kwargs.get(name)]):
+                storage = storage_of(t)
+                trace.writes.setdefault(storage, []).append(Write(trace.clock, line, op, _variable(frame, storage)))
+        for t in _tensors([out]):
+            storage = storage_of(t)
+            if storage not in known:
+                trace.writes[storage] = [Write(trace.clock, line, op, "")]
+        if trace.listeners and not schema.view:
+            trace.busy = True
+            try:
+                trace.listeners[-1].note(op, inputs, out, line, trace.clock)
+            finally:
+                trace.busy = False
+        return out
+
+    def _look(self, inputs: list[Tensor], op: str, line: Line | None) -> None:
+        """Note uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
+        trace, recording = self.trace, torch.is_grad_enabled()
+        if torch._C._current_graph_task_id() != -1:  # inside backward
+            return
+        for t in inputs:
+            if not t.requires_grad:
+                continue
+            name = trace.names.get(id(t))
+            if name is not None:
+                use = trace.uses.setdefault(name, Use())
+                if recording:
+                    use.recorded = use.recorded or line
+                else:
+                    use.silent = use.silent or line
+            if line is not None and (op == "aten.detach" or not recording) and _is_direct():
+                if sum(cut.line == line for cut in trace.cuts) < 8:
+                    trace.cuts.append(Cut(line, op if recording else "no_grad", t))
+            elif recording and op not in _HARMLESS and t.grad_fn is not None and is_older(t.grad_fn, trace.first):
+                trace.old_uses.setdefault(t.grad_fn, (shape_of(t), line))
+
+    def _schema(self, func: Any) -> _Schema:
+        if func not in self.schemas:
+            aliases = [(i, a.name, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+            writes = [(i, name) for i, name, alias in aliases if alias.is_write]
+            returns = any(r.alias_info is not None for r in func._schema.returns)
+            self.schemas[func] = _Schema(writes, returns and not writes)
+        return self.schemas[func]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _variable(frame: Any, storage: int) -> str:
+    """Name of the local variable whose memory is written."""
+    if frame is None or frame.f_code.co_name == "<module>":
+        return ""
+    names = [k for k, v in frame.f_locals.items() if isinstance(v, Tensor) and storage_of(v) == storage]
+    return names[0] if names else ""
+
+
+def _is_direct() -> bool:
+    """Whether the operation was called by the user's own line, and not by a function of torch that it called."""
+
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file: str = frame.f_code.co_filename
+        machinery = "_python_dispatch" in file or "_dynamo" in file or "_compile.py" in file or file.startswith(OWN)
+        if not machinery:
+            return not file.startswith(TORCH)
+        frame = frame.f_back
+    return False

@@ -1,0 +1,204 @@
+"""Mistakes as users write them: each is found, with the line of the culprit and the right remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from omni.diagnostics import Finding, GraphError, Guard, check_labels
+from tests.diagnostics import programs
+from tests.diagnostics.programs import WIDTH, Program, data, line_of
+
+INPLACE, TWICE = "modified by an inplace operation", "backward through the graph a second time"
+KEYS = "keys = self.keys.index_copy_(1, input_pos, k)"
+EMBEDDED = 'embedded = model["embedding"](words)'
+
+
+class Case:
+    """A program; the error it ends in, in which step; the findings' kinds; and of the first its tensor, line and remedy."""
+
+    def __init__(
+        self, make: Callable[[], Program], error: str | None, step: int, kinds: list[str], tensor: str, line: str, remedy: str
+    ) -> None:
+        self.make, self.error, self.step, self.kinds = make, error, step, kinds
+        self.tensor, self.line, self.remedy = tensor, line, remedy
+
+
+CASES = {
+    "positions": Case(programs.positions_in_place, INPLACE, 0, ["inplace", "cache", "cache"], "input_pos [1] int64",
+                      "input_pos.add_(1)", "x = x + 1 for x.add_(1)"),
+    "cache": Case(programs.cache_in_place, INPLACE, 0, ["cache", "cache"], "keys [1, 6, 8] float32", KEYS,
+                  "train without the cache"),
+    "cache, second step": Case(programs.cache_kept, TWICE, 1, ["cache", "cache"], "keys [1, 6, 8] float32", KEYS,
+                               "train without the cache"),
+    "statistics": Case(programs.running_statistics, TWICE, 1, ["stale"], "norm.square [8] float32",
+                       "self.square = 0.9 * self.square + 0.1 * x.square().mean(0)", "detach what feeds it"),
+    "embedding handed in": Case(lambda: programs.embedded_once(True), TWICE, 1, ["stale"], "batch['rows'] [10, 8] float32",
+                                EMBEDDED, "compute it inside the step"),
+    "embedding of outside": Case(lambda: programs.embedded_once(False), TWICE, 1, ["freed"], "embedded [20, 8] float32",
+                                 EMBEDDED, "compute it inside the step"),
+    "mask": Case(programs.mask_in_place, INPLACE, 0, ["inplace"], "mask [4, 4] float32", "mask.mul_(0.9).add_(0.01)",
+                 "make a new tensor instead"),
+    "mask, reentrant": Case(lambda: programs.mask_in_place(True), INPLACE, 0, ["inplace"], "mask [4, 4] float32",
+                            "mask.mul_(0.9).add_(0.01)", "make a new tensor instead"),
+    "inference": Case(lambda: programs.evaluated(False), "Inference tensors", 0, ["inference"], "table [8] float32",
+                      "self.table = torch.arange(x.shape[-1]).float().cos()", "torch.no_grad(), not torch.inference_mode()"),
+    "detached stages": Case(programs.stages_detached, None, 0, ["no_gradient"], "encoder.weight, encoder.bias",
+                            "between = hidden.detach()", "remove the detach"),
+    "reentrant": Case(lambda: programs.reentrant(False), None, 0, ["reentrant"], "block.0.weight, block.0.bias",
+                      "x = checkpoint(self.block, x, use_reentrant=self.reentrant)", "use_reentrant=False"),
+    "state": Case(programs.checkpointed_state, None, 0, ["recompute"], "seen [4, 8] float32",
+                  "self.seen = 0.5 * self.seen.detach() + key.detach()", "hand the state in as an argument"),
+    "hook": Case(lambda: programs.hook_gone(False), None, 0, ["recompute"], "",
+                 "def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:", "until backward has run"),
+}  # fmt: skip
+
+
+def check(case: Case, found: list[Finding]) -> None:
+    assert [f.kind for f in found] == case.kinds
+    first = found[0]
+    assert first.place is not None
+    assert first.place.file == "tests/diagnostics/programs.py"
+    assert (first.place.line, first.place.code) == (line_of(case.line), case.line)
+    assert first.tensor == case.tensor
+    assert case.remedy in first.remedy
+    assert "retain" not in str(first)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_run_says_what_where_and_what_to_do(name):
+    case = CASES[name]
+    torch.manual_seed(0)
+    program = case.make()
+    guard = Guard(program.model, program.optimizer)
+    for i in range(case.step):
+        guard.run(lambda i=i: program.step(i), program.batch(i))
+    if name not in ("embedding handed in", "cache", "cache, second step"):  # those show before they fail
+        assert guard.findings == []
+    if case.error is None:
+        guard.run(lambda: program.step(case.step), program.batch(case.step), trace=True)
+        check(case, guard.findings)
+        return
+    with pytest.raises(GraphError, match=case.error) as caught:
+        guard.run(lambda: program.step(case.step), program.batch(case.step))
+    check(case, caught.value.findings)
+    assert type(caught.value.__cause__) is RuntimeError
+    assert str(caught.value).startswith(str(caught.value.__cause__))
+    assert case.line in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.error is not None])
+def test_the_context_manager_names_the_mistake_and_rerun_the_line(name):
+    case = CASES[name]
+    torch.manual_seed(0)
+    program = case.make()
+    guard = Guard(program.model, program.optimizer)
+
+    def step(i: int) -> None:
+        with guard.step(program.batch(i)):
+            program.step(i)
+
+    for i in range(case.step):
+        step(i)
+    with pytest.raises(GraphError, match=r"guard\.rerun"):
+        step(case.step)
+    assert case.kinds[0] in [f.kind for f in guard.findings]
+    check(case, guard.rerun(lambda: step(case.step)))
+
+
+@pytest.mark.parametrize("handed_in", [True, False])
+def test_keeping_the_graph_silences_the_error_but_not_the_finding(handed_in):
+    torch.manual_seed(0)
+    program = programs.embedded_once(handed_in)
+    guard = Guard(program.model, program.optimizer)
+
+    def step(i: int) -> None:
+        model = program.model
+        rows = program.batch(i)["rows"] if handed_in else EMBEDDING_ROWS[0]
+        model["head"](rows.tanh()).mean().backward(retain_graph=True)
+
+    EMBEDDING_ROWS[0] = program.model["embedding"](torch.arange(20))
+    guard.run(lambda: step(0), program.batch(0), trace=True)
+    assert {f.kind for f in guard.findings} <= {"stale", "freed"}
+    assert guard.findings[0].place is not None
+    line = EMBEDDED if handed_in else 'EMBEDDING_ROWS[0] = program.model["embedding"](torch.arange(20))'
+    assert guard.findings[0].place.code == line
+
+
+EMBEDDING_ROWS: list = [None]
+
+
+def test_two_backwards_over_one_graph_name_both_lines():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def step() -> None:
+        hidden = model(data(0))
+        hidden.square().mean().backward()
+        hidden.mean().backward()
+
+    with pytest.raises(GraphError) as caught:
+        Guard(model).run(step)
+    (finding,) = caught.value.findings
+    assert finding.kind == "freed" and "call backward once" in finding.remedy
+    assert finding.place is not None and finding.place.code == "hidden.mean().backward()"
+    assert [place.code for place in finding.others] == ["hidden.square().mean().backward()"]
+
+
+def test_weights_that_the_optimizer_steps_between_two_backwards():
+    """Two losses, each stepped at once: the second backward needs weights of before."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        first, second = model(data(0)).mean(), model(data(1)).square().mean()
+        first.backward()
+        optimizer.step()
+        second.backward()
+
+    with pytest.raises(GraphError) as caught:
+        Guard(model, optimizer).run(step)
+    (finding,) = caught.value.findings
+    assert finding.tensor.startswith("1.weight") and "only after every backward" in finding.remedy
+    assert finding.place is not None and finding.place.code == "optimizer.step()"
+
+
+def test_a_state_that_is_carried_over_from_step_to_step():
+    """A recurrent state that a variable of the loop carries: the line that binds it, not the one that first made it."""
+    cell = nn.GRUCell(WIDTH, WIDTH)
+    guard = Guard(cell)
+    state = torch.zeros(4, WIDTH)
+    with pytest.raises(GraphError) as caught:
+        for i in range(2):
+            with guard.step():
+                state = cell(data(i), state)
+                state.mean().backward()
+    finding = caught.value.findings[-1]
+    assert finding.kind == "freed" and finding.tensor.startswith("state ") and "state.detach()" in finding.remedy
+    assert finding.place is not None and finding.place.code == "state = cell(data(i), state)"
+
+
+def test_a_loss_without_a_graph():
+    model = nn.Linear(WIDTH, 1)
+
+    def step() -> None:
+        model(data(0)).mean().detach().backward()
+
+    with pytest.raises(GraphError) as caught:
+        Guard(model).run(step)
+    assert [f.kind for f in caught.value.findings] == ["no_gradient"]
+    assert caught.value.findings[0].place is not None
+    assert caught.value.findings[0].place.code == "model(data(0)).mean().detach().backward()"
+
+
+def test_padding_that_is_the_end():
+    """The usual collator: labels are the tokens, and what equals the pad id is ignored."""
+    eos = pad = 2
+    tokens = torch.tensor([[5, 6, 7, eos, pad, pad], [5, 6, 7, 8, 9, eos]])
+    labels = tokens.masked_fill(tokens == pad, -100)
+    (finding,) = check_labels(tokens, labels, eos, pad)
+    assert finding.kind == "label_end" and "mask by length" in finding.remedy and "rows 0, 1" in finding.tensor
+    mended = tokens.masked_fill(torch.arange(6) >= torch.tensor([[4], [6]]), -100)
+    assert check_labels(tokens, mended, eos, pad) == []
