@@ -1,0 +1,1 @@
+"""Corrections of single answers, names and pronunciations, without training the model again."""

@@ -1,0 +1,235 @@
+"""Edits of a model: changes of named linears that act on activations, so that no weight is touched.
+
+    out += lr * (x @ a.T) @ b          a [R, I], b [R, O]
+
+A forward hook adds this to a linear's output. So it holds wherever the linear's own forward does: on a dispatched model (whose
+modules carry an instance-level `forward`), on sharded or quantised weights, and in a block that is recomputed.
+
+Dimensions: B rows of a batch, E edits, R rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from omni.edit.linears import checksum, find_linears, shape_of
+from omni.edit.span import Span
+from omni.errors import UserError
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Change of one linear.
+
+    Attributes:
+        b: [R, O].
+        a: [R, I]; None for the identity (R = I): b.T is then the whole change of the weight.
+        lr: factor, a number or a tensor of no dimension.
+    """
+
+    b: Tensor
+    a: Tensor | None = None
+    lr: Tensor | float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.b.ndim != 2 or (self.a is not None and (self.a.ndim != 2 or len(self.a) != len(self.b))):
+            shapes = f"a {None if self.a is None else list(self.a.shape)}, b {list(self.b.shape)}"
+            raise ValueError(f"a delta has a [R, I] and b [R, O], not {shapes}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(I, O)."""
+        return (self.b if self.a is None else self.a.T).shape[0], self.b.shape[1]
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """What is added to the output `out` [..., O] for the input x [..., I]; of its type and on its device."""
+        h = low(x, self.a)
+        return product(h * (self.lr.to(h.device) if isinstance(self.lr, Tensor) else self.lr), self.b, out)
+
+    def weight(self) -> Tensor:
+        """Change of the weight [O, I], in fp64 and without graph."""
+        b = self.b.detach().double()
+        full = b if self.a is None else self.a.detach().double().T @ b
+        return (full * float(torch.as_tensor(self.lr).detach())).T
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Delta:
+        """With every tensor changed."""
+        lr = change(self.lr) if isinstance(self.lr, Tensor) else self.lr
+        return Delta(change(self.b), None if self.a is None else change(self.a), lr)
+
+
+def low(x: Tensor, a: Tensor | None) -> Tensor:
+    """x @ a.T, [..., R]."""
+    return x if a is None else x @ _match(a, x).T
+
+
+def product(h: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """h @ b as `out` is: on its device and of its type."""
+    h = h.to(out.device)
+    return (h @ _match(b, h)).to(out.dtype)
+
+
+def _match(factor: Tensor, x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        return factor.to(x.device)
+    return factor.to(device=x.device, dtype=x.dtype)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Changes of a model that belong together.
+
+    Attributes:
+        deltas: by name of the linear.
+        base: checksum of each linear as it was when the edits were made (`linears.checksum`); None where nobody took it.
+    """
+
+    deltas: Mapping[str, Delta]
+    base: Mapping[str, int] | None = field(default=None, compare=False)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Edits:
+        """With every tensor changed."""
+        return replace(self, deltas={name: delta.map(change) for name, delta in self.deltas.items()})
+
+    def detach(self) -> Edits:
+        """Without graph."""
+        return self.map(Tensor.detach)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Edits:
+        """On another device, of another type: in the model's own, nothing is converted at every step."""
+        return self.map(lambda tensor: tensor.to(device=device, dtype=dtype))
+
+    def signed(self, model: nn.Module) -> Edits:
+        """With the checksums of the model's linears, so that the edits are refused by any other base."""
+        return replace(self, base={name: checksum(part) for name, part in find_linears(model, self.deltas).items()})
+
+    def check(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The linears the edits belong to.
+
+        Raises:
+            UserError: there is none of a name, or it has another shape.
+        """
+        found = find_linears(model, self.deltas)
+        for name, delta in self.deltas.items():
+            wanted = shape_of(found[name])
+            if delta.shape != wanted:
+                raise UserError(
+                    f"edit of {name}: it goes from {delta.shape[0]} to {delta.shape[1]} features, the model's linear from "
+                    f"{wanted[0]} to {wanted[1]}; it belongs to another model"
+                )
+        return found
+
+    def check_base(self, model: nn.Module) -> None:
+        """Refuse a model whose linears are not those the edits were made for.
+
+        Raises:
+            UserError: another checksum, name or shape; or nobody took checksums (`signed`).
+        """
+        found = self.check(model)
+        if self.base is None:
+            raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
+        for name, part in found.items():
+            if checksum(part) != self.base[name]:
+                raise UserError(
+                    f"edit of {name}: the model holds other weights than those the edit was made for; it is merged into them "
+                    "already, or they belong to another model"
+                )
+
+
+def stack(edits: Sequence[Edits]) -> Edits:
+    """All of several edits as one.
+
+    Raises:
+        UserError: two of them were made for different weights of one linear.
+    """
+    parts: dict[str, list[Delta]] = {}
+    base: dict[str, int] = {}
+    for one in edits:
+        for name, delta in one.deltas.items():
+            parts.setdefault(name, []).append(delta)
+        for name, crc in (one.base or {}).items():
+            if base.setdefault(name, crc) != crc:
+                raise UserError(f"edits of {name} were made for different weights; stack edits of one base only")
+    signed = bool(edits) and all(one.base is not None for one in edits)
+    return Edits({name: _sum(deltas) for name, deltas in parts.items()}, base if signed else None)
+
+
+def _sum(deltas: Sequence[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    if any(delta.a is None for delta in deltas):
+        dense = [delta.b * delta.lr if delta.a is None else delta.lr * (delta.a.T @ delta.b) for delta in deltas]
+        return Delta(torch.stack(dense).sum(0))
+    return Delta(torch.cat([delta.b * delta.lr for delta in deltas]), torch.cat([d.a for d in deltas if d.a is not None]))
+
+
+# --- acting -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def edited(model: nn.Module, edits: Edits | Sequence[Edits], rows: Tensor | None = None) -> Iterator[None]:
+    """Let edits act while the block runs; blocks may be nested, and their edits add up.
+
+    Gradients flow through the edits and past them. `backward` belongs inside the block: recomputed activations need the edits
+    too, and it raises ValueError elsewhere (reentrant checkpointing, which records no graph, cannot be told of).
+
+    Args:
+        edits: all of them act on every row; with `rows`, each on its own.
+        rows: [B] which of the edits acts on a row, -1 for none. It is read in every forward, so it may change in place.
+
+    Raises:
+        UserError: an edit does not fit the model, or, with `rows`, is not finite (it would spoil the other rows).
+        ValueError: `rows` names an edit that is not there, or has another length than the batch.
+    """
+    several = [edits] if isinstance(edits, Edits) else list(edits)
+    for one in several:
+        one.check(model)
+    adds: dict[str, Callable[[Tensor, Tensor], Tensor]]
+    if rows is None:
+        adds = dict(stack(several).deltas)
+    else:
+        if rows.ndim != 1 or (len(rows) and not -1 <= int(rows.min()) <= int(rows.max()) < len(several)):
+            raise ValueError(f"rows must be [B] of -1 to {len(several) - 1}, not {rows.tolist()}")
+        names = dict.fromkeys(name for one in several for name in one.deltas)
+        adds = {name: _ByRow([one.deltas.get(name) for one in several], rows, name) for name in names}
+    span = Span()
+    with ExitStack() as stop:
+        stop.callback(span.close)
+        for name, part in find_linears(model, adds).items():
+            span.hook(part, adds[name])
+        yield
+
+
+class _ByRow:
+    """Deltas of one linear of which each row of a batch has at most one."""
+
+    def __init__(self, deltas: Sequence[Delta | None], rows: Tensor, name: str) -> None:
+        self.rows, self.name = rows, name
+        for delta in deltas:
+            if delta is not None and not bool(delta.b.isfinite().all() and (delta.a is None or delta.a.isfinite().all())):
+                raise UserError(f"edit of {name} holds values that are not finite; make it again")
+        self.dense = [(i, delta) for i, delta in enumerate(deltas) if delta is not None and delta.a is None]
+        thin = [(i, delta) for i, delta in enumerate(deltas) if delta is not None and delta.a is not None]
+        self.a = torch.cat([delta.a for _, delta in thin if delta.a is not None]) if thin else None  # [sum of R, I]
+        self.b = torch.cat([delta.b * delta.lr for _, delta in thin]) if thin else None
+        self.owner = torch.tensor([i for i, delta in thin for _ in range(len(delta.b))], device=rows.device)  # [sum of R]
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        if len(self.rows) != len(x):
+            raise ValueError(f"edits by row: {len(self.rows)} rows are named, but {self.name} is given {len(x)}")
+        ones = (1,) * (x.ndim - 2)
+        total = None
+        if self.a is not None and self.b is not None:
+            mine = (self.rows[:, None] == self.owner).to(x.device).view(len(x), *ones, -1)
+            total = product(torch.where(mine, low(x, self.a), 0), self.b, out)
+        for i, delta in self.dense:
+            mine = (self.rows == i).to(out.device).view(-1, *ones, 1)
+            change = torch.where(mine, delta(x, out), 0)
+            total = change if total is None else total + change
+        assert total is not None
+        return total

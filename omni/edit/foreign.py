@@ -1,0 +1,183 @@
+"""Hypernetworks that eric-mitchell/mend and zjunlp/EasyEdit saved, read without running anything in them.
+
+Their archive (`BaseTrainer.save_state` in both, @ e04fdb9 and @ 14cea82) is a `torch.save` of `model`, `opt`, `lr_opt` and
+counters. `model` is a state dict: `edit_lrs`, `mend.<linears>.<tensor>` (`gtn.` for `mend.` in older ones of EasyEdit), and the
+language model's configuration as an object. `<linears>` is the shape `(I, O)` of all linears that share a network, or the name
+of one weight with `#` for dots. The names of the linears, how the networks began and whether they normalise stand elsewhere: in
+`config.json` of the run (mend), or in the YAML of hyper-parameters (EasyEdit).
+
+Dimensions: I inputs, O outputs of a linear.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from omni.checkpoint.huggingface import our_name
+from omni.checkpoint.safe import read_torch
+from omni.edit.linears import find_linears, shape_of
+from omni.edit.mend import Mend, MendConfig
+from omni.edit.transform import Sides, TransformConfig
+from omni.errors import UserError
+
+HARMLESS = re.compile(r"(transformers|transformers_modules)\.[\w.]*Config")
+"""Classes of which an archive holds an object that nothing here looks at; an empty one takes its place."""
+
+NETS = {"mlp": "both", "mlp1": "x_net", "mlp2": "delta_net"}
+TENSORS = {"u": "u", "v": "v", "bias": "bias", "mode_shift.weight": "shift", "mode_scale.weight": "scale"}
+ONE_SIDED: dict[frozenset[str], Sides] = {
+    frozenset({"mlp"}): "combined",
+    frozenset({"mlp1", "mlp2"}): "separate",
+    frozenset({"mlp1"}): "x_only",
+    frozenset({"mlp2"}): "delta_only",
+}
+
+
+class Unread:
+    """Stands for an object of an archive."""
+
+
+def read_editor(
+    path: Path,
+    model: nn.Module,
+    *,
+    settings: Path | None = None,
+    linears: Sequence[str] | None = None,
+    rename: Callable[[str], str] = our_name,
+) -> Mend:
+    """A hypernetwork for a model's linears.
+
+    Args:
+        settings: their `config.json` or YAML; without it the networks are taken as residual and normalising (both default).
+        linears: their names of what is edited (`inner_params`), in their order, where no settings are at hand.
+        rename: from their parameters' names to ours.
+
+    Raises:
+        UserError: no such archive, one with other objects in it, linears that nobody names, or that the model does not have.
+    """
+    found = _settings(settings)
+    state = _state(path)
+    lrs = state.pop("edit_lrs", None)
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        at = re.fullmatch(r"(?:mend|gtn)\.([^.]+)\.(.+)", name)
+        if at is None:
+            raise UserError(f"{path}: tensor {name} is none of MEND's; is it the archive of another method?")
+        groups.setdefault(at[1], {})[at[2]] = tensor
+    if lrs is None or not groups:
+        raise UserError(f"{path} lacks MEND's edit_lrs or networks; is it the archive of another method?")
+    shared = next(iter(groups)).startswith("(")
+    theirs = linears or found.get("inner_params") or (None if shared else [key.replace("#", ".") for key in groups])
+    if not theirs:
+        raise UserError(
+            f"{path} does not name the linears it edits; give its config.json or YAML, or `inner_params` themselves"
+        )
+    names = [rename(name if name.endswith(".weight") else f"{name}.weight").removesuffix(".weight") for name in theirs]
+    shapes = {name: shape_of(part) for name, part in find_linears(model, names).items()}
+    if len(shapes) != len(lrs):
+        raise UserError(
+            f"{path} has factors for {len(lrs)} linears, but {len(shapes)} are named; name those it was trained for"
+        )
+    wanted = {str(shape) for shape in shapes.values()}
+    for key in groups:
+        if shared and key not in wanted:
+            raise UserError(
+                f"{path} edits linears of shape {key}, the named ones are {', '.join(wanted)}; is it another model's?"
+            )
+    config = MendConfig(
+        transform=_transform(groups, found, path),
+        shared=shared,
+        edit_lr=float(found.get("edit_lr", MendConfig.edit_lr)),
+        c_edit=float(found.get("cedit", MendConfig.c_edit)),
+        c_loc=float(found.get("cloc", MendConfig.c_loc)),
+    )
+    mend = Mend(shapes, config)
+    ours: dict[str, Tensor] = {"edit_lr": lrs.float()}
+    for (name, shape), their in zip(shapes.items(), theirs, strict=True):
+        group = groups.get(str(shape) if shared else their.removesuffix(".weight").replace(".", "#") + "#weight")
+        if group is None:
+            raise UserError(f"{path} has no network for {their} of shape {shape}; it has some for {', '.join(groups)}")
+        ours.update({f"transforms.{mend.places[name][0]}.0.{k}": v for k, v in _tensors(group, path).items()})
+    try:
+        mend.load_state_dict(ours)
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit the named linears ({' '.join(str(error).split())})") from error
+    return mend.eval()
+
+
+def _settings(path: Path | None) -> dict[str, Any]:
+    """Their settings in one level: those of `model` and `mend` stand beside the others."""
+    if path is None:
+        return {}
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no JSON or YAML that can be read ({error})") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds no settings; give the run's config.json, or EasyEdit's YAML")
+    for section in ("model", "mend"):
+        inner = data.pop(section, None)
+        data.update(inner if isinstance(inner, dict) else {})
+    return data
+
+
+def _state(path: Path) -> dict[str, Tensor]:
+    """The archive's state dict."""
+    stand_ins: list[Any] = []
+    if path.is_file():
+        try:
+            asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        except (ValueError, RuntimeError, OSError):  # read_torch says what is wrong
+            asked = []
+        stand_ins = [(Unread, name) for name in asked if HARMLESS.fullmatch(name)]
+    with torch.serialization.safe_globals(stand_ins):
+        data = read_torch(path)
+    model = data.get("model") if isinstance(data, Mapping) else None
+    if not isinstance(model, Mapping):
+        raise UserError(f"{path} has no `model`; it is no archive of MEND's training")
+    return {str(name): tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
+
+
+def _transform(groups: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any], path: Path) -> TransformConfig:
+    """Shape of the networks, from their tensors, and what only the settings know."""
+    kind = settings.get("mlp_class", "IDMLP")
+    if kind != "IDMLP":
+        raise UserError(f"{path}: mlp_class {kind!r} is not known here; only IDMLP is")
+    sides = {frozenset(name.split(".")[0] for name in group if ".layers." in name) for group in groups.values()}
+    layers = [int(name.split(".")[2]) for group in groups.values() for name in group if name.endswith(".bias")]
+    ranks = [len(tensor) for group in groups.values() for name, tensor in group.items() if name.endswith(".v")]
+    mixed = sides == {frozenset({"mlp1"}), frozenset({"mlp2"})}
+    if not ranks or not (mixed or (len(sides) == 1 and sides <= ONE_SIDED.keys())):
+        raise UserError(f"{path}: its networks {', '.join(sorted(n for side in sides for n in side))} are not MEND's")
+    return TransformConfig(
+        sides="one_sided" if mixed else ONE_SIDED[next(iter(sides))],
+        hidden=max(layers),
+        rank=max(ranks),
+        init=settings.get("init", "id"),
+        norm=bool(settings.get("norm", True)),
+    )
+
+
+def _tensors(group: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """One network's tensors by our names; statistics that never saw a sample are nan there, and empty here."""
+    out: dict[str, Tensor] = {}
+    try:
+        count = group["k"].nan_to_num(0).round().long().reshape(())
+        for side, letter in (("x", "u"), ("delta", "v")):
+            out[f"{side}_statistics.mean"] = group[f"{letter}_mean"].float().nan_to_num(0)
+            out[f"{side}_statistics.squares"] = group[f"{letter}_s"].float().nan_to_num(0)
+            out[f"{side}_statistics.count"] = count
+        for name, tensor in group.items():
+            if ".layers." in name:
+                net, _, number, last = name.split(".", 3)
+                out[f"{NETS[net]}.layers.{number}.{TENSORS[last]}"] = tensor.float()
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path}: its tensors are not those of MEND ({error} is missing or unknown)") from error
+    return out

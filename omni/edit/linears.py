@@ -1,0 +1,116 @@
+"""The linears that edits apply to: found by name, plain or quantised, whole or sharded.
+
+A linear is any module whose forward is x @ weight.T (+ bias): `nn.Linear`, GPT-2's `Conv1D` of transformers (its weight stands
+transposed), bitsandbytes' linears, and whatever says `dequantize()`.
+
+Dimensions: I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from omni.errors import UserError
+from omni.model.quantize import dense_weight, is_quantized
+
+MLP = re.compile(r"(?P<stack>.*(?:blocks|layers|h))\.(?P<number>\d+)\.mlp\.(?:up|down|up_proj|down_proj|c_fc|c_proj)")
+"""Linears of a block's MLP, as our decoder names them, and transformers' Llama kind and GPT-2."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module can be edited."""
+    weight = getattr(module, "weight", None)
+    plain = isinstance(module, nn.Linear) or is_transposed(module)
+    return holds_fewer_bits(module) or (plain and isinstance(weight, Tensor) and weight.ndim == 2)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is [I, O] (`transformers.pytorch_utils.Conv1D`)."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+
+
+def holds_fewer_bits(module: nn.Module) -> bool:
+    """Whether its weight is quantised."""
+    return is_quantized(module) or callable(getattr(module, "dequantize", None))
+
+
+def find_linears(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Modules by name.
+
+    Raises:
+        UserError: a name is no linear of the model (with the closest names), or two names are one module.
+    """
+    known = {name: part for name, part in model.named_modules(remove_duplicate=False) if is_linear(part)}
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        if name not in known:
+            close = ", ".join(get_close_matches(name, known, n=3, cutoff=0.3)) or "none"
+            raise UserError(f"{name} is no linear of this model; the closest names are {close}")
+        for other, part in found.items():
+            if part is known[name]:
+                raise UserError(f"edit of {name}: it is the same linear as {other}; name it once")
+        found[name] = known[name]
+    return found
+
+
+def mlp_linears(model: nn.Module, blocks: int = 3) -> list[str]:
+    """Names of the MLPs' `up` and `down` in the last blocks of the decoder: what MEND edits by default.
+
+    Source: `inner_params` in eric-mitchell/mend @ e04fdb9, `config/model/*.yaml`.
+
+    Raises:
+        UserError: the model has no blocks with an MLP of known names, or fewer than asked for.
+    """
+    stacks: dict[str, dict[int, list[str]]] = {}
+    for name, part in model.named_modules():
+        at = MLP.fullmatch(name)
+        if at and is_linear(part):
+            stacks.setdefault(at["stack"], {}).setdefault(int(at["number"]), []).append(name)
+    own = [stack for stack in stacks if stack.split(".")[-2:] == ["decoder", "blocks"]]
+    if not stacks:
+        raise UserError("the model has no blocks with mlp.up and mlp.down; name the linears to edit")
+    chosen = stacks[own[0] if own else next(iter(stacks))]
+    if not 1 <= blocks <= len(chosen):
+        raise UserError(f"edits of {blocks} blocks: the model has {len(chosen)}; choose from 1 to {len(chosen)}")
+    return [name for number in sorted(chosen)[-blocks:] for name in chosen[number]]
+
+
+def shape_of(module: Any) -> tuple[int, int]:
+    """(I, O) of a linear."""
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return int(module.in_features), int(module.out_features)
+    rows, columns = weight_of(module).shape
+    return columns, rows
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight [O, I], dequantised where it is held in fewer bits; a view of it where it is plain. Without graph."""
+    if not is_quantized(module) and holds_fewer_bits(module):
+        return module.dequantize().detach()  # type: ignore[operator]
+    weight = dense_weight(module)
+    return weight.T if is_transposed(module) else weight
+
+
+@torch.no_grad()
+def checksum(module: nn.Module) -> int:
+    """CRC-32 of a linear's own weight and bias, in their shapes and types; in a sharded model all processes must call it."""
+    value = 0
+    own: list[tuple[str, Any]] = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for name, tensor in sorted(own):
+        data = whole(tensor.detach()).cpu().contiguous()
+        value = zlib.crc32(f"{name} {tuple(data.shape)} {data.dtype}".encode(), value)
+        value = zlib.crc32(data.flatten().view(torch.uint8).numpy().data, value)
+    return value
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered, any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

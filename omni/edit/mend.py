@@ -1,0 +1,160 @@
+"""MEND: a hypernetwork that turns the gradient of one correction into an edit (Mitchell et al. 2022, arXiv 2110.11309).
+
+    edit of a linear:  W += lr * sum over tokens of delta' x'^T,     (x', delta') = transform(x, delta)
+    learnt by:         c_edit * loss(rephrased | edit) + c_loc * KL(unrelated answers before || after the edit)
+
+Source of formulas and defaults: eric-mitchell/mend @ e04fdb9, `algs/mend.py`, `trainer.py`, `config/alg/mend.yaml`. The base
+model is never changed and never held: it is passed in.
+
+Dimensions: N tokens, I inputs, O outputs, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from omni.config import from_dict
+from omni.edit.deltas import Delta, Edits, edited
+from omni.edit.factors import Factors, gradient_factors
+from omni.edit.linears import find_linears, mlp_linears, shape_of
+from omni.edit.metrics import kl_divergence
+from omni.edit.storage import Place, read_tensors, write_tensors
+from omni.edit.transform import GradientTransform, TransformConfig
+from omni.errors import UserError
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+"""Scalar loss of a model on a batch."""
+
+LogitsOf = Callable[[nn.Module, Any], Tensor]
+"""Logits [N, V] of a model where a batch has targets."""
+
+
+@dataclass(frozen=True)
+class MendConfig:
+    """The hypernetwork.
+
+    Attributes:
+        transform: shape of its networks.
+        shared: linears of one shape share a network.
+        split: two transforms one after another (an encoder and a decoder), each with its own statistics.
+        edit_lr: what every linear's learnt factor begins with.
+        c_edit, c_loc: weights of the two losses.
+    """
+
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    shared: bool = True
+    split: bool = False
+    edit_lr: float = 1e-4
+    c_edit: float = 0.1
+    c_loc: float = 1.0
+
+
+class Mend(nn.Module):
+    """Transforms for named linears, and a learnt factor for each.
+
+    Args:
+        shapes: (I, O) of each linear by name; the order is that of `edit_lr`, and of the modes of a shared network.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], config: MendConfig | None = None) -> None:
+        super().__init__()
+        if not shapes:
+            raise UserError("MEND is given no linears to edit")
+        self.config, self.shapes = config or MendConfig(), dict(shapes)
+        self.places: dict[str, tuple[str, int | None]] = {}  # of a linear: its network, and its mode there
+        modes: dict[str, int] = {}
+        for name, (inputs, outputs) in shapes.items():
+            key = f"{inputs}x{outputs}" if self.config.shared else name.replace(".", "#")
+            self.places[name] = key, modes.get(key, 0) if self.config.shared else None
+            modes[key] = modes.get(key, 0) + 1
+        self.transforms = nn.ModuleDict()
+        for name, (key, _) in self.places.items():
+            if key not in self.transforms:
+                number = modes[key] if self.config.shared else None
+                self.transforms[key] = nn.ModuleList(
+                    GradientTransform(*shapes[name], self.config.transform, number)
+                    for _ in range(2 if self.config.split else 1)
+                )
+        self.edit_lr = nn.Parameter(torch.full((len(shapes),), self.config.edit_lr))
+
+    @classmethod
+    def of(cls, model: nn.Module, linears: Sequence[str] | None = None, config: MendConfig | None = None) -> Mend:
+        """For a model's linears, by default those of `mlp_linears`; UserError where a name is none."""
+        names = mlp_linears(model) if linears is None else linears
+        return cls({name: shape_of(part) for name, part in find_linears(model, names).items()}, config)
+
+    def forward(self, factors: Mapping[str, Factors]) -> Edits:
+        """Factors of a gradient to edits, through which gradients flow back into the hypernetwork."""
+        deltas = {}
+        for name, lr in zip(self.shapes, self.edit_lr, strict=True):
+            key, mode = self.places[name]
+            x, delta = factors[name]
+            x, delta = x.to(lr.device), delta.to(lr.device)
+            for stage in self.transforms[key].children():
+                x, delta = stage(x, delta, mode)
+            deltas[name] = Delta(b=delta, a=x, lr=lr)
+        return Edits(deltas)
+
+    def edit(self, model: nn.Module, batch: Any, loss_of: LossOf) -> Edits:
+        """The edit that makes `batch` come true, without graph, signed for the model. Statistics are left as they are."""
+        training = self.training
+        self.eval()
+        try:
+            factors = gradient_factors(model, self.shapes, batch, loss_of)
+            with torch.no_grad():
+                return self(factors).detach().signed(model)
+        finally:
+            self.train(training)
+
+
+class FitLosses(NamedTuple):
+    """Of a step, without graph."""
+
+    total: Tensor
+    edit: Tensor
+    locality: Tensor
+
+
+def fit_step(
+    model: nn.Module, mend: Mend, edit: Any, rephrased: Any | None, locality: Any, loss_of: LossOf, logits_of: LogitsOf
+) -> FitLosses:
+    """Losses of one correction; adds their gradients to the hypernetwork's, and to nothing else. The optimizer's step is the
+    caller's; the graph is gone when this returns.
+
+    Args:
+        edit: the correction, as it will be given.
+        rephrased: other questions with the same answer, on which the edit is judged; None for `edit` itself.
+        locality: unrelated questions, whose answers should stay.
+    """
+    with torch.no_grad():
+        before = logits_of(model, locality)
+    edits = mend(gradient_factors(model, mend.shapes, edit, loss_of))
+    learnt = [p for p in mend.parameters() if p.requires_grad]
+    with torch.enable_grad(), edited(model, edits):
+        edit_loss = loss_of(model, edit if rephrased is None else rephrased)
+        locality_loss = kl_divergence(before, logits_of(model, locality))
+        total = mend.config.c_edit * edit_loss + mend.config.c_loc * locality_loss
+        total.backward(inputs=learnt)
+    return FitLosses(total.detach(), edit_loss.detach(), locality_loss.detach())
+
+
+def save_mend(folder: Place, mend: Mend) -> None:
+    """Write a hypernetwork with its statistics; UserError where the place cannot be written."""
+    write_tensors(folder, "mend", mend.state_dict(), {"config": asdict(mend.config), "linears": mend.shapes})
+
+
+def load_mend(folder: Place) -> Mend:
+    """Read a hypernetwork; UserError where the folder is broken."""
+    state, facts = read_tensors(folder, "mend")
+    config = from_dict(MendConfig, facts.get("config", {}), f"{folder}/mend.json: config")
+    try:
+        mend = Mend({name: (int(i), int(o)) for name, (i, o) in facts["linears"].items()}, config)
+        mend.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{folder}/mend.json does not fit its tensors ({error}); fetch or make the folder again") from error
+    return mend
