@@ -277,6 +277,7 @@ class FitConfig:
         lora: learn low-rank adapters, and of the rest only what `lora.trainable` names.
         ema: decay of a running average of the weights, which is then validated and exported.
         clip: largest norm of the gradients; null for no clipping.
+        guard: watch every step for mistakes with graphs and gradients (docs/gradients.md): for a model or data of your own.
     """
 
     budget: BudgetConfig
@@ -289,6 +290,7 @@ class FitConfig:
     lora: LoRASection | None = None
     ema: float | None = None
     clip: float | None = 1.0
+    guard: bool = False
     fabric: FabricConfig = field(default_factory=FabricConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -30,6 +30,7 @@ from train.parallel import Team, compile_blocks, full_state
 from train.progress import Progress, duration, figures_line
 from train.schedule import due, learning_rate, used
 from train.stop import Stop
+from train.watch import Watch
 
 Figures = dict[str, float]
 
@@ -113,6 +114,7 @@ class Loop:
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
         self.optimizer = build_optimizer(own_names, config.optimizer)
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
+        self.watch = Watch(self.objective, self.optimizer, self.parts.idle) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None
         self.meter = Meter(parts.tasks, parts.streams, fabric.device, self.team)
         self.position = state.Position()
@@ -134,7 +136,7 @@ class Loop:
         position, stopped = self.position, 0
         try:
             with Stop() as stop:
-                feed = self._feed(stop)
+                feed = self.feed(stop)
                 while not stopped and self._used() < 1:
                     self.meter.start()
                     step = self._next(feed)
@@ -143,7 +145,10 @@ class Loop:
                         break
                     factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
                     set_learning_rate(self.optimizer, factor)
-                    self._train(step)
+                    if self.watch is None:
+                        self.train(step)
+                    else:
+                        self.watch.step(position.step + 1, step, self._used(), self.train, self.progress.say)
                     position.step += 1
                     remember(position.lanes, step.batches)
                     if self.average is not None:
@@ -165,7 +170,7 @@ class Loop:
         assert self.saved is not None
         return Outcome(position.step, stopped, self.saved, self.exported, position.figures)
 
-    def _feed(self, stop: Stop) -> Feed:
+    def feed(self, stop: Stop) -> Feed:
         parts, position = self.parts, self.position
         batches = parts.steps(self.lanes, position.step, position.lanes) if self._used() < 1 else iter(())
         return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.team, stop)
@@ -186,7 +191,7 @@ class Loop:
     def _clock(self) -> float:
         return self.before + time.perf_counter() - self.since
 
-    def _train(self, step: Step) -> None:
+    def train(self, step: Step) -> None:
         """Forward and backward of every micro-batch, then one step of the optimizer.
 
         Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes,

@@ -106,7 +106,7 @@ def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         found_inf: Tensor | None = None
 
         @torch.no_grad()
-        def step(self, closure: Callable[[], Any] | None = None) -> None:
+        def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
             if self.found_inf is None or not bool(self.found_inf):
                 super().step(closure)
 

@@ -7,7 +7,17 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from omni.diagnostics.checks import CACHE, INFERENCE, OUTSIDE, inference, is_copy, stale, written_caches
+from omni.diagnostics.checks import (
+    CACHE,
+    INFERENCE,
+    OUTSIDE,
+    STATISTIC,
+    inference,
+    is_copy,
+    is_view_of_leaf,
+    stale,
+    written_caches,
+)
 from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.graph import Node, backward_roots, is_inner, is_older, nodes_of
 from omni.diagnostics.held import Held, held_by, shape_of, storage_of, version_of
@@ -165,7 +175,16 @@ def _reads_itself(name: str, place: Place) -> bool:
 
 
 def _twice(scene: Scene, nodes: set[Node]) -> Finding:
-    """Two backward calls of one step that share a graph."""
+    """Two backward calls of one step that share a graph: by what a module holds from one to the next, or by one loss."""
+    for held in scene.now():
+        node = held.tensor.grad_fn
+        if held.owner is None or node is None or is_view_of_leaf(held.tensor) or not nodes_of([held.tensor]) & nodes:
+            continue
+        if any(was.path == held.path and was.tensor.grad_fn is node for was, _, _ in scene.held):
+            continue
+        what = f"{held.path} carries the graph of one backward call of this step into the next, which the first one freed"
+        remedy = CACHE if is_copy(node) else STATISTIC.format(name="self." + held.name)
+        return Finding("freed", what, remedy, held.describe(), held.module, scene.written(held))
     what = "two backward calls of this step walk through the same graph, which the first one freed"
     if scene.trace is not None and scene.trace.backwards:
         *before, this = scene.trace.backwards
