@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,6 +78,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         finally:
             if loop.logs is not None:
                 loop.logs.close()
-    layout, tasks = loop.objective.model.layout, tasks_of(config.data)
+    model: Any = loop.objective.get_submodule("model")
+    layout, tasks = model.layout, tasks_of(config.data)
     wanted = [k for k in range(len(layout)) if any(task.learnt(layout)[k] for task in tasks)]
     return [*loop.watch.guard.findings, *check_targets(seen[wanted].int(), [layout.names[k] for k in wanted])]

@@ -14,7 +14,7 @@ from omni.text import Tokenizer
 from tests.train.data_toys import ToyCodec
 from train.data.build import build_alignment, held_out_rows
 from train.data.config import DataConfig, SourceConfig
-from train.data.recorded import RecordedDigits, RecordedDigitsConfig, find_recordings
+from train.data.recorded import RecordedDigits, RecordedDigitsConfig, find_recordings, trimmed
 from train.data.synthetic import NUMBERS, SpokenDigitsConfig
 
 CODEC = ToyCodec((12, 12, 6, 8))
@@ -93,6 +93,44 @@ def test_speed_changes_length_and_pitch(folder):
     assert lengths[0] / lengths[1] == pytest.approx(1.25 / 0.8, rel=0.01)
 
 
+def test_quiet_edges_are_cut_at_the_level_that_is_asked(folder):
+    steps = [0.001, 0.03, 0.3, 0.03, 0.001]  # 60, 30 and 10 dB below 1
+    frames = torch.cat([torch.full((160,), level) for level in (*steps[:3], 1.0, *steps[2:])])
+    assert [len(trimmed(frames, db)) // 160 for db in (-70.0, -50.0, -20.0, -5.0, 0.0)] == [7, 5, 3, 1, 1]
+    assert torch.equal(trimmed(frames, -5.0), torch.ones(160))
+    plain, cut = (
+        RecordedDigits(
+            RecordedDigitsConfig(str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), trim_db=trim),
+            SpokenDigitsConfig(),
+            CODEC,
+        )
+        for trim in (None, (-0.01, 0.0))
+    )
+    lengths = [[len(s.row(i).turns[0].question_audio.samples) for i in range(8)] for s in (plain, cut)]
+    assert all(b < a for a, b in zip(*lengths, strict=True))
+    same = [[len(row.turns[0].question_audio.samples) for row in s.held_out(8)] for s in (plain, cut)]
+    assert same[0] == same[1]  # who is examined is heard as recorded
+
+
+def test_a_share_of_strings_is_said_by_synthetic_voices_digit_by_digit(folder):
+    config = RecordedDigitsConfig(
+        str(folder), ("anna",), pause=(0.3, 0.3), silence=(0.1, 0.1), floor_db=(-90, -90), speed=(1, 1), voices=0.5
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    rows = [source.row(i) for i in range(60)]
+    spoken = [row for row in rows if row.speaker not in BASE]
+    assert 15 < len(spoken) < 45 and {row.speaker.partition("+")[2] for row in spoken} == {"f1", "m1"}
+    for row in spoken[:12]:
+        sound = row.turns[0].question_audio.load(16000)
+        loud = torch.nn.functional.avg_pool1d(sound.square()[None, None], 160)[0, 0] > sound.square().max() * 1e-4
+        gaps = "".join("x" if frame else "." for frame in loud.tolist()).strip(".")
+        assert gaps.count("." * 25) >= len(row.turns[0].answer_text.split()) - 1
+        assert row.source == f"recorded-digits/{row.speaker}"
+    again = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    for i in (7, 3):
+        assert torch.equal(again.row(i).turns[0].question_audio.samples, rows[i].turns[0].question_audio.samples)
+
+
 def test_validation_asks_the_held_out_speaker_alone(folder):
     people = SourceConfig("recorded-digits", recorded=RecordedDigitsConfig(str(folder), ("anna",)))
     voices = SourceConfig("spoken-digits", digits=SpokenDigitsConfig(arithmetic=0.0, examined=False))
@@ -120,6 +158,8 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"held_out": ("anna", "berta", "clara")}, "keeps every speaker"),
         ({"pause": (0.3, 0.1)}, "recorded.pause is 0.3 to 0.1"),
         ({"lengths": ()}, "recorded.lengths"),
+        ({"trim_db": (-10.0, 3.0)}, "recorded.trim_db is -10.0 to 3.0"),
+        ({"voices": 1.5}, "recorded.voices is 1.5"),
     ):
         with pytest.raises(UserError, match=text):
             build(**changes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec
-from omni.audio.io import read_audio
+from omni.audio.io import read_audio, resample
 from omni.errors import UserError
 from train.data.keys import dice
 from train.data.row import Codes, Row, RowTurn, Sound
 from train.data.synthetic import NUMBERS, RATE, SpokenDigits, SpokenDigitsConfig
+from train.data.voice import SAMPLE_RATE, synthesise
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 
@@ -45,6 +47,9 @@ class RecordedDigitsConfig:
         speed: each string is played that much faster, from and to, its pitch with it: other speakers, as it were.
         level_db: how much louder or softer than the string's mean each digit is, from and to.
         floor_db: level of the noise under everything, relative to the loudest sample, from and to.
+        trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
+            from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
+        voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
     """
 
     folder: str = ""
@@ -55,6 +60,8 @@ class RecordedDigitsConfig:
     speed: tuple[float, float] = (0.85, 1.2)
     level_db: tuple[float, float] = (-3.0, 3.0)
     floor_db: tuple[float, float] = (-70.0, -45.0)
+    trim_db: tuple[float, float] | None = None
+    voices: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
@@ -63,6 +70,10 @@ class RecordedDigitsConfig:
             first, last = getattr(self, name)
             if not low <= first <= last:
                 raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
+        if self.trim_db is not None and not -120 <= self.trim_db[0] <= self.trim_db[1] <= 0:
+            raise UserError(f"recorded.trim_db is {self.trim_db[0]} to {self.trim_db[1]}; it goes upwards, from -120 to 0")
+        if not 0 <= self.voices <= 1:
+            raise UserError(f"recorded.voices is {self.voices}; it is a share, from 0 to 1")
 
 
 class RecordedDigits:
@@ -105,7 +116,9 @@ class RecordedDigits:
         """The string of draw `index`."""
         utterance = self.identity(index)
         rng = dice(self.seed, "recorded", utterance)
-        return self._row(rng, rng.choice(self.speakers), utterance, f"recorded digits, utterance {utterance}", True)
+        voice = self.config.voices > 0 and rng.random() < self.config.voices
+        speaker = self.answers.choose_voice(rng) if voice else rng.choice(self.speakers)
+        return self._row(rng, speaker, utterance, f"recorded digits, utterance {utterance}", True)
 
     def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
         """The evaluation set: strings of the held-out speakers in turn, at their own speed. `source` ends in the speaker."""
@@ -131,10 +144,13 @@ class RecordedDigits:
         """A string [S]: digits, pauses, a little noise."""
         c = self.config
         pieces = [torch.zeros(round(rng.uniform(*c.silence) * RATE))]
+        say = self._speaker(rng, speaker)
         for place, digit in enumerate(digits):
             if place:
                 pieces.append(torch.zeros(round(rng.uniform(*c.pause) * RATE)))
-            said = _recording(str(rng.choice(self.files[speaker][digit])))
+            said = say(digit)
+            if varied and c.trim_db is not None:
+                said = trimmed(said, rng.uniform(*c.trim_db))
             level = 10 ** (rng.uniform(*c.level_db) / 20) if varied else 1.0
             pieces.append(said * (level * 0.05 / max(float(said.square().mean().sqrt()), 1e-5)))
         pieces.append(torch.zeros(round(rng.uniform(*c.silence) * RATE)))
@@ -145,6 +161,26 @@ class RecordedDigits:
         joined = joined * (self.answers.config.peak / float(joined.abs().max()))
         rate = round(100 * rng.uniform(*c.speed)) if varied else 100
         return Sound(joined, RATE * rate // 100)
+
+    def _speaker(self, rng: random.Random, speaker: str) -> Callable[[int], Tensor]:
+        """What says a digit [S]: somebody's recordings, or a synthetic voice in one mood for the whole string."""
+        if speaker in self.files:
+            return lambda digit: _recording(str(rng.choice(self.files[speaker][digit])))
+        c = self.answers.config
+        rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
+
+        def say(digit: int) -> Tensor:
+            said = synthesise(NUMBERS[digit], speaker, rate, pitch, pitch_range)[0]
+            return resample(resample(said, SAMPLE_RATE, c.question_rate), c.question_rate, RATE)
+
+        return say
+
+
+def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
+    """A recording [S] from the first to the last frame that is louder than `decibels` relative to its loudest one."""
+    power = torch.nn.functional.avg_pool1d(sound.square()[None, None], frame, ceil_mode=True)[0, 0]
+    loud = (power >= power.max() * 10 ** (decibels / 10)).nonzero()
+    return sound[int(loud[0]) * frame : (int(loud[-1]) + 1) * frame]
 
 
 @lru_cache(maxsize=4096)

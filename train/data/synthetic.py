@@ -180,9 +180,13 @@ class SpokenDigits:
         rng = dice(self.seed, "utterance", utterance)
         config = self.config
         count = rng.choices(range(1, len(config.turns) + 1), config.turns)[0]
-        voice = rng.choice(self.rare_voices if self.rare_voices and rng.random() < config.rare else self.voices)
+        voice = self.choose_voice(rng)
         turns = tuple(self._turn(rng, draw_question(config, rng), voice) for _ in range(count))
         return Row(turns, id=str(utterance), source=self.name, speaker=voice, where=f"spoken digits, utterance {utterance}")
+
+    def choose_voice(self, rng: random.Random) -> str:
+        """A voice of training: now and then a rare one."""
+        return rng.choice(self.rare_voices if self.rare_voices and rng.random() < self.config.rare else self.voices)
 
     def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
         """The evaluation set: one question each, arithmetic and digits in turn, in the held-out voices in turn.
