@@ -51,7 +51,7 @@ class Options:
         encoder_mode: padded (30 s window then cut, as Whisper was trained: its default) or variable (the audio there is).
         codec: the codec that the model will speak: snac (default), codec2, mimi, mimi-16 or mimi-32.
         codec_folder: the codec's weights, put into the model folder.
-        layout: how streams stand: mini-omni, snac or codec2; by default the codec's.
+        layout: how streams stand: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream a codebook).
         combine: whether streams' embeddings are summed (text is then unchanged) or averaged (as mini-omni does).
         adapter: linear, mlp or gated (mini-omni's).
         adapter_hidden: inner size of mlp and gated; by default the language model's.

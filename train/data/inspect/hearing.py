@@ -21,13 +21,12 @@ from torch import Tensor
 from omni.checkpoint.foreign import Lazy, match
 from omni.checkpoint.safe import read_json, read_torch, read_weights, state_of
 from omni.errors import UserError
+from train.eval.texts import by_characters
 from train.evaluate import word_errors
 
 WINDOW_POSITIONS = 1500
 """Encoder frames of the 30 s that Whisper's decoding works on."""
 
-UNSPACED = ("zh", "ja", "th", "lo", "my", "yue")
-"""Languages that are compared letter by letter."""
 
 _DIMENSIONS = {
     "n_mels": "num_mel_bins",
@@ -120,7 +119,7 @@ def error_rate(text: str, heard: str, language: str) -> float:
 def _normaliser(language: str) -> Any:
     from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
-    return EnglishTextNormalizer() if language == "en" else BasicTextNormalizer(split_letters=language in UNSPACED)
+    return EnglishTextNormalizer() if language == "en" else BasicTextNormalizer(split_letters=by_characters(language))
 
 
 def _primary(language: str) -> str:
