@@ -71,6 +71,8 @@ class SpeechEncoder(nn.Module):
         weight = self.whisper.conv1.weight
         ratio = EQUAL_LENGTHS if weight.device.type == "cpu" else FEW_LAUNCHES
         packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device)
+        if self.config.normalize == "clip":
+            mels = normalized(mels, lengths)
         x = self._convolve(mels.to(weight), packing)
         x = x + self.whisper.positional_embedding.index_select(0, packing.positions).to(weight.dtype)
         for block in self.whisper.blocks:
@@ -122,6 +124,17 @@ class SpeechEncoder(nn.Module):
                     f"clip {clip} of {length} feature frames has {tokens} encoder frames, {count} were "
                     f"asked for (mode={self.config.mode}; EncoderConfig.frames counts them)"
                 )
+
+
+def normalized(mels: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Features [N, M, F max] without each band's mean over its clip, divided by the deviation of what is left of the clip;
+    zeros behind the clips. In fp32."""
+    length = torch.tensor(lengths, dtype=torch.float32).to(mels.device, non_blocking=True)[:, None, None]
+    behind = torch.arange(mels.shape[2], device=mels.device) >= length
+    x = mels.float().masked_fill(behind, 0.0)
+    x = (x - x.sum(2, keepdim=True) / length).masked_fill(behind, 0.0)
+    variance = x.square().sum((1, 2), keepdim=True) / (length * mels.shape[1])
+    return x * variance.clamp_min(1e-6).rsqrt()
 
 
 class EncoderBlock(ResidualAttentionBlock):

@@ -15,6 +15,7 @@ from omni.errors import UserError
 
 EncoderMode = Literal["padded", "variable"]
 LongAudio = Literal["refuse", "split"]
+Normalize = Literal["none", "clip"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,10 @@ class EncoderConfig:
     and keeps the frames of the sound, as checkpoints trained with Whisper's padding expect (mini-omni).
     long_audio: what happens to sound beyond the window: "refuse" it, or "split" it into consecutive windows
     whose frames are joined. Never cut. hop: samples between feature frames; a released Whisper needs 160 (50
-    encoder frames a second), a model trained from nothing may take 320 and half the work.
+    encoder frames a second), a model trained from nothing may take 320 and half the work. normalize: "clip" takes
+    each band's mean over a clip out of it, and the deviation of what is left: other microphones and rooms then
+    sound alike (cepstral mean and variance normalisation, Viikki and Laurila 1998, before the cosine transform);
+    "none" is Whisper's.
     UserError: a value that no encoder can have.
     """
 
@@ -38,6 +42,7 @@ class EncoderConfig:
     mel_floor: MelFloor = "clip"
     long_audio: LongAudio = "refuse"
     hop: int = HOP
+    normalize: Normalize = "none"
 
     def __post_init__(self) -> None:
         if self.n_mels not in (80, 128):
@@ -52,6 +57,8 @@ class EncoderConfig:
             )
         if self.mode == "padded" and self.hop != HOP:
             raise UserError(f"encoder.hop={self.hop}: mode=padded is for released checkpoints, their hop is {HOP}")
+        if self.mode == "padded" and self.normalize != "none":
+            raise UserError(f"encoder.normalize={self.normalize}: mode=padded is for released checkpoints, theirs is none")
         positions = self.window_seconds * self.frames_per_second
         if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
             frame = 1 / self.frames_per_second
@@ -119,6 +126,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("padded", "variable"),
     "mel_floor": ("clip", "fixed"),
     "long_audio": ("refuse", "split"),
+    "normalize": ("none", "clip"),
 }
 
 # Published sizes: the `ModelDimensions` stored in OpenAI's checkpoints, also tabled in "Robust Speech

@@ -149,6 +149,7 @@ def check_fits(config: ModelConfig, where: Path | str) -> None:
         ("adapter.hidden", adapter.hidden, decoder.mlp_width if gated else adapter.hidden),
         ("encoder.mode", encoder.mode, "padded"),
         ("encoder.mel_floor", encoder.mel_floor, "clip"),
+        ("encoder.normalize", encoder.normalize, "none"),
         ("encoder.n_mels", encoder.n_mels, 80),
         ("encoder.window_seconds", encoder.window_seconds, 30.0),
     )

@@ -296,6 +296,8 @@ def test_presets_have_the_published_sizes(name: str) -> None:
         ({"window_seconds": float("inf")}, "window_seconds=inf"),
         ({"mode": "varable"}, "did you mean 'variable'"),
         ({"mel_floor": "none"}, "clip, fixed"),
+        ({"normalize": "clips"}, "did you mean 'clip'"),
+        ({"normalize": "clip", "mode": "padded"}, "mode=padded is for released checkpoints, theirs is none"),
         ({"long_audio": "cut"}, "refuse, split"),
         ({"hop": 0}, "hop=0"),
         ({"hop": 300}, "hop=300"),
@@ -306,6 +308,37 @@ def test_presets_have_the_published_sizes(name: str) -> None:
 def test_bad_configurations(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(SMALL, **change)
+
+
+@CONFIGS
+def test_normalised_features_are_each_clips_own(config: EncoderConfig) -> None:
+    """Against Whisper's modules on features that were normalised one clip at a time; what lies behind a clip is not read."""
+    torch.manual_seed(0)
+    encoder, sounds = SpeechEncoder(replace(config, normalize="clip")), clips()
+    theirs = whisper_of(encoder)
+    wanted = []
+    for sound in sounds:
+        mel = encoder.features(sound).double()
+        mel = mel - mel.mean(1, keepdim=True)
+        wanted.append(alone(theirs, (mel / mel.square().mean().sqrt().clamp_min(1e-3)).float()))
+    mels, lengths = collate([encoder.features(sound) for sound in sounds])
+    for mel, length in zip(mels, lengths, strict=True):
+        mel[:, length:] = float("nan")
+    assert_near(encoder(mels, lengths, [encoder.frames(len(sound)) for sound in sounds]), torch.cat(wanted), 1e-5)
+
+
+def test_normalised_it_does_not_hear_the_microphone() -> None:
+    torch.manual_seed(0)
+    encoder = SpeechEncoder(replace(SMALL, normalize="clip"))
+    (sound,) = clips((16000,))
+    mel = encoder.features(sound)
+    other = mel * 0.7 + torch.linspace(-1, 1, len(mel))[:, None]
+    one, two = (encoder(m[None], [m.shape[1]], [encoder.frames(len(sound))]) for m in (mel, other))
+    assert_near(two, one, 1e-5)
+    plain = SpeechEncoder(SMALL)
+    plain.load_state_dict(encoder.state_dict())
+    one, two = (plain(m[None], [m.shape[1]], [plain.frames(len(sound))]) for m in (mel, other))
+    assert (one - two).abs().max() > 0.1
 
 
 def test_windows_of_any_whole_number_of_frames() -> None:
