@@ -72,7 +72,7 @@ class SpeechEncoder(nn.Module):
         ratio = EQUAL_LENGTHS if weight.device.type == "cpu" else FEW_LAUNCHES
         packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device)
         if self.config.normalize == "clip":
-            mels = normalized(mels, lengths)
+            mels = normalized(mels, lengths, self.config.mel_range)
         x = self._convolve(mels.to(weight), packing)
         x = x + self.whisper.positional_embedding.index_select(0, packing.positions).to(weight.dtype)
         for block in self.whisper.blocks:
@@ -126,12 +126,15 @@ class SpeechEncoder(nn.Module):
                 )
 
 
-def normalized(mels: Tensor, lengths: Sequence[int]) -> Tensor:
+def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0) -> Tensor:
     """Features [N, M, F max] without each band's mean over its clip, divided by the deviation of what is left of the clip;
-    zeros behind the clips. In fp32."""
+    zeros behind the clips. Before that they are raised to at most `span` below the clip's highest, in log10 of power (a feature
+    is a quarter of it). In fp32."""
     length = torch.tensor(lengths, dtype=torch.float32).to(mels.device, non_blocking=True)[:, None, None]
     behind = torch.arange(mels.shape[2], device=mels.device) >= length
-    x = mels.float().masked_fill(behind, 0.0)
+    x = mels.float()
+    highest = x.masked_fill(behind, float("-inf")).amax((1, 2), keepdim=True)
+    x = torch.maximum(x, highest - span / 4).masked_fill(behind, 0.0)
     x = (x - x.sum(2, keepdim=True) / length).masked_fill(behind, 0.0)
     variance = x.square().sum((1, 2), keepdim=True) / (length * mels.shape[1])
     return x * variance.clamp_min(1e-6).rsqrt()

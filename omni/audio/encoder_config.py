@@ -29,7 +29,8 @@ class EncoderConfig:
     encoder frames a second), a model trained from nothing may take 320 and half the work. normalize: "clip" takes
     each band's mean over a clip out of it, and the deviation of what is left: other microphones and rooms then
     sound alike (cepstral mean and variance normalisation, Viikki and Laurila 1998, before the cosine transform);
-    "none" is Whisper's.
+    "none" is Whisper's. mel_range: how far below the clip's loudest band, in log10 of power, normalised features reach
+    down: 8 as in Whisper; with 4.4 nobody's background is heard.
     UserError: a value that no encoder can have.
     """
 
@@ -43,6 +44,7 @@ class EncoderConfig:
     long_audio: LongAudio = "refuse"
     hop: int = HOP
     normalize: Normalize = "none"
+    mel_range: float = 8.0
 
     def __post_init__(self) -> None:
         if self.n_mels not in (80, 128):
@@ -59,6 +61,10 @@ class EncoderConfig:
             raise UserError(f"encoder.hop={self.hop}: mode=padded is for released checkpoints, their hop is {HOP}")
         if self.mode == "padded" and self.normalize != "none":
             raise UserError(f"encoder.normalize={self.normalize}: mode=padded is for released checkpoints, theirs is none")
+        if not 0.5 <= self.mel_range <= 8.0 or (self.mel_range != 8.0 and self.normalize == "none"):
+            raise UserError(
+                f"encoder.mel_range={self.mel_range}: it lies between 0.5 and 8, and is 8 where encoder.normalize is none"
+            )
         positions = self.window_seconds * self.frames_per_second
         if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
             frame = 1 / self.frames_per_second
