@@ -70,6 +70,7 @@ def ask(options: AskOptions) -> None:
             f"--codec_folder, put them into {options.model}/codec, or ask for text only with --task A1T2 or T1T2"
         )
 
+    adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
     say = sys.stderr if options.out == PIPE else sys.stdout
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))
@@ -84,6 +85,7 @@ def ask(options: AskOptions) -> None:
                     text_assist=options.text_assist,
                     overflow="forget" if options.forget else "end",
                     context=options.context,
+                    adapter=adapter,
                 )
             )
 

@@ -18,11 +18,14 @@ from infer.ask import follow
 from infer.playback import Meter
 from infer.sound_out import Outputs, PipeOutput, WavOutput
 from omni.audio.io import pcm16, read_audio
+from omni.checkpoint.peft import checksum, save_adapter
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
-from tests.infer.conftest import write_question
+from omni.generate.speech_lm import SpeechLM
+from omni.model.lora import LoRAConfig, add_adapter, linears_of, weights_of
+from tests.infer.conftest import tiny_model, write_question
 
 FIGURES = re.compile(r"first audio \d+ ms, real-time factor \d+\.\d\d, \d+ underruns?\n")
 
@@ -51,6 +54,27 @@ def test_the_answer_is_that_of_the_python_door(name, run, lm, tmp_path):
     assert done.text.startswith(wanted.text + "\n" if wanted.text else "")
     assert len(FIGURES.findall(done.text)) == 1 and done.text.endswith(FIGURES.findall(done.text)[0])
     assert "a.wav: 0.80 s" in done.text and done.err == ""
+
+
+def test_an_adapter_answers_beside_the_model(run, lm, folder, tmp_path):
+    model = tiny_model()
+    chosen = add_adapter(model, LoRAConfig(rank=2))
+    linears = linears_of(model)
+    base = checksum(chosen, lambda name: linears[name].weight)
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if name.endswith(".b"):
+            p.data.normal_(std=0.5)
+    save_adapter(tmp_path / "mine", weights_of(model, model.state_dict(), base=base))
+    question = write_question(tmp_path / "q.wav")
+    done = run("ask", "q.wav", "--out", "a.wav", "--max_seconds", "0.8", "--adapter", str(tmp_path / "mine"))
+    adapted = SpeechLM.from_pretrained(folder)
+    adapted.load_adapter(tmp_path / "mine")
+    wanted = adapted.generate(question, max_seconds=0.8, adapter="mine")
+    assert done.code == 0 and samples_of(tmp_path / "a.wav") == pcm16(wanted.audio)
+    assert not torch.equal(wanted.codes, lm.generate(question, max_seconds=0.8).codes)
+    done = run("ask", "q.wav", "--adapter", "nowhere")
+    assert done.code == 2 and "nowhere is no adapter" in done.err
 
 
 def test_the_pipe_gets_the_samples_of_the_file_and_all_text_goes_to_standard_error(run, tmp_path):
