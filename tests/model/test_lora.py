@@ -201,8 +201,9 @@ def test_several_adapters_add_up_and_rows_choose() -> None:
             assert_near(model(text), alone["other"], 1e-6)
     for row, wanted in enumerate((alone["default"], none, alone["other"])):
         assert_near(mixed[row], wanted[row], 1e-6, f"row {row}")
-    with pytest.raises(ValueError, match="generation"), using(Choice(("other",))):
-        pass
+    with using(Choice(("other",))):
+        assert not model(text).requires_grad  # backward would recompute without the choice
+    assert model(text).requires_grad
     with pytest.raises(UserError, match="no adapter 'thrid'; the model's adapters are default, other"):
         activate(model, "thrid")
 
