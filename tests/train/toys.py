@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -226,4 +227,9 @@ def main(options: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    try:
+        code = main(json.loads(sys.argv[1]))
+    finally:
+        if dist.is_initialized():  # as `train.fit.fit` does: threads that wait for the others must not outlive them
+            dist.destroy_process_group()
+    sys.exit(code)
