@@ -10,7 +10,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 from omni.checkpoint.peft import check_base, checksum, load_adapter, save_adapter
-from omni.model.lora import LoRAConfig, add_adapter, attach, linears_of, replace_whole, weights_of
+from omni.model.lora import LoRAConfig, add_adapter, attach, linears_of
+from omni.model.lora_weights import replace_whole, weights_of
 from omni.model.quantize import quantize
 from omni.patterns import match_names
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
-from omni.model.lora import merged_state
+from omni.model.lora_weights import merged_state
 from omni.tasks import TASKS
 from train import adapters, plots
 from train.config import FitConfig

@@ -29,7 +29,8 @@ from omni.checkpoint.foreign import Foreign, Lazy, joined
 from omni.checkpoint.huggingface import our_name, their_name
 from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file
 from omni.errors import UserError
-from omni.model.lora import AdapterWeights, LoRAConfig, fits
+from omni.model.lora import LoRAConfig, fits
+from omni.model.lora_weights import AdapterWeights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

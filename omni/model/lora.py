@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.model.quantize import dense_weight, is_quantized
 from omni.patterns import match_names
 
 DEFAULT = "default"
@@ -199,7 +198,8 @@ def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def linear_of(model: nn.Module, name: str) -> nn.Linear:
+    """One of them."""
     return cast(nn.Linear, model.get_submodule(name))
 
 
@@ -274,14 +274,14 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
     """Take an adapter away; UserError where there is none of that name, or it is merged."""
-    _known(model, [name])
+    check_known(model, [name])
     for target, part in adapted(model).items():
         if name in part.active.merged:
             raise UserError(f"adapter {name!r} is merged into the weights; unmerge first")
         part._modules.pop(name, None)
         part.active.names = tuple(n for n in part.active.names if n != name)
         if not part.names:
-            linear = _linear(model, target)
+            linear = linear_of(model, target)
             for key, hook in list(linear._forward_hooks.items()):
                 if hook is _add:
                     del linear._forward_hooks[key]
@@ -290,7 +290,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
 
 def activate(model: nn.Module, *names: str) -> None:
     """Let these adapters, and no others, act on every row; UserError where there is none of a name."""
-    _known(model, names)
+    check_known(model, names)
     for part in adapted(model).values():
         part.active.names = tuple(names)
 
@@ -298,7 +298,7 @@ def activate(model: nn.Module, *names: str) -> None:
 def choice_of(model: nn.Module, names: Sequence[str | None], device: torch.device | str = "cpu") -> Choice | None:
     """The choice of an adapter for each row, None where no row has one; UserError where there is none of a name."""
     wanted = list(dict.fromkeys(name for name in names if name is not None))
-    _known(model, wanted)
+    check_known(model, wanted)
     if not wanted:
         return None
     if len(wanted) == 1 and None not in names:
@@ -307,80 +307,12 @@ def choice_of(model: nn.Module, names: Sequence[str | None], device: torch.devic
     return Choice(tuple(wanted), torch.tensor(numbers, device=device))
 
 
-def _known(model: nn.Module, names: Sequence[str]) -> None:
+def check_known(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a name that no adapter has (UserError)."""
     there = adapter_names(model)
     for name in names:
         if name not in there:
             raise UserError(f"there is no adapter {name!r}; the model's adapters are {', '.join(there) or 'none'}")
-
-
-# --- in and out of the weights ----------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def merge(model: nn.Module) -> None:
-    """Put the acting adapters into the weights; `unmerge` takes them out again, exactly: the originals are kept beside.
-
-    Raises:
-        UserError: some are merged already, or a base is quantised (see `merged_state`).
-    """
-    parts = adapted(model)
-    for target, part in parts.items():
-        if part.active.merged:
-            raise UserError(f"adapters {', '.join(part.active.merged)} are merged already; unmerge first")
-        if is_quantized(_linear(model, target)):
-            raise UserError(f"{target} is quantised: adapters are merged into its dequantised weight, when they are exported")
-    for target, part in parts.items():
-        pairs, weight = part.acting(), _linear(model, target).weight
-        if pairs:
-            part.original = weight.detach().clone()
-            weight.copy_(_summed(weight, pairs))
-    for part in parts.values():
-        part.active.merged = part.active.names
-
-
-@torch.no_grad()
-def unmerge(model: nn.Module) -> None:
-    """The weights as they were before `merge`, bit for bit; UserError where nothing is merged."""
-    parts = adapted(model)
-    if not any(part.active.merged for part in parts.values()):
-        raise UserError("no adapter is merged into the weights; there is nothing to take out")
-    for target, part in parts.items():
-        if part.original is not None:
-            _linear(model, target).weight.copy_(part.original)
-            part.original = None
-    for part in parts.values():
-        part.active.merged = ()
-
-
-def _summed(weight: Tensor, pairs: Sequence[LowRank]) -> Tensor:
-    return weight.float() + sum(pair.delta() for pair in pairs)
-
-
-@torch.no_grad()
-def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of plain weights, in which the acting adapters are merged and no adapter is left.
-
-    Args:
-        model: says which adapters act, how strongly, and how a base is quantised.
-        state: values, which may be newer than the model's (a running average, shards gathered).
-    """
-    linears, parts = linears_of(model), adapted(model)
-    beside = tuple(f"{target}.lora." for target in parts)  # and what a quantised weight keeps
-    coded = {target: linear for target, linear in linears.items() if is_quantized(linear)}
-    inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
-    out = {key: value for key, value in state.items() if key not in inside and not key.startswith(beside)}
-    out |= {f"{target}.weight": dense_weight(linear).cpu() for target, linear in coded.items()}
-    for target, part in parts.items():
-        key = f"{target}.weight"
-        total = out[key].float()
-        for name in part.active.names:
-            pair = part.pair(name)
-            if pair is not None and name not in part.active.merged:
-                down, up = (state[f"{target}.lora.{name}.{which}"].float().to(total.device) for which in "ab")
-                total = total + (up @ down) * pair.scale
-        out[key] = total.to(out[key].dtype)
-    return out
 
 
 def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -393,73 +325,8 @@ def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | Non
     return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.b for pair in pairs], dim=1)
 
 
-@dataclass(frozen=True)
-class AdapterWeights:
-    """An adapter as data.
-
-    Attributes:
-        pairs: A [r, in], B [out, r] and scale by the linear's name.
-        config: with which it was made; its targets are names.
-        whole: parameters that were trained besides, by name, which take the place of the model's.
-        base: checksum of the weights it belongs to (`omni.checkpoint.peft.checksum`), None where it is not known.
-    """
-
-    pairs: Mapping[str, tuple[Tensor, Tensor, float]]
-    config: LoRAConfig
-    whole: Mapping[str, Tensor] = field(default_factory=dict)
-    base: int | None = None
-
-    def modules(self) -> dict[str, LowRank]:
-        """Pairs to `attach`."""
-        out = {}
-        for name, (a, b, scale) in self.pairs.items():
-            pair = LowRank(a.shape[1], b.shape[0], replace(self.config, rank=a.shape[0]), torch.device("meta"))
-            pair.scale, pair.a, pair.b = scale, nn.Parameter(a.clone()), nn.Parameter(b.clone())
-            out[name] = pair
-        return out
-
-
-def weights_of(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    whole: Sequence[str] = (),
-    base: int | None = None,
-    name: str = DEFAULT,
-) -> AdapterWeights:
-    """An adapter out of a state dict.
-
-    Args:
-        state: values, which may be newer than the model's.
-        whole: parameters that learnt beside it.
-        base: see `AdapterWeights`.
-    """
-    found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(name)) is not None}
-    if not found:
-        _known(model, [name])
-    first = next(iter(found.values()))
-    stabilized = all(pair.stabilized for pair in found.values())
-    alpha = first.scale * (math.sqrt(first.rank) if stabilized else first.rank)
-    config = LoRAConfig(tuple(found), first.rank, alpha, first.dropout.p, stabilized)
-    pairs = {
-        target: (state[f"{target}.lora.{name}.a"], state[f"{target}.lora.{name}.b"], pair.scale)
-        for target, pair in found.items()
-    }
-    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base)
-
-
 def fits(name: str, given: Sequence[int], own: Sequence[int]) -> bool:
     """Whether a stored tensor can stand for the model's: of its shape, or, of text tables and heads, with less rows (those of
     ids that the model was grown by are then its own)."""
     text = "text_" in name and len(given) == 2 == len(own)
     return tuple(given) == tuple(own) or (text and given[0] < own[0] and given[1] == own[1])
-
-
-@torch.no_grad()
-def replace_whole(model: nn.Module, weights: AdapterWeights, where: str) -> None:
-    """Put the parameters that learnt beside an adapter into a model; UserError where one does not fit."""
-    own = dict(model.named_parameters())
-    for name, value in weights.whole.items():
-        if name not in own or not fits(name, value.shape, own[name].shape):
-            raise UserError(f"{where}: {name} {list(value.shape)} does not fit the model; it is another model's")
-    for name, value in weights.whole.items():
-        own[name][: len(value)].copy_(value)

@@ -24,7 +24,8 @@ from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.model.lora import LoRAConfig, add_adapter, linears_of, weights_of
+from omni.model.lora import LoRAConfig, add_adapter, linears_of
+from omni.model.lora_weights import weights_of
 from tests.infer.conftest import tiny_model, write_question
 
 FIGURES = re.compile(r"first audio \d+ ms, real-time factor \d+\.\d\d, \d+ underruns?\n")

@@ -15,7 +15,8 @@ from omni.checkpoint.peft import load_adapter
 from omni.errors import UserError
 from omni.model import lora
 from omni.model.decoder import Decoder
-from omni.model.lora import Choice, LoRAConfig, activate, add_adapter, attach, merge, remove_adapter, unmerge, using
+from omni.model.lora import Choice, LoRAConfig, activate, add_adapter, attach, remove_adapter, using
+from omni.model.lora_weights import merge, merged_state, unmerge
 from omni.model.quantize import dense_weight, quantize
 from tests.close import assert_near
 from tests.model.test_decoder_parity import FAMILIES, LAYOUT, TEXT, names
@@ -173,7 +174,7 @@ def test_merged_equals_unmerged_and_comes_apart_bit_for_bit() -> None:
 
 def test_merged_state_is_the_plain_models() -> None:
     model, plain = ours(), Ours(mistral())
-    state = lora.merged_state(model, model.state_dict())
+    state = merged_state(model, model.state_dict())
     plain.load_state_dict(state)
     with torch.no_grad():
         assert_near(plain(texts()), model(texts()), 1e-5)
@@ -222,7 +223,7 @@ def test_on_a_quantised_base_it_adds_to_the_dequantised_weights(kind: str) -> No
         p.requires_grad_(False)
     weights = {name: dense_weight(model.get_submodule(name)) for name in quantized}
     assert all(0 < (weights[n] - plain.get_submodule(n).weight).abs().max() < 0.05 for n in quantized)
-    plain.load_state_dict(lora.merged_state(model, model.state_dict()))
+    plain.load_state_dict(merged_state(model, model.state_dict()))
     assert_near(plain(x), model(x), 1e-5)
     model(x).sum().backward()
     grads = {name for name, p in model.named_parameters() if p.grad is not None}

@@ -16,7 +16,7 @@ from omni.checkpoint.peft import load_adapter
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from omni.model.lora import merged_state
+from omni.model.lora_weights import merged_state
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near

@@ -46,7 +46,10 @@ def test_help_is_quick_and_names_the_commands() -> None:
         (["fit", "FILE", "--learning_rate", "1"], "unknown option --learning_rate"),
         (["fit", "FILE", "--lr=1"], "unknown option --lr; did you mean optimizer.lr?"),
         (["fit", "FILE", "--optimizer.lr", "fast"], "optimizer.lr: expected a number, got fast"),
-        (["fit", "FILE", "--optimizer.name", "adan"], "optimizer.name: expected one of 'adamw', 'muon', 'paged_adamw_8bit', got adan"),
+        (
+            ["fit", "FILE", "--optimizer.name", "adan"],
+            "optimizer.name: expected one of 'adamw', 'muon', 'paged_adamw_8bit', got adan",
+        ),
         (["fit", "FILE", "--budget.steps", "0"], "budget.steps is 0; it must be at least 1"),
         (["fit", "FILE", "stray"], "argument 'stray' stands alone"),
         (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),

@@ -1,0 +1,145 @@
+"""Adapters in and out of a model's weights, and as data (see `omni.model.lora`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.model.lora import DEFAULT, LoRAConfig, LowRank, adapted, check_known, fits, linear_of, linears_of
+from omni.model.quantize import dense_weight, is_quantized
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Put the acting adapters into the weights; `unmerge` takes them out again, exactly: the originals are kept beside.
+
+    Raises:
+        UserError: some are merged already, or a base is quantised (see `merged_state`).
+    """
+    parts = adapted(model)
+    for target, part in parts.items():
+        if part.active.merged:
+            raise UserError(f"adapters {', '.join(part.active.merged)} are merged already; unmerge first")
+        if is_quantized(linear_of(model, target)):
+            raise UserError(f"{target} is quantised: adapters are merged into its dequantised weight, when they are exported")
+    for target, part in parts.items():
+        pairs, weight = part.acting(), linear_of(model, target).weight
+        if pairs:
+            part.original = weight.detach().clone()
+            weight.copy_(_summed(weight, pairs))
+    for part in parts.values():
+        part.active.merged = part.active.names
+
+
+@torch.no_grad()
+def unmerge(model: nn.Module) -> None:
+    """The weights as they were before `merge`, bit for bit; UserError where nothing is merged."""
+    parts = adapted(model)
+    if not any(part.active.merged for part in parts.values()):
+        raise UserError("no adapter is merged into the weights; there is nothing to take out")
+    for target, part in parts.items():
+        if part.original is not None:
+            linear_of(model, target).weight.copy_(part.original)
+            part.original = None
+    for part in parts.values():
+        part.active.merged = ()
+
+
+def _summed(weight: Tensor, pairs: Sequence[LowRank]) -> Tensor:
+    return weight.float() + sum(pair.delta() for pair in pairs)
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of plain weights, in which the acting adapters are merged and no adapter is left.
+
+    Args:
+        model: says which adapters act, how strongly, and how a base is quantised.
+        state: values, which may be newer than the model's (a running average, shards gathered).
+    """
+    linears, parts = linears_of(model), adapted(model)
+    beside = tuple(f"{target}.lora." for target in parts)  # and what a quantised weight keeps
+    coded = {target: linear for target, linear in linears.items() if is_quantized(linear)}
+    inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
+    out = {key: value for key, value in state.items() if key not in inside and not key.startswith(beside)}
+    out |= {f"{target}.weight": dense_weight(linear).cpu() for target, linear in coded.items()}
+    for target, part in parts.items():
+        key = f"{target}.weight"
+        total = out[key].float()
+        for name in part.active.names:
+            pair = part.pair(name)
+            if pair is not None and name not in part.active.merged:
+                down, up = (state[f"{target}.lora.{name}.{which}"].float().to(total.device) for which in "ab")
+                total = total + (up @ down) * pair.scale
+        out[key] = total.to(out[key].dtype)
+    return out
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter as data.
+
+    Attributes:
+        pairs: A [r, in], B [out, r] and scale by the linear's name.
+        config: with which it was made; its targets are names.
+        whole: parameters that were trained besides, by name, which take the place of the model's.
+        base: checksum of the weights it belongs to (`omni.checkpoint.peft.checksum`), None where it is not known.
+    """
+
+    pairs: Mapping[str, tuple[Tensor, Tensor, float]]
+    config: LoRAConfig
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    base: int | None = None
+
+    def modules(self) -> dict[str, LowRank]:
+        """Pairs to `attach`."""
+        out = {}
+        for name, (a, b, scale) in self.pairs.items():
+            pair = LowRank(a.shape[1], b.shape[0], replace(self.config, rank=a.shape[0]), torch.device("meta"))
+            pair.scale, pair.a, pair.b = scale, nn.Parameter(a.clone()), nn.Parameter(b.clone())
+            out[name] = pair
+        return out
+
+
+def weights_of(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    whole: Sequence[str] = (),
+    base: int | None = None,
+    name: str = DEFAULT,
+) -> AdapterWeights:
+    """An adapter out of a state dict.
+
+    Args:
+        state: values, which may be newer than the model's.
+        whole: parameters that learnt beside it.
+        base: see `AdapterWeights`.
+    """
+    found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(name)) is not None}
+    if not found:
+        check_known(model, [name])
+    first = next(iter(found.values()))
+    stabilized = all(pair.stabilized for pair in found.values())
+    alpha = first.scale * (math.sqrt(first.rank) if stabilized else first.rank)
+    config = LoRAConfig(tuple(found), first.rank, alpha, first.dropout.p, stabilized)
+    pairs = {
+        target: (state[f"{target}.lora.{name}.a"], state[f"{target}.lora.{name}.b"], pair.scale)
+        for target, pair in found.items()
+    }
+    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base)
+
+
+@torch.no_grad()
+def replace_whole(model: nn.Module, weights: AdapterWeights, where: str) -> None:
+    """Put the parameters that learnt beside an adapter into a model; UserError where one does not fit."""
+    own = dict(model.named_parameters())
+    for name, value in weights.whole.items():
+        if name not in own or not fits(name, value.shape, own[name].shape):
+            raise UserError(f"{where}: {name} {list(value.shape)} does not fit the model; it is another model's")
+    for name, value in weights.whole.items():
+        own[name][: len(value)].copy_(value)
