@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Test processes side by side, of one thread each.
+TESTERS ?= 2
 READY := $(VENV)/.ready
 
 .PHONY: demo test lint clean
@@ -10,7 +12,7 @@ demo: $(READY)
 	$(RUN) -m train demo
 
 test: $(READY)
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

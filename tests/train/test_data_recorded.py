@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from train.data.build import build_alignment, held_out_rows
 from train.data.config import DataConfig, SourceConfig
 from train.data.recorded import RecordedDigits, RecordedDigitsConfig, find_recordings, trimmed
 from train.data.synthetic import NUMBERS, SpokenDigitsConfig
+from train.data.voice import synthesise
 
 CODEC = ToyCodec((12, 12, 6, 8))
 RATE = 8000
@@ -131,6 +133,53 @@ def test_a_share_of_strings_is_said_by_synthetic_voices_digit_by_digit(folder):
         assert torch.equal(again.row(i).turns[0].question_audio.samples, rows[i].turns[0].question_audio.samples)
 
 
+def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch):
+    import train.data.recorded as recorded
+
+    asked = []
+    monkeypatch.setattr(
+        recorded, "synthesise", lambda text, voice, *rest: asked.append((voice, text)) or synthesise(text, voice)
+    )
+    spelled = "siro uan tu tri for faif siks seven eit nain"
+    config = RecordedDigitsConfig(str(folder), ("anna",), voices=1.0, accents={"es": spelled}, accented=0.5)
+    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    accented = 0
+    for i in range(40):
+        row = source.row(i)
+        foreign = row.speaker.startswith("es+")
+        words = spelled.split() if foreign else NUMBERS
+        wanted = [(row.speaker, words[NUMBERS.index(word)]) for word in row.turns[0].question_text.split()]
+        assert asked == wanted  # said as it is spelled, and written as in English
+        accented += foreign
+        asked.clear()
+    assert 10 < accented < 30
+
+
+def test_voices_of_other_programs_say_their_share(folder, tmp_path):
+    script, calls = tmp_path / "say.py", tmp_path / "calls"
+    script.write_text(
+        "import sys, numpy, soundfile\n"
+        f"open({str(calls)!r}, 'a').write(sys.argv[1] + chr(10))\n"
+        "tone = numpy.sin(numpy.arange(6000) * 0.1 * len(sys.argv[1]))\n"
+        "soundfile.write(sys.argv[2], numpy.concatenate([numpy.zeros(9000), tone, numpy.zeros(9000)]), 22050)\n"
+    )
+    program = f"command:{sys.executable} {script} {{text}} {{out}}"
+    config = RecordedDigitsConfig(
+        str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), voices=0.25, more_voices=(program,), more=0.5
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(), CODEC)
+    rows = [source.row(i) for i in range(80)]
+    theirs = [row for row in rows if row.speaker == program]
+    assert 25 < len(theirs) < 55 and 8 < sum(row.speaker in BASE for row in rows) < 35
+    for row in theirs:  # without the silence around each digit
+        seconds = 6000 / 22050 * len(row.turns[0].answer_text.split())
+        assert row.turns[0].question_audio.load(16000).shape[0] / 16000 == pytest.approx(
+            seconds, abs=0.03 * len(row.turns[0].answer_text.split())
+        )
+    said = calls.read_text().split()
+    assert len(said) == len(set(said)) and set(said) <= set(NUMBERS)  # each digit once
+
+
 def test_validation_asks_the_held_out_speaker_alone(folder):
     people = SourceConfig("recorded-digits", recorded=RecordedDigitsConfig(str(folder), ("anna",)))
     voices = SourceConfig("spoken-digits", digits=SpokenDigitsConfig(arithmetic=0.0, examined=False))
@@ -160,6 +209,12 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"lengths": ()}, "recorded.lengths"),
         ({"trim_db": (-10.0, 3.0)}, "recorded.trim_db is -10.0 to 3.0"),
         ({"voices": 1.5}, "recorded.voices is 1.5"),
+        ({"voices": 0.6, "more": 0.5, "more_voices": ("espeak",)}, "0.6 and recorded.more 0.5 are shares of one whole"),
+        ({"accented": 0.5}, "recorded.accents has no language"),
+        ({"accents": {"es": "uno dos"}}, "recorded.accents.es has 2 words: write zero to nine"),
+        ({"accents": {"xx": "a b c d e f g h i j"}}, "xx"),
+        ({"more": 0.5}, "recorded.more_voices names no voice"),
+        ({"more_voices": ("flute",)}, "voice 'flute' is unknown"),
     ):
         with pytest.raises(UserError, match=text):
             build(**changes)

@@ -14,7 +14,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,9 +25,10 @@ from omni.audio.codec import AudioCodec
 from omni.audio.io import read_audio, resample
 from omni.errors import UserError
 from train.data.keys import dice
+from train.data.prepare.voices import check_spec, make_voice
 from train.data.row import Codes, Row, RowTurn, Sound
 from train.data.synthetic import NUMBERS, RATE, SpokenDigits, SpokenDigitsConfig
-from train.data.voice import SAMPLE_RATE, synthesise
+from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 
@@ -50,6 +51,12 @@ class RecordedDigitsConfig:
         trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
             from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
         voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
+        accents: zero to nine as espeak-ng's voices of other languages must read them to speak English with an accent, by
+            language: `{es: siro uan tu tri for faif siks seven eit nain}`.
+        accented: share of the synthetic voices' strings that have such an accent.
+        more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`);
+            each says the ten digits once, in every process.
+        more: share of strings that they say.
     """
 
     folder: str = ""
@@ -62,6 +69,10 @@ class RecordedDigitsConfig:
     floor_db: tuple[float, float] = (-70.0, -45.0)
     trim_db: tuple[float, float] | None = None
     voices: float = 0.0
+    accents: dict[str, str] = field(default_factory=dict)
+    accented: float = 0.0
+    more_voices: tuple[str, ...] = ()
+    more: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
@@ -72,8 +83,22 @@ class RecordedDigitsConfig:
                 raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
         if self.trim_db is not None and not -120 <= self.trim_db[0] <= self.trim_db[1] <= 0:
             raise UserError(f"recorded.trim_db is {self.trim_db[0]} to {self.trim_db[1]}; it goes upwards, from -120 to 0")
-        if not 0 <= self.voices <= 1:
-            raise UserError(f"recorded.voices is {self.voices}; it is a share, from 0 to 1")
+        for name in ("voices", "more", "accented"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
+        if self.voices + self.more > 1:
+            raise UserError(f"recorded.voices {self.voices} and recorded.more {self.more} are shares of one whole: lower one")
+        if self.more and not self.more_voices:
+            raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
+        if self.accented and not self.accents:
+            raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
+        for language, words in self.accents.items():
+            if len(words.split()) != 10:
+                raise UserError(
+                    f"recorded.accents.{language} has {len(words.split())} words: write zero to nine, apart by spaces"
+                )
+        for spec in self.more_voices:
+            check_spec(spec)
 
 
 class RecordedDigits:
@@ -99,6 +124,8 @@ class RecordedDigits:
         if missing:
             known = ", ".join(sorted(self.files))
             raise UserError(f"recorded.held_out names {missing[0]!r}, but {config.folder} has {known}: name one of them")
+        for language in config.accents:
+            check_voice(language)
         self.speakers = tuple(sorted(set(self.files) - set(config.held_out)))
         if not self.speakers:
             raise UserError(f"recorded.held_out keeps every speaker of {config.folder}: leave at least one to train on")
@@ -116,8 +143,15 @@ class RecordedDigits:
         """The string of draw `index`."""
         utterance = self.identity(index)
         rng = dice(self.seed, "recorded", utterance)
-        voice = self.config.voices > 0 and rng.random() < self.config.voices
-        speaker = self.answers.choose_voice(rng) if voice else rng.choice(self.speakers)
+        share = rng.random() if self.config.voices or self.config.more else 1.0
+        if share < self.config.voices:
+            speaker = self.answers.choose_voice(rng)
+            if self.config.accented and rng.random() < self.config.accented:
+                speaker = rng.choice(sorted(self.config.accents)) + "+" + speaker.partition("+")[2]
+        elif share < self.config.voices + self.config.more:
+            speaker = rng.choice(self.config.more_voices)
+        else:
+            speaker = rng.choice(self.speakers)
         return self._row(rng, speaker, utterance, f"recorded digits, utterance {utterance}", True)
 
     def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
@@ -167,10 +201,14 @@ class RecordedDigits:
         if speaker in self.files:
             return lambda digit: _recording(str(rng.choice(self.files[speaker][digit])))
         c = self.answers.config
+        if speaker in self.config.more_voices:
+            return lambda digit: _said(speaker, digit, c.question_rate)
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
+        accent = self.config.accents.get(speaker.partition("+")[0])
+        words = accent.split() if accent else NUMBERS
 
         def say(digit: int) -> Tensor:
-            said = synthesise(NUMBERS[digit], speaker, rate, pitch, pitch_range)[0]
+            said = synthesise(words[digit], speaker, rate, pitch, pitch_range)[0]
             return resample(resample(said, SAMPLE_RATE, c.question_rate), c.question_rate, RATE)
 
         return say
@@ -187,6 +225,13 @@ def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
 def _recording(file: str) -> Tensor:
     """A recording [S] at 16 kHz; a few thousand short ones are kept, 60 kB each."""
     return read_audio(file, RATE)
+
+
+@lru_cache(maxsize=4096)
+def _said(spec: str, digit: int, rate: int) -> Tensor:
+    """A digit [S] by another program's voice at 16 kHz, without what it is silent before and after; recorded at `rate`."""
+    sound = make_voice(spec).say(NUMBERS[digit], "en", 0).load(RATE)
+    return trimmed(resample(resample(sound, RATE, rate), rate, RATE), -50.0)
 
 
 def find_recordings(folder: str) -> dict[str, dict[int, list[Path]]]:
