@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from omni.audio.codec import AudioCodec, CodecStream
 from omni.audio.encoder_config import EncoderConfig
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.generate import session as session_module
 from omni.generate.speech_lm import SpeechLM
+from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
@@ -20,6 +23,7 @@ LAYOUTS = {
     "pad": Layout.build([16, 16, 12, 14], 256, specials=8),
     "sampled": Layout.build([14] * 3, 256, specials=5, fill="sampled", features="add", delays=[1, 2, 2]),
 }
+SHAPES = {"full": {}, "window": {"window": 9}}
 
 
 class EchoCodec(AudioCodec):
@@ -91,6 +95,30 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 @pytest.fixture
 def lm(layout: Layout) -> SpeechLM:
     return make_lm(layout)
+
+
+@pytest.fixture(params=SHAPES)
+def chatty(request: pytest.FixtureRequest, layout: Layout) -> SpeechLM:
+    return make_lm(layout, **SHAPES[request.param])
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, int]]:
+    """Of each answer: the hidden state it began from (for the audio heads), and how many columns the cache held before."""
+    kept, seen = [], []
+    begin, pack = Runner.begin, session_module.pack
+
+    def watched_pack(layout: Any, columns: Any, features: Any, starts: Any) -> Any:
+        kept.append(starts[0])
+        return pack(layout, columns, features, starts)
+
+    def watched_begin(self: Runner, first: int, hidden: Any, starts: Any) -> Any:
+        seen.append((hidden.audio[0, -1].clone(), kept[-1]))
+        return begin(self, first, hidden, starts)
+
+    monkeypatch.setattr(session_module, "pack", watched_pack)
+    monkeypatch.setattr(Runner, "begin", watched_begin)
+    return seen
 
 
 def tone(seconds: float, pitch: float = 220.0) -> Tensor:

@@ -1,8 +1,7 @@
-"""Sessions: what is delivered, what is remembered, and that neither weights nor neighbours are touched."""
+"""Sessions: what is delivered, what is remembered, and what a cut leaves of an answer."""
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -10,58 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from omni.errors import UserError
 from omni.generate import session as session_module
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
-from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner
 from omni.layout import Layout
-from omni.model.speech_model import SpeechModel
-from omni.tasks import Turn, answer, example, join, prompt
-from tests.generate.conftest import LAYOUTS, features_of, make_lm, tone
-
-WARM = Sampling(1.0, top_k=50)
-TALKATIVE = Sampling(1.0, top_k=3)  # an end is seldom among the three likeliest, so answers go on for some frames
-CLIPS = [tone(0.3), tone(0.4, 330.0), tone(0.2, 500.0)]
-ASKED: list[tuple[Any, str]] = [
-    (CLIPS[0], "A1A2"), ("and then?", "T1A2"), (CLIPS[1], "A1T2"), ("say", "T1A1"), (CLIPS[2], "A1A2")
-]  # fmt: skip
-SHAPES = {"full": {}, "window": {"window": 9}}
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, int]]:
-    """Of each answer: the hidden state it began from (for the audio heads), and how many columns the cache held before."""
-    kept, seen = [], []
-    begin, pack = Runner.begin, session_module.pack
-
-    def watched_pack(layout: Any, columns: Any, features: Any, starts: Any) -> Any:
-        kept.append(starts[0])
-        return pack(layout, columns, features, starts)
-
-    def watched_begin(self: Runner, first: int, hidden: Any, starts: Any) -> Any:
-        seen.append((hidden.audio[0, -1].clone(), kept[-1]))
-        return begin(self, first, hidden, starts)
-
-    monkeypatch.setattr(session_module, "pack", watched_pack)
-    monkeypatch.setattr(Runner, "begin", watched_begin)
-    return seen
-
-
-def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Tensor:
-    """The state after the question, by a plain forward over the offline layout of the history and the prompt."""
-    pieces = [piece for turn in history for piece in (prompt(lm.layout, turn), answer(lm.layout, turn))]
-    columns = join([*pieces, prompt(lm.layout, question)])
-    clips = {lm.config.features(len(clip)): clip for clip in CLIPS}
-    features = features_of(lm.model, [clips[turn.features] for turn in (*history, question) if turn.features])
-    with torch.no_grad():
-        whole = torch.cat(features) if features else None
-        return lm.model(columns.tokens[None], whole, columns.feature_index[None]).audio[0, -1]
+from omni.tasks import example
+from tests.generate.conftest import make_lm
+from tests.generate.session_toys import ASKED, TALKATIVE, WARM, plain_hidden
 
 
 def ask(lm: SpeechLM, session: Session, begun: list[tuple[Tensor, int]], turn: int) -> Iterator[Event]:
@@ -79,11 +38,6 @@ def reason(events: Iterator[Event]) -> str:
     last = list(events)[-1]
     assert isinstance(last, Ended)
     return last.reason
-
-
-@pytest.fixture(params=SHAPES)
-def chatty(request: pytest.FixtureRequest, layout: Layout) -> SpeechLM:
-    return make_lm(layout, **SHAPES[request.param])
 
 
 @pytest.mark.parametrize("assist", [False, True])
@@ -323,129 +277,3 @@ def test_one_answer_at_a_time(lm: SpeechLM) -> None:
     session.close()
     with pytest.raises(UserError, match="closed"):
         session.ask("three", "T1T2")
-
-
-# --- room ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("assist", [False, True])
-def test_a_full_cache_ends_the_turn_and_refuses_the_next(layout: Layout, assist: bool) -> None:
-    lm = make_lm(layout)
-    with lm.session(context=30, text_assist=assist) as session:
-        events = list(session.ask("hello there", "T1A2"))  # 14 columns of question
-        assert isinstance(events[-1], Ended)
-        steps = events[-1].timings.steps
-        assert events[-1].reason == "cache" and steps == 30 - 14 + 1  # the last column is written, but not fed
-        with pytest.raises(UserError, match=r"has 30 and an answer needs some: use overflow='forget'"):
-            session.ask("more", "T1A2")
-        assert len(session.history) == 1
-        free = lm.generate("hello there", "T1A2", text_assist=assist, max_seconds=2.0)
-        assert tuple(session.history[0].text or ()) == free.tokens[: len(session.history[0].text or ())] != ()
-    with lm.session(context=14) as session, pytest.raises(UserError, match="take 14 positions"):
-        session.ask("hello there", "T1A2")
-
-
-def test_the_decoder_s_context_is_an_end_too(layout: Layout) -> None:
-    lm = make_lm(layout, context=40)
-    answer = lm.generate("hi", "T1T2", max_tokens=500)
-    assert answer.ended == "cache" and answer.timings.steps == 40 - 5 + 1
-
-
-def test_forgetting_drops_the_oldest_turns(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
-    lm = make_lm(layout)
-    with lm.session(context=64, overflow="forget", sampling=WARM, max_seconds=0.6) as session:
-        lengths = []
-        for turn in range(6):
-            asked = ASKED[turn % 5]
-            events = session.ask(*asked)
-            kept = session.history
-            next(events)
-            assert session._last is not None
-            expected = plain_hidden(lm, kept, session._last.exchange.turn)
-            torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
-            assert len(session._last.keys) <= 48 or not kept
-            list(events)
-            lengths.append(len(session.history))
-        assert max(lengths) < 6 and len(session.history) >= 1
-        with pytest.raises(UserError, match="shorten the question"):
-            session.ask("x" * 70, "T1T2")
-        assert len(session.history) == lengths[-1]
-
-
-def test_limits_end_an_answer(lm: SpeechLM) -> None:
-    spoken = lm.generate("hello", "T1A1", max_seconds=0.2)
-    assert spoken.ended == "length" and spoken.codes is not None and spoken.codes.shape[1] == 5
-    assert spoken.audio is not None and len(spoken.audio) == 20
-    written = lm.generate("hello", "T1T2", max_tokens=6)
-    assert written.ended == "length" and len(written.tokens) == 7 - 1 + (written.timings.steps - 6)
-
-
-# --- neighbours and weights ---------------------------------------------------------------------------------------------
-
-
-def transcript(session: Session, turns: list[int]) -> Iterator[tuple[str, Any]]:
-    for turn in turns:
-        for event in session.ask(*ASKED[turn]):
-            if isinstance(event, TextDelta):
-                yield "text", event.text
-            elif isinstance(event, AudioChunk):
-                yield "sound", event.samples.tolist()
-            else:
-                yield "end", event.reason
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, WARM])
-def test_two_interleaved_sessions_equal_two_solo_ones(chatty: SpeechLM, sampling: Sampling) -> None:
-    kwargs: dict[str, Any] = {"sampling": sampling, "max_seconds": 0.6, "max_tokens": 15}
-    solo = []
-    for seed, turns, assist in ((1, [0, 1, 2], False), (2, [1, 4], True)):
-        with chatty.session(seed=seed, text_assist=assist, **kwargs) as session:
-            solo.append(list(transcript(session, turns)))
-    one, two = chatty.session(seed=1, **kwargs), chatty.session(seed=2, text_assist=True, **kwargs)
-    running = [transcript(one, [0, 1, 2]), transcript(two, [1, 4])]
-    got: list[list[Any]] = [[], []]
-    while any(running):
-        for i, events in enumerate(running):
-            if events is not None and (event := next(events, None)) is not None:
-                got[i].append(event)
-            else:
-                running[i] = None  # type: ignore[call-overload]
-    assert got == solo
-
-
-def one_step_of_training(model: SpeechModel, optimizer: torch.optim.Optimizer) -> None:
-    columns = example(model.layout, [Turn("T1T2", question=(1, 2, 3), text=(4, 5, 6))])
-    logits = model.decoder.text_logits(model(columns.tokens[None]))[0]
-    loss = F.cross_entropy(logits, columns.targets[-1])
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("assist", [False, True])
-def test_a_session_leaves_weights_and_training_alone(layout: Layout, assist: bool) -> None:
-    lm = make_lm(layout)
-    twin = copy.deepcopy(lm.model)
-    models = (lm.model, twin)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        one_step_of_training(model, optimizer)
-    before = {name: value.clone() for name, value in lm.model.state_dict().items()}
-    random_state = torch.get_rng_state()
-    with lm.session(sampling=WARM, max_seconds=0.5, max_tokens=9, text_assist=assist) as session:
-        for turn in range(5):
-            list(session.ask(*ASKED[turn]))
-        events = session.ask(*ASKED[0])
-        next(events)  # and one that is left in the middle
-    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), random_state)
-    after = lm.model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        one_step_of_training(model, optimizer)
-    for (name, mine), (_, theirs) in zip(lm.model.named_parameters(), twin.named_parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
-def test_gradients_are_on_for_whoever_takes_the_events() -> None:
-    for _ in make_lm(LAYOUTS["pad"]).stream("hello", "T1A2", max_seconds=0.2):
-        assert torch.is_grad_enabled()

@@ -19,8 +19,8 @@ from omni.checkpoint.grow import NOISE
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
-from tests.audio.test_mimi import PLAIN
-from tests.audio.test_mimi import save as save_mimi
+from tests.audio.mimi_toys import PLAIN
+from tests.audio.mimi_toys import save as save_mimi
 from tests.checkpoint.hub_toys import VOCABULARY, edit_config, save_text, text_model
 from train.convert import Bar, main
 

@@ -1,0 +1,31 @@
+"""Questions to ask in sessions, and the state that an answer must begin from, by a plain forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.generate.sampling import Sampling
+from omni.generate.speech_lm import SpeechLM
+from omni.tasks import Turn, answer, join, prompt
+from tests.generate.conftest import features_of, tone
+
+WARM = Sampling(1.0, top_k=50)
+TALKATIVE = Sampling(1.0, top_k=3)  # an end is seldom among the three likeliest, so answers go on for some frames
+CLIPS = [tone(0.3), tone(0.4, 330.0), tone(0.2, 500.0)]
+ASKED: list[tuple[Any, str]] = [
+    (CLIPS[0], "A1A2"), ("and then?", "T1A2"), (CLIPS[1], "A1T2"), ("say", "T1A1"), (CLIPS[2], "A1A2")
+]  # fmt: skip
+
+
+def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Tensor:
+    """The state after the question, by a plain forward over the offline layout of the history and the prompt."""
+    pieces = [piece for turn in history for piece in (prompt(lm.layout, turn), answer(lm.layout, turn))]
+    columns = join([*pieces, prompt(lm.layout, question)])
+    clips = {lm.config.features(len(clip)): clip for clip in CLIPS}
+    features = features_of(lm.model, [clips[turn.features] for turn in (*history, question) if turn.features])
+    with torch.no_grad():
+        whole = torch.cat(features) if features else None
+        return lm.model(columns.tokens[None], whole, columns.feature_index[None]).audio[0, -1]
