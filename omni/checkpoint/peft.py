@@ -14,8 +14,7 @@ import json
 import math
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from omni.checkpoint.foreign import Foreign, Lazy, joined
 from omni.checkpoint.huggingface import our_name, their_name
 from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file
 from omni.errors import UserError
+from omni.model.linears import checksum
 from omni.model.lora import LoRAConfig, fits
 from omni.model.lora_weights import AdapterWeights
 
@@ -57,21 +57,6 @@ REFUSED = {
 def recognise(path: Path) -> bool:
     """Whether this is an adapter's folder."""
     return (path / CONFIG).is_file()
-
-
-def checksum(names: Iterable[str], read: Callable[[str], Tensor]) -> int:
-    """CRC-32 over the weights of linears, in bfloat16: the same for a model in fp32 and in bfloat16.
-
-    Args:
-        names: of the linears; their order does not matter.
-        read: the weight of a linear.
-    """
-    value = 0
-    for name in sorted(names):
-        value = zlib.crc32(name.encode(), value)
-        weight = read(name).detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
-        value = zlib.crc32(weight.numpy().data, value)
-    return value
 
 
 # --- out --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from omni.edit.linears import checksum, find_linears, shape_of
+from omni.edit.linears import find_linears, shape_of, signature
 from omni.edit.span import Span
 from omni.errors import UserError
 
@@ -86,7 +86,7 @@ class Edits:
 
     Attributes:
         deltas: by name of the linear.
-        base: checksum of each linear as it was when the edits were made (`linears.checksum`); None where nobody took it.
+        base: checksum of each linear as it was when the edits were made (`linears.signature`); None where nobody took it.
     """
 
     deltas: Mapping[str, Delta]
@@ -106,7 +106,7 @@ class Edits:
 
     def signed(self, model: nn.Module) -> Edits:
         """With the checksums of the model's linears, so that the edits are refused by any other base."""
-        return replace(self, base={name: checksum(part) for name, part in find_linears(model, self.deltas).items()})
+        return replace(self, base={name: signature(name, part) for name, part in find_linears(model, self.deltas).items()})
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]:
         """The linears the edits belong to.
@@ -134,7 +134,7 @@ class Edits:
         if self.base is None:
             raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
         for name, part in found.items():
-            if checksum(part) != self.base[name]:
+            if signature(name, part) != self.base[name]:
                 raise UserError(
                     f"edit of {name}: the model holds other weights than those the edit was made for; it is merged into them "
                     "already, or they belong to another model"

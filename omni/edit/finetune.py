@@ -1,8 +1,9 @@
 """The baseline: fine-tuning on one correction, held near the base by a bound on the change (Zhu et al. 2020, arXiv 2012.00363).
 
-What learns are dense deltas in activation space, so that the base stays untouched and the outcome is an edit like any other.
+What learns are deltas in activation space, dense or of low rank, so that the base stays untouched and the outcome is an edit
+like any other.
 
-Dimensions: I inputs, O outputs.
+Dimensions: R rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ class FinetuneConfig:
     """How far and how fast.
 
     Attributes:
-        bound: largest change: of every single weight (`linf`), or the norm of all changes together (`l2`).
+        bound: largest change: of every single weight (`linf`, dense changes only), or the norm of all changes together (`l2`).
         steps: at most; it stops when the loss falls below `enough`.
+        rank: of the changes; None for dense ones.
+        seed: of what a change of low rank begins with (its product is zero).
     """
 
     norm: Literal["linf", "l2"] = "linf"
@@ -33,12 +36,18 @@ class FinetuneConfig:
     lr: float = 5e-4
     steps: int = 50
     enough: float = 0.01
+    rank: int | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.norm not in ("linf", "l2"):
             raise UserError(f"finetune.norm {self.norm!r} is unknown; use linf or l2")
         if self.bound <= 0 or self.lr <= 0 or self.steps < 1:
             raise UserError(f"finetune.bound {self.bound}, lr {self.lr} and steps {self.steps} must be above 0")
+        if self.rank is not None and self.rank < 1:
+            raise UserError(f"finetune.rank is {self.rank}; it must be at least 1, or null for dense changes")
+        if self.rank is not None and self.norm == "linf":
+            raise UserError("finetune.norm linf bounds single weights, which a change of low rank has none of; use l2")
 
 
 def finetune(
@@ -48,7 +57,7 @@ def finetune(
     linears: Iterable[str] | None = None,
     config: FinetuneConfig | None = None,
 ) -> Edits:
-    """Adam on dense changes of the linears (by default those of `mlp_linears`), projected after each step.
+    """Adam on changes of the linears (by default those of `mlp_linears`), projected after each step.
 
     Returns:
         the edit, without graph, signed for the model; no weight and no parameter's `grad` is touched.
@@ -58,21 +67,41 @@ def finetune(
     """
     config = config or FinetuneConfig()
     found = find_linears(model, mlp_linears(model) if linears is None else linears)
-    changes = {}
-    for name, part in found.items():
-        changes[name] = torch.zeros(shape_of(part), device=weight_of(part).device, requires_grad=True)  # [I, O]
-    edits = Edits({name: Delta(change) for name, change in changes.items()})
-    optimizer = torch.optim.Adam(changes.values(), lr=config.lr)
+    random = torch.Generator().manual_seed(config.seed)
+    edits = Edits({name: _nothing(part, config.rank, random) for name, part in found.items()})
+    learning = [tensor for delta in edits.deltas.values() for tensor in (delta.a, delta.b) if tensor is not None]
+    optimizer = torch.optim.Adam(learning, lr=config.lr)
     for _ in range(config.steps):
         with torch.enable_grad(), edited(model, edits):
             loss = loss_of(model, batch)
-            if float(loss) < config.enough:
+            if float(loss.detach()) < config.enough:
                 break
-            loss.backward(inputs=list(changes.values()))
+            loss.backward(inputs=learning)
         optimizer.step()
         optimizer.zero_grad()
-        project(list(changes.values()), config.norm, config.bound)
+        if config.rank is None:
+            project([delta.b for delta in edits.deltas.values()], config.norm, config.bound)
+        else:
+            project_products(list(edits.deltas.values()), config.bound)
     return edits.map(lambda change: change.detach().clone()).signed(model)
+
+
+def _nothing(part: nn.Module, rank: int | None, random: torch.Generator) -> Delta:
+    """A delta that changes nothing yet."""
+    (inputs, outputs), device = shape_of(part), weight_of(part).device
+    if rank is None:
+        return Delta(torch.zeros(inputs, outputs, device=device, requires_grad=True))
+    a = torch.randn(rank, inputs, generator=random) / inputs**0.5
+    return Delta(torch.zeros(rank, outputs, device=device, requires_grad=True), a.to(device).requires_grad_())
+
+
+@torch.no_grad()
+def project_products(deltas: list[Delta], bound: float) -> None:
+    """Changes of low rank brought within an l2 bound, in place, by scaling their b: |a.T b|^2 = sum of (a a.T) * (b b.T)."""
+    square = sum(float(((d.a @ d.a.T) * (d.b @ d.b.T)).sum()) for d in deltas if d.a is not None)
+    if square > bound**2:
+        for delta in deltas:
+            delta.b.mul_(bound / square**0.5)
 
 
 @torch.no_grad()

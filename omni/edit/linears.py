@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
+from omni.model.linears import checksum as base_checksum
+from omni.model.linears import crc_of
 from omni.model.quantize import dense_weight, is_quantized
 
 MLP = re.compile(r"(?P<stack>.*(?:blocks|layers|h))\.(?P<number>\d+)\.mlp\.(?:up|down|up_proj|down_proj|c_fc|c_proj)")
@@ -100,14 +102,21 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
+def signature(name: str, module: nn.Module) -> int:
+    """Checksum of a linear's weight as adapters have it (`omni.model.linears.checksum`): the same in fp32 and in bfloat16. In a
+    sharded model all processes must call it."""
+    return base_checksum([name], lambda _: whole(weight_of(module)))
+
+
+@torch.no_grad()
 def checksum(module: nn.Module) -> int:
-    """CRC-32 of a linear's own weight and bias, in their shapes and types; in a sharded model all processes must call it."""
+    """CRC-32 of every bit of a linear's own weight and bias, in their shapes and types; in a sharded model all processes must
+    call it."""
     value = 0
     own: list[tuple[str, Any]] = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, tensor in sorted(own):
-        data = whole(tensor.detach()).cpu().contiguous()
-        value = zlib.crc32(f"{name} {tuple(data.shape)} {data.dtype}".encode(), value)
-        value = zlib.crc32(data.flatten().view(torch.uint8).numpy().data, value)
+        data = whole(tensor.detach())
+        value = crc_of(data, zlib.crc32(f"{name} {tuple(data.shape)} {data.dtype}".encode(), value))
     return value
 
 

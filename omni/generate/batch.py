@@ -23,7 +23,8 @@ from omni.generate.rows import Row, Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
 from omni.hardware import synchronize
-from omni.model.lora import choice_of, using
+from omni.model.acting import Acting, using
+from omni.model.lora import choice_of
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
 from omni.text import Tokenizer
@@ -63,11 +64,9 @@ class Batch:
         self.settings = per_stream(model.layout, options.sampling)
         self._take, self._give = take, give
 
-    def answer(
-        self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int, adapters: Sequence[str | None]
-    ) -> list[Answer]:
+    def answer(self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int, acting: Sequence[Acting]) -> list[Answer]:
         """One answer per question, in their order."""
-        choice_of(self.model, adapters)  # every name is known, before any question is answered
+        choice_of(self.model, acting)  # every name is known, before any question is answered
         prompts = [prompt(self.model.layout, a.turn) for a in asked]
         order = sorted(range(len(asked)), key=lambda i: len(prompts[i]))
         longest = max((len(p) for p in prompts), default=0)
@@ -78,7 +77,7 @@ class Batch:
         for low in range(0, len(order), batch_size):
             chosen = order[low : low + batch_size]
             assert runner is not None
-            own = ([given[i] for i in chosen] for given in (asked, prompts, seeds, adapters))
+            own = ([given[i] for i in chosen] for given in (asked, prompts, seeds, acting))
             group = self._group(runner, *own)  # type: ignore[arg-type]
             answers.update(zip(chosen, group, strict=True))
         if runner is not None:
@@ -98,12 +97,12 @@ class Batch:
     def _limits(self, asked: Asked) -> tuple[int, int]:
         return self.options.limits(asked.task, self.codec, self.model.layout.max_delay)
 
-    def _encode(self, asked: Sequence[Asked], adapters: Sequence[str | None]) -> list[Tensor | None]:
-        """Features of each question; clips of one adapter go through the encoder together."""
+    def _encode(self, asked: Sequence[Asked], acting: Sequence[Acting]) -> list[Tensor | None]:
+        """Features of each question; clips on which the same acts go through the encoder together."""
         features: list[Tensor | None] = [None] * len(asked)
-        for adapter in dict.fromkeys(adapters):
-            own = [i for i, other in enumerate(adapters) if other == adapter]
-            with using(choice_of(self.model, [adapter])):
+        for one in dict.fromkeys(acting):
+            own = [i for i, other in enumerate(acting) if other == one]
+            with using(choice_of(self.model, [one])):
                 found = encode_questions(self.model, [asked[i] for i in own])
             for i, feature in zip(own, found, strict=True):
                 features[i] = feature
@@ -115,19 +114,19 @@ class Batch:
         asked: Sequence[Asked],
         prompts: Sequence[Columns],
         seeds: Sequence[int],
-        adapters: Sequence[str | None],
+        acting: Sequence[Acting],
     ) -> list[Answer]:
         clock, layout = Clock(), self.model.layout
-        features = self._encode(asked, adapters)
+        features = self._encode(asked, acting)
         synchronize(self.model.device)
         encoded = clock.seconds
         packed = pack(layout, prompts, [f for f in features if f is not None])
         runner.cache.reset()
-        with using(choice_of(self.model, adapters, self.model.device)):
+        with using(choice_of(self.model, acting, self.model.device)):
             hidden = prefill(self.model, runner.cache, range(len(asked)), packed, runner.chunk)
         starts = [
-            Start(a.task.text, a.task.audio, len(p) - 1, self.settings, seed_key(seed), adapter=adapter)
-            for a, p, seed, adapter in zip(asked, prompts, seeds, adapters, strict=True)
+            Start(a.task.text, a.task.audio, len(p) - 1, self.settings, seed_key(seed), acting=one)
+            for a, p, seed, one in zip(asked, prompts, seeds, acting, strict=True)
         ]
         synchronize(self.model.device)
         filled = clock.seconds

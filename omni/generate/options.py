@@ -7,6 +7,7 @@ from math import ceil
 from typing import Literal, TypedDict
 
 from omni.audio.codec import AudioCodec
+from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.tasks import Task
@@ -22,6 +23,7 @@ class OptionValues(TypedDict, total=False):
     text_assist: bool
     overflow: Literal["end", "forget"]
     adapter: str | None
+    edits: Edits | None
 
 
 class SessionOptions(OptionValues, total=False):
@@ -45,6 +47,7 @@ class Options:
             `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
             is left).
         adapter: name of one that was loaded (`SpeechLM.load_adapter`); None for the model as it is.
+        edits: corrections (`omni.edit`) that act on these answers only, beside the adapter.
     """
 
     sampling: SamplingPlan = GREEDY
@@ -54,6 +57,7 @@ class Options:
     text_assist: bool = False
     overflow: Literal["end", "forget"] = "end"
     adapter: str | None = None
+    edits: Edits | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.max_seconds < float("inf"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from omni.generate.sampling import Sampling
+from omni.model.acting import Acting
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Start:
         settings: sampling of each stream.
         key: of its random numbers (`seed_key`).
         partner: slot of the row that writes its text (text assist), None where it writes itself.
-        adapter: what acts on the row (`omni.model.lora`), None for the model's own choice.
+        acting: the adapter and the edits that act on the row, None for the model's own choice.
     """
 
     text: bool
@@ -27,7 +28,7 @@ class Start:
     settings: tuple[Sampling, ...]
     key: int = 0
     partner: int | None = None
-    adapter: str | None = None
+    acting: Acting = None
 
 
 @dataclass(eq=False)
@@ -40,7 +41,7 @@ class Row:
             row that is done).
         needs_text, needs_audio: heads it still asks for.
         partner: slot of the row whose text it takes.
-        adapter: what acts on it.
+        acting: what acts on it.
         live: it has not left.
         done: its answer is complete.
     """
@@ -50,7 +51,7 @@ class Row:
     needs_text: bool
     needs_audio: bool
     partner: int | None = None
-    adapter: str | None = None
+    acting: Acting = None
     live: bool = True
     done: bool = False
 

@@ -30,7 +30,8 @@ from omni.generate.running import Running
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
 from omni.hardware import synchronize
-from omni.model.lora import choice_of, using
+from omni.model.acting import Acting, using
+from omni.model.lora import choice_of
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Columns, Task, Turn, prompt
 from omni.text import Tokenizer
@@ -40,6 +41,10 @@ class Session:
     """One conversation. Made by `SpeechLM.session`; close it (or use `with`) to give its cache back.
 
     One answer at a time: `ask` gives its events as they come, `cancel` stops it from any thread.
+
+    Args:
+        release: takes the runner back when the session ends.
+        edits: the name under which its edits are lent to the model (`omni.edit.lend`).
     """
 
     def __init__(
@@ -50,10 +55,12 @@ class Session:
         runner: Runner,
         options: Options,
         release: Callable[[Runner], None] | None = None,
+        edits: str | None = None,
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options = options
-        self._choice = choice_of(model, [options.adapter])
+        self._acting: Acting = options.adapter if edits is None else (options.adapter, edits)
+        self._choice = choice_of(model, [self._acting])
         self.settings = per_stream(model.layout, options.sampling)
         self._runner: Runner | None = runner
         self._release = release
@@ -212,7 +219,7 @@ class Session:
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
         keep = self._rewind(common_prefix(self._fed, keys[:-1]), runner)
         question = pack(model.layout, [running.columns], features, [keep])
-        start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, adapter=self.options.adapter)
+        start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, acting=self._acting)
         if self.options.text_assist and task.text and task.audio:
             other = prompt(model.layout, replace(running.exchange.turn, task=find_writer(task)))
             with using(self._choice):

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ import torch
 
 from omni.audio.codec import AudioCodec
 from omni.config import ModelConfig
+from omni.edit.deltas import Edits
+from omni.edit.lend import edited_everywhere, lend, lent
 from omni.errors import UserError
 from omni.generate.batch import Batch
 from omni.generate.options import Options, OptionValues, SessionOptions
@@ -28,7 +32,9 @@ from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.generate.session import Session
 from omni.generate.step import Runner
 from omni.layout import Layout
-from omni.model.lora import activate, active_names, attach, linears_of
+from omni.model.acting import Acting
+from omni.model.linears import linears_of
+from omni.model.lora import activate, active_names, attach, take_back
 from omni.model.quantize import dense_weight
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
@@ -81,6 +87,7 @@ class SpeechLM:
         self._graph, self._compile = graph, compile
         self._idle: list[Runner] = []
         self._lock = threading.Lock()
+        self._checked: weakref.WeakValueDictionary[int, Edits] = weakref.WeakValueDictionary()
 
     @classmethod
     def from_pretrained(
@@ -144,14 +151,28 @@ class SpeechLM:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
-            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow, adapter), by name.
+            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow, adapter, edits), by
+                name.
         """
         options = Options(**values)
         if context is not None and context < 1:
             raise UserError(f"context is {context}; a session's cache needs at least one position")
         length = min(context or 4096, self.config.decoder.context)
         runner = self._take(2 if options.text_assist else 1, length, exact=context is not None)
-        return Session(self.model, self.tokenizer, self.codec, runner, options, self._give)
+        if options.edits is None:
+            return Session(self.model, self.tokenizer, self.codec, runner, options, self._give)
+        self._check(options.edits)
+        name = lend(self.model, options.edits)
+
+        def release(runner: Runner) -> None:
+            take_back(self.model, name)
+            self._give(runner)
+
+        try:
+            return Session(self.model, self.tokenizer, self.codec, runner, options, release, name)
+        except BaseException:
+            release(runner)
+            raise
 
     def stream(
         self,
@@ -205,6 +226,7 @@ class SpeechLM:
         batch_size: int = 64,
         sound: bool = True,
         adapter: str | Sequence[str | None] | None = None,
+        edits: Edits | Sequence[Edits | None] | None = None,
     ) -> list[Answer]:
         """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
 
@@ -213,19 +235,45 @@ class SpeechLM:
             seed: one for all (each row then draws as it would alone with that seed), or one per question.
             sound: decode the codes; without it the answers carry codes only.
             adapter: one for all, or one per question (None for the model as it is).
+            edits: corrections (`omni.edit`) for all, or for each question its own (None for none).
         """
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; it must be at least 1")
         tasks = [task] * len(questions) if isinstance(task, (str, Task)) else list(task)
         seeds = [seed] * len(questions) if isinstance(seed, int) else list(seed)
         adapters = [adapter] * len(questions) if adapter is None or isinstance(adapter, str) else list(adapter)
-        for name, given in (("tasks", tasks), ("seeds", seeds), ("adapters", adapters)):
+        corrections = [edits] * len(questions) if edits is None or isinstance(edits, Edits) else list(edits)
+        for name, given in (("tasks", tasks), ("seeds", seeds), ("adapters", adapters), ("edits", corrections)):
             if len(given) != len(questions):
                 raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
         options = Options(sampling, max_seconds=max_seconds, max_tokens=max_tokens)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
-        return batch.answer(asked, seeds, batch_size, adapters)
+        for one in corrections:
+            self._check(one)
+        with lent(self.model, corrections) as names:
+            acting: list[Acting] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
+            return batch.answer(asked, seeds, batch_size, acting)
+
+    # --- edits --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def edited(self, edits: Edits) -> Iterator[SpeechLM]:
+        """Let corrections act on every answer while the block runs, whatever sessions it is for; nothing is left of them then.
+
+        Raises:
+            UserError: edits of another model.
+        """
+        self._check(edits)
+        with edited_everywhere(self.model, edits):
+            yield self
+
+    def _check(self, edits: Edits | None) -> None:
+        """Refuse edits of other weights (once: their checksum takes a reading of the weights)."""
+        if edits is None or edits.base is None or self._checked.get(id(edits)) is edits:
+            return
+        edits.check_base(self.model)
+        self._checked[id(edits)] = edits
 
     # --- caches -------------------------------------------------------------------------------------------------------
 

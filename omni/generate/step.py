@@ -26,9 +26,10 @@ from torch import Tensor
 from omni.cursor import Cursor
 from omni.generate.rows import Row, Start, Written
 from omni.generate.sampling import Mode, Sampler
+from omni.model.acting import Acting, Choice, names_in, using
 from omni.model.decoder import Hidden
 from omni.model.kv_cache import KVCache
-from omni.model.lora import Choice, using
+from omni.model.lora import edits_everywhere, names_there
 from omni.model.speech_model import SpeechModel
 
 
@@ -40,8 +41,10 @@ class _Plan(NamedTuple):
         text, audio: the slots (from, to) that the head of the kind serves; None where none needs it.
         coupled: some rows take their text from another row.
         visible: how many slots of the cache are looked at.
-        adapters: those of all rows, in the order of their numbers; one alone, without numbers, where every row has it.
+        acting: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row has
+            it.
         mixed: rows differ in them.
+        everywhere: edits that act on every row besides.
     """
 
     first: int
@@ -52,8 +55,9 @@ class _Plan(NamedTuple):
     audio_mode: Mode
     text_mode: Mode
     visible: int
-    adapters: tuple[str, ...] = ()
+    acting: tuple[Acting, ...] = ()
     mixed: bool = False
+    everywhere: tuple[str, ...] = ()
 
 
 class _Record(NamedTuple):
@@ -115,8 +119,8 @@ class Runner:
         self._column = self.layout.ids("pad").to(device).repeat(rows, 1)
         self._position = torch.full((rows,), -1, dtype=torch.long, device=device)
         self._partner = torch.arange(rows, device=device)
-        self._adapter = torch.zeros(rows, dtype=torch.long, device=device)  # by its place in `_adapters`, from 1; 0 for none
-        self._adapters: list[str] = []
+        self._number = torch.zeros(rows, dtype=torch.long, device=device)  # place in `_acting`, from 1; 0 for the own choice
+        self._acting: list[Acting] = []
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
         self._cursor.done.fill_(True)
         self._sampler = Sampler(self.layout, rows, device)
@@ -140,7 +144,7 @@ class Runner:
             starts: one per row.
         """
         slots = slice(first, first + len(starts))
-        rows = [Row(first + i, s.position, s.text, s.audio, s.partner, s.adapter) for i, s in enumerate(starts)]
+        rows = [Row(first + i, s.position, s.text, s.audio, s.partner, s.acting) for i, s in enumerate(starts)]
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device)
         for name in Cursor.TENSORS:
             getattr(self._cursor, name)[slots] = getattr(fresh, name)
@@ -148,7 +152,7 @@ class Runner:
         self._position[slots] = torch.tensor([s.position for s in starts], device=device)
         partners = [row.slot if row.partner is None else row.partner for row in rows]
         self._partner[slots] = torch.tensor(partners, device=device)
-        self._adapter[slots] = torch.tensor([self._number(s.adapter) for s in starts], device=device)
+        self._number[slots] = torch.tensor([self._numbered(s.acting) for s in starts], device=device)
         for row, start in zip(rows, starts, strict=True):
             self.rows[row.slot] = row
             self._sampler.set(row.slot, start.settings, start.key)
@@ -157,12 +161,21 @@ class Runner:
         self._record(plan)
         return rows
 
-    def _number(self, adapter: str | None) -> int:
-        if adapter is None:
+    def _numbered(self, acting: Acting) -> int:
+        if acting is None:
             return 0
-        if adapter not in self._adapters:
-            self._adapters.append(adapter)
-        return self._adapters.index(adapter) + 1
+        if acting not in self._acting:
+            if not any(self.rows):
+                self._forget()
+            self._acting.append(acting)
+        return self._acting.index(acting) + 1
+
+    def _forget(self) -> None:
+        """Drop numbers and graphs of adapters and edits that the model no longer has."""
+        there = names_there(self.model)
+        self._acting = [acting for acting in self._acting if there.issuperset(names_in(acting))]
+        kept = [plan for plan in self._graphs if there.issuperset({*plan.everywhere, *_all_names(plan.acting)})]
+        self._graphs = {plan: self._graphs[plan] for plan in kept}
 
     def leave(self, row: Row) -> None:
         """Empty the row's slot; what the cache holds stays."""
@@ -192,7 +205,7 @@ class Runner:
     def _move(self, row: Row, slot: int) -> None:
         source = row.slot
         self.cache.copy_row(source, slot, row.position)
-        tensors = [self._column, self._position, self._adapter, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
+        tensors = [self._column, self._position, self._number, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
         for tensor in tensors:
             tensor[slot] = tensor[source]
         self._partner[slot] = slot
@@ -251,11 +264,11 @@ class Runner:
         audio_mode, text_mode = self._sampler.modes(range(first, stop))
         visible = self._visible(max(row.position for row in live) + 1)
         mode = Mode()
-        used = {row.adapter for row in live}
+        used = {row.acting for row in live}
         mixed = len(used) > 1
-        adapters = tuple(self._adapters) if mixed else tuple(name for name in used if name is not None)
+        acting = tuple(self._acting) if mixed else tuple(one for one in used if one is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
-        return _Plan(first, stop, text, audio, coupled, *modes, visible, adapters, mixed)
+        return _Plan(first, stop, text, audio, coupled, *modes, visible, acting, mixed, edits_everywhere(self.model))
 
     def _visible(self, positions: int) -> int:
         """How many slots a step looks at: few different numbers, fewer still where each costs a graph."""
@@ -273,16 +286,16 @@ class Runner:
             self._views[plan.first, plan.stop] = view
         view.limit(plan.visible or None)
         column, position = self._column[rows, :, None], self._position[rows, None]
-        decode = self.model if plan.adapters else self._decode  # what is compiled knows of no adapters
+        decode = self.model if plan.acting or plan.everywhere else self._decode  # what is compiled knows of none
         with using(self._choice(plan, plan.first, plan.stop)):
             hidden = decode(column, input_pos=position, cache=view)
         self._write(plan, hidden)
 
     def _choice(self, plan: _Plan, first: int, stop: int) -> Choice | None:
-        """Adapters of some slots."""
-        if not plan.adapters:
+        """What acts on some slots."""
+        if not plan.acting:
             return None
-        return Choice(plan.adapters, self._adapter[first:stop] if plan.mixed else None)
+        return Choice(plan.acting, self._number[first:stop] if plan.mixed else None)
 
     def _write(self, plan: _Plan, hidden: Hidden) -> None:
         """From hidden states [B, 1, W] to the rows' next columns, in place."""
@@ -350,6 +363,10 @@ class Runner:
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
         return graph
+
+
+def _all_names(several: Sequence[Acting]) -> list[str]:
+    return [name for acting in several for name in names_in(acting)]
 
 
 def _span(slots: Sequence[int]) -> tuple[int, int] | None:

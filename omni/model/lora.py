@@ -6,7 +6,9 @@ with scale alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdziev
 pairs. They stand beside the weight they belong to (`<linear>.lora.<adapter>.a` and `.b`) and act through a forward hook on
 the linear, so every weight keeps its name, and any kind of linear can have them: quantised, sharded, or of another library.
 
-Which adapters act is set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch.
+Which adapters act is set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch. Edits
+(`omni.edit.lend`) are lent to a model in the same places: they are part of no state dict, act on top of the adapters, and
+leave nothing behind.
 
 Dimensions: B rows of a batch, r rank.
 """
@@ -14,21 +16,25 @@ Dimensions: B rows of a batch, r rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
+from omni.model.acting import Acting, Active, current
+from omni.model.acting import Choice as Choice
+from omni.model.acting import using as using
+from omni.model.linears import linears_of
 from omni.patterns import match_names
 
 DEFAULT = "default"
 """Name of an adapter that is given none."""
+
+_EVERYWHERE = "_edits_everywhere"
 
 
 @dataclass(frozen=True)
@@ -64,58 +70,6 @@ class LoRAConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
-@dataclass
-class Active:
-    """Which adapters act; one object for all linears of a model.
-
-    Attributes:
-        names: those that act on every row, added up.
-        merged: those that are part of the weights just now.
-    """
-
-    names: tuple[str, ...] = ()
-    merged: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Adapters by row.
-
-    Attributes:
-        names: those that any row has.
-        index: [B] which of them, counted from 1; 0 for the model's own choice. None where every row has the only one.
-    """
-
-    names: tuple[str, ...]
-    index: Tensor | None = None
-
-    def rows(self, rows: slice) -> Choice:
-        """Of some rows only."""
-        return self if self.index is None else Choice(self.names, self.index[rows])
-
-    def only(self, number: int, x: Tensor) -> Tensor:
-        """x [B, ...], zero in all rows but those of a number."""
-        return x if self.index is None else x * (self.index == number).view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
-
-
-_CHOICE: ContextVar[Choice | None] = ContextVar("adapters", default=None)
-
-
-@contextmanager
-def using(choice: Choice | None) -> Iterator[None]:
-    """Adapters by row instead of the model's own choice, in this thread; None leaves that as it is. No gradients are recorded:
-    this serves generation (backward would recompute a checkpointed part without the choice)."""
-    if choice is None:
-        yield
-        return
-    before = _CHOICE.set(choice)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        _CHOICE.reset(before)
-
-
 class LowRank(nn.Module):
     """One pair: [..., in] to [..., out]."""
 
@@ -147,12 +101,27 @@ class LowRank(nn.Module):
         return (self.b.float() @ self.a.float()) * self.scale
 
 
+class Pair(Protocol):
+    """A low-rank addition."""
+
+    @property
+    def b(self) -> Tensor:
+        """[out, r]."""
+
+    def low(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., r]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+
+
 class Adapters(nn.Module):
-    """The pairs of one linear, by adapter."""
+    """The pairs of one linear: by adapter, and by edit (`lent`, which no state dict holds)."""
 
     def __init__(self, active: Active) -> None:
         super().__init__()
         self.active = active
+        self.lent: Mapping[str, Pair] = {}
         self.original: Tensor | None = None  # the weight while adapters are merged into it
 
     def pair(self, name: str) -> LowRank | None:
@@ -163,39 +132,55 @@ class Adapters(nn.Module):
         return tuple(self._modules)
 
     def acting(self) -> list[LowRank]:
-        """The pairs that act on every row and are not in the weight."""
+        """The adapters' pairs that act on every row and are not in the weight."""
         found = [self.pair(name) for name in self.active.names if name not in self.active.merged]
         return [pair for pair in found if pair is not None]
 
+    def everywhere(self) -> list[Pair]:
+        """All that acts where no row has a choice of its own."""
+        return [*self.acting(), *self._edits(self.active.edits)]
+
+    def _edits(self, names: Sequence[str | None]) -> list[Pair]:
+        return [self.lent[name] for name in names if name is not None and name in self.lent]
+
+    def _of(self, acting: Acting) -> list[Pair]:
+        """The pairs of a row."""
+        adapter, *edits = acting if isinstance(acting, tuple) else (acting,)
+        if adapter is None:
+            return [*self.everywhere(), *self._edits(edits)]
+        pair = self.pair(adapter)
+        return [*([] if pair is None else [pair]), *self._edits(self.active.edits), *self._edits(edits)]
+
     def forward(self, x: Tensor) -> Tensor | None:
         """What is added to the linear's output; None for nothing."""
-        choice, total = _CHOICE.get(), None
-        if choice is None or choice.index is not None:
-            for pair in self.acting():
-                total = pair(x) if total is None else total + pair(x)
+        choice = current()
         if choice is None:
-            return total
+            return _total(self.everywhere(), x)
+        total = None if choice.index is None else _total(self.everywhere(), x)
         if total is not None:
             total = choice.only(0, total)
-        for number, name in enumerate(choice.names, 1):
-            one = self.pair(name)
+        for number, acting in enumerate(choice.names, 1):
+            one = _total(self._of(acting), x)
             if one is not None:
-                delta = choice.only(number, one(x))
+                delta = choice.only(number, one)
                 total = delta if total is None else total + delta
         return total
 
 
+def _total(pairs: Sequence[Pair], x: Tensor) -> Tensor | None:
+    total = None
+    for pair in pairs:
+        total = pair(x) if total is None else total + pair(x)
+    return total
+
+
 def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    delta = linear.lora(args[0])
+    part = linear._modules.get("lora")  # another thread may have taken its edits back
+    delta = None if part is None else part(args[0])
     return out if delta is None else out + delta.to(out.dtype)
 
 
 # --- adapters of a model ----------------------------------------------------------------------------------------------
-
-
-def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear by name; quantised ones are linears too."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
 
 
 def linear_of(model: nn.Module, name: str) -> nn.Linear:
@@ -266,10 +251,25 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
     for target, pair in pairs.items():
         place: Any = linears[target]
         if target not in present:
-            place.lora = Adapters(active)
-            place.register_forward_hook(_add)
+            _equip(place, active)
         place.lora.add_module(name, pair.train(place.training))
     active.names = (*active.names, name)
+
+
+def _equip(linear: Any, active: Active) -> None:
+    linear.lora = Adapters(active)
+    linear.register_forward_hook(_add)
+
+
+def _strip(linear: nn.Module) -> None:
+    """Take away what `_equip` put there, once nothing is in it."""
+    part = getattr(linear, "lora", None)
+    if not isinstance(part, Adapters) or part.names or part.lent:
+        return
+    for key, hook in list(linear._forward_hooks.items()):
+        if hook is _add:
+            del linear._forward_hooks[key]
+    del linear.lora
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
@@ -280,12 +280,46 @@ def remove_adapter(model: nn.Module, name: str) -> None:
             raise UserError(f"adapter {name!r} is merged into the weights; unmerge first")
         part._modules.pop(name, None)
         part.active.names = tuple(n for n in part.active.names if n != name)
-        if not part.names:
-            linear = linear_of(model, target)
-            for key, hook in list(linear._forward_hooks.items()):
-                if hook is _add:
-                    del linear._forward_hooks[key]
-            del linear.lora
+        _strip(linear_of(model, target))
+
+
+def lend(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
+    """Put pairs beside linears until they are taken back (`take_back`); they act where a row's `Acting` names them."""
+    present = adapted(model)
+    active = next((part.active for part in present.values()), Active())
+    for target, pair in pairs.items():
+        place: Any = linear_of(model, target)
+        if target not in present:
+            _equip(place, active)
+        place.lora.lent = {**place.lora.lent, name: pair}
+
+
+def take_back(model: nn.Module, name: str) -> None:
+    """Undo `lend`: nothing is left of it."""
+    _set_everywhere(model, tuple(n for n in edits_everywhere(model) if n != name))
+    for target, part in adapted(model).items():
+        part.lent = {n: pair for n, pair in part.lent.items() if n != name}
+        _strip(linear_of(model, target))
+
+
+def act_everywhere(model: nn.Module, name: str) -> None:
+    """Let lent edits act on every row, whatever adapters it has."""
+    _set_everywhere(model, (*edits_everywhere(model), name))
+
+
+def edits_everywhere(model: nn.Module) -> tuple[str, ...]:
+    """The edits that act on every row."""
+    return vars(model).get(_EVERYWHERE, ())
+
+
+def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
+    """On the model too, where every step of generation looks."""
+    for part in adapted(model).values():
+        part.active.edits = names
+    if names:
+        vars(model)[_EVERYWHERE] = names
+    else:
+        vars(model).pop(_EVERYWHERE, None)
 
 
 def activate(model: nn.Module, *names: str) -> None:
@@ -295,16 +329,23 @@ def activate(model: nn.Module, *names: str) -> None:
         part.active.names = tuple(names)
 
 
-def choice_of(model: nn.Module, names: Sequence[str | None], device: torch.device | str = "cpu") -> Choice | None:
-    """The choice of an adapter for each row, None where no row has one; UserError where there is none of a name."""
-    wanted = list(dict.fromkeys(name for name in names if name is not None))
-    check_known(model, wanted)
+def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | str = "cpu") -> Choice | None:
+    """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
+    name."""
+    wanted = list(dict.fromkeys(acting for acting in rows if acting is not None))
+    for acting in wanted:
+        check_known(model, [name for name in (acting if isinstance(acting, tuple) else (acting,))[:1] if name is not None])
     if not wanted:
         return None
-    if len(wanted) == 1 and None not in names:
+    if len(wanted) == 1 and None not in rows:
         return Choice((wanted[0],))
-    numbers = [0 if name is None else wanted.index(name) + 1 for name in names]
+    numbers = [0 if acting is None else wanted.index(acting) + 1 for acting in rows]
     return Choice(tuple(wanted), torch.tensor(numbers, device=device))
+
+
+def names_there(model: nn.Module) -> set[str]:
+    """The names of all adapters and lent edits."""
+    return {name for part in adapted(model).values() for name in (*part.names, *part.lent)}
 
 
 def check_known(model: nn.Module, names: Sequence[str]) -> None:
@@ -319,7 +360,7 @@ def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | Non
     """For a linear that is used by its weight: (scale * A x [..., r], B [out, r]) of all acting adapters side by side, whose
     product is to be added to the output; None where none acts."""
     part = getattr(linear, "lora", None)
-    pairs = part.acting() if isinstance(part, Adapters) else []
+    pairs = part.everywhere() if isinstance(part, Adapters) else []
     if not pairs:
         return None
     return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.b for pair in pairs], dim=1)

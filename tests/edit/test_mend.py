@@ -260,6 +260,23 @@ def test_fine_tuning_moves_the_loss_and_stays_within_its_bound(model, name, norm
     assert float(after) < float(loss_of(model, ids).detach()) - 0.02
 
 
+@pytest.mark.parametrize("bound", [0.3, 100.0])
+def test_fine_tuning_of_low_rank_stays_within_its_bound(model, name, bound):
+    ids = batch_of(name, 1)
+    edits = finetune(model, ids, loss_of, config=FinetuneConfig("l2", bound, lr=0.05, steps=15, rank=2))
+    assert all(delta.a is not None and delta.a.shape[0] == 2 for delta in edits.deltas.values())
+    size = torch.cat([delta.weight().flatten() for delta in edits.deltas.values()]).norm()
+    if bound < 1:
+        assert float(size) == pytest.approx(bound, rel=1e-3)
+    else:
+        assert 0.3 < float(size) < bound
+    with torch.no_grad(), edited(model, edits):
+        after = loss_of(model, ids)
+    assert float(after) < float(loss_of(model, ids).detach()) - 0.02
+    again = finetune(model, ids, loss_of, config=FinetuneConfig("l2", bound, lr=0.05, steps=15, rank=2))
+    assert all(torch.equal(again.deltas[n].b, delta.b) for n, delta in edits.deltas.items())
+
+
 @pytest.mark.parametrize("name", ["llama"])
 def test_fine_tuning_stops_when_it_is_enough(model, name):
     calls = []
@@ -274,6 +291,10 @@ def test_fine_tuning_stops_when_it_is_enough(model, name):
         FinetuneConfig("l1")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"must be above 0"):
         FinetuneConfig(bound=0)
+    with pytest.raises(UserError, match=r"finetune.rank is 0; it must be at least 1"):
+        FinetuneConfig(rank=0)
+    with pytest.raises(UserError, match=r"bounds single weights, which a change of low rank has none of; use l2"):
+        FinetuneConfig(rank=2)
 
 
 def test_a_projection_is_the_nearest_point():

@@ -1,0 +1,82 @@
+"""What acts on which row: adapters and edits, chosen for the whole model or, while a block of `using` runs, row by row.
+
+Dimensions: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Active:
+    """Which adapters act; one object for all linears of a model.
+
+    Attributes:
+        names: those that act on every row, added up.
+        merged: those that are part of the weights just now.
+        edits: edits that act on every row, whatever adapters it has.
+    """
+
+    names: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+
+
+Acting = str | tuple[str | None, ...] | None
+"""What acts on a row: an adapter (None: the model's own choice), or a tuple of that and names of edits."""
+
+
+def names_in(acting: Acting) -> tuple[str, ...]:
+    """Every name in it."""
+    return tuple(name for name in (acting if isinstance(acting, tuple) else (acting,)) if name is not None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What acts by row.
+
+    Attributes:
+        names: what any row has.
+        index: [B] which of them, counted from 1; 0 for the model's own choice. None where every row has the only one.
+    """
+
+    names: tuple[Acting, ...]
+    index: Tensor | None = None
+
+    def rows(self, rows: slice) -> Choice:
+        """Of some rows only."""
+        return self if self.index is None else Choice(self.names, self.index[rows])
+
+    def only(self, number: int, x: Tensor) -> Tensor:
+        """x [B, ...], zero in all rows but those of a number."""
+        return x if self.index is None else torch.where((self.index == number).view(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
+_CHOICE: ContextVar[Choice | None] = ContextVar("adapters", default=None)
+
+
+def current() -> Choice | None:
+    """The choice of the block that runs."""
+    return _CHOICE.get()
+
+
+@contextmanager
+def using(choice: Choice | None) -> Iterator[None]:
+    """Adapters by row instead of the model's own choice, in this thread; None leaves that as it is. No gradients are recorded:
+    this serves generation (backward would recompute a checkpointed part without the choice)."""
+    if choice is None:
+        yield
+        return
+    before = _CHOICE.set(choice)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _CHOICE.reset(before)

@@ -1,0 +1,83 @@
+"""Laws of edits on a model that somebody else has spread, offloaded or quantised: the same logits as on a plain one."""
+
+from __future__ import annotations
+
+import copy
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from omni.edit.deltas import edited
+from omni.edit.lend import edited_everywhere
+from omni.edit.linears import find_linears, mlp_linears, weight_of
+from omni.edit.merge import merge, revert
+from omni.model.quantize import is_quantized, quantize
+from tests.close import assert_near
+from tests.edit.toys import all_logits, batch_of, build, loss_of, some_edits, some_mend
+
+
+def spread(model: nn.Module, how: str, folder: str) -> nn.Module:
+    if how == "hooks":
+        return accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    if how == "cpu":
+        return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("how", ["hooks", "cpu", "disk"])
+@pytest.mark.parametrize("name", ["llama", "speech"])
+def test_a_dispatched_model_says_what_a_plain_one_says(name, how, tmp_path):
+    plain, ids = build(name), batch_of(name, 1)
+    edits = some_edits(plain)
+    far = spread(copy.deepcopy(plain), how, str(tmp_path))
+    with torch.no_grad():
+        before = all_logits(plain, ids)
+        with edited(plain, edits):
+            wanted = all_logits(plain, ids)
+        assert_near(all_logits(far, ids), before, 1e-6)
+        for acting in (edited, edited_everywhere):
+            with acting(far, edits):
+                assert_near(all_logits(far, ids), wanted, 1e-5)
+            assert_near(all_logits(far, ids), before, 1e-6)
+    assert float((wanted - before).norm() / before.norm()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "speech"])
+def test_an_editor_makes_the_same_edit_of_a_dispatched_model(name, tmp_path):
+    plain = build(name)
+    far = spread(copy.deepcopy(plain), "hooks", str(tmp_path))
+    mend, ids = some_mend(plain), batch_of(name, 2)
+    mend.train()
+    from omni.edit.factors import gradient_factors
+
+    mend(gradient_factors(plain, mend.shapes, ids, loss_of))  # its statistics need tokens
+    one, two = mend.edit(plain, ids, loss_of), mend.edit(far, ids, loss_of)
+    for target, delta in one.deltas.items():
+        assert_near(two.deltas[target].weight(), delta.weight(), 1e-5)
+    two.check_base(plain)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_edit_of_a_quantised_base_is_merged_into_what_it_dequantises_to(kind):
+    model, ids = build("speech"), batch_of("speech", 1)
+    quantize(model, kind, mlp_linears(model))
+    parts = find_linears(model, mlp_linears(model))
+    assert all(is_quantized(part) for part in parts.values())
+    with torch.no_grad():
+        all_logits(model, ids)  # the first pass moves an int8 weight
+        dense = {target: weight_of(part).clone() for target, part in parts.items()}
+        edits = some_edits(model).signed(model)
+        before = all_logits(model, ids)
+        with edited(model, edits):
+            wanted = all_logits(model, ids)
+        with edited_everywhere(model, edits):
+            assert_near(all_logits(model, ids), wanted, 1e-5)
+        merged = merge(model, edits)
+        for target, part in find_linears(model, edits.deltas).items():
+            assert torch.equal(part.weight, (dense[target].double() + edits.deltas[target].weight()).float())
+        # int8 rounds what comes in too, a merged weight does not
+        assert_near(all_logits(model, ids), wanted, 1e-5 if kind == "nf4" else 0.05)
+        revert(model, merged)
+        assert torch.equal(all_logits(model, ids), before)
