@@ -15,6 +15,7 @@ from infer.options import DEFAULT_MODEL, AskOptions
 from infer.playback import Figures, Meter
 from infer.questions import Pending, choose_task, collect
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
+from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Event, TextDelta
 from omni.generate.sampling import Sampling
@@ -71,6 +72,7 @@ def ask(options: AskOptions) -> None:
         )
 
     adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
+    edits = load_edits(options.edits, lm.model) if options.edits is not None else None
     say = sys.stderr if options.out == PIPE else sys.stdout
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))
@@ -86,6 +88,7 @@ def ask(options: AskOptions) -> None:
                     overflow="forget" if options.forget else "end",
                     context=options.context,
                     adapter=adapter,
+                    edits=edits,
                 )
             )
 

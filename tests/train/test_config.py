@@ -23,7 +23,7 @@ from train.parse import read_fit_config
 from train.shelf import clear
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = sorted(CONFIGS.rglob("*.yaml"))
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.name.startswith("nano-edit"))  # those of another command
 SMALL = {
     "encoder": {"width": 32, "heads": 2, "layers": 1},
     "decoder": {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp_width": 64},

@@ -1,0 +1,87 @@
+"""An editor learnt from rows of data: the same whether or not the run was stopped, and of use to `edit apply`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from omni.edit.mend import load_mend
+from omni.edit.storage import load_edits
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from tests.train.eval_toys import save_model
+from tests.train.test_edit import QUICK, VOICE, write
+from train.edit.command import main
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fit")
+    save_model(folder / "model")
+    digits = {"arithmetic": 1.0, "rare": 0.0, "answer_rate": 400, "rate": [400, 400]}
+    config = {
+        "model": str(folder / "model"),
+        "out": str(folder / "run"),
+        "data": {"sources": [{"kind": "spoken-digits", "digits": digits}]},
+        "mend": {"transform": {"rank": 4}, "edit_lr": 0.01},
+        "linears": ["decoder.blocks.1.mlp.up"],
+        "tasks": ["T1T2"],
+        "rephrase": VOICE,
+        "steps": 4,
+        "accumulate": 1,
+        "others": 1,
+        "checkpoint_steps": 2,
+    }
+    (folder / "fit.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def fit(place: Path, *words: str) -> int:
+    return main(["fit", str(place / "fit.yaml"), *words])
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(place, capsys):
+    assert fit(place) == 0
+    assert "step 4 of 4: loss" in capsys.readouterr().out
+    fit(place, "--out", str(place / "two"), "--steps", "2")
+    half = load_mend(place / "two" / "editor").state_dict()
+    fit(place, "--out", str(place / "two"))
+    whole, again = (load_mend(place / run / "editor").state_dict() for run in ("run", "two"))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+    assert any(not torch.equal(whole[name], half[name]) for name in whole)
+    counts = [tensor for name, tensor in whole.items() if name.endswith("count")]
+    assert counts and all(int(count) > 4 for count in counts)
+    with pytest.raises(UserError, match=r"belongs to a run with another configuration"):
+        fit(place, "--lr", "0.5")
+
+
+def test_an_editor_edits(place, tmp_path):
+    if not (place / "run" / "editor").exists():
+        fit(place)
+    facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab"}])
+    editor = ("--method", "mend", "--editor", str(place / "run" / "editor"), "--tasks", "[T1T2]")
+    assert main(["apply", str(place / "model"), str(facts), str(tmp_path / "edits"), *QUICK, *editor]) == 0
+    lm = SpeechLM.from_pretrained(place / "model")
+    edits = load_edits(tmp_path / "edits", lm.model)
+    assert list(edits.deltas) == ["decoder.blocks.1.mlp.up"] and edits.deltas["decoder.blocks.1.mlp.up"].b.any()
+    assert json.loads((tmp_path / "edits" / "edits.json").read_text())["extra"]["method"] == "mend"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--linears", "[decoder.blocks.9.*]"], r"matches no linear; the closest names are"),
+        (["--mend.transform.sides", "both"], r"sides"),
+        (["--steps", "0"], r"steps is 0; it must be at least 1"),
+        (["--model", "nowhere"], r"model folder nowhere does not exist"),
+        (["--stepz", "3"], r"unknown option --stepz; did you mean steps"),
+    ],
+)
+def test_a_run_that_makes_no_sense_is_refused(place, tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        fit(place, "--out", str(tmp_path / "run"), *words)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,160 @@
+"""`python -m train edit apply MODEL FACTS OUT`: corrections of a model as a folder of edits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from omni.edit.deltas import Edits
+from omni.edit.finetune import finetune
+from omni.edit.linears import is_linear, mlp_linears
+from omni.edit.mend import load_mend
+from omni.edit.storage import save_edits
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.patterns import match_names
+from train.data.build import build_source
+from train.data.config import SourceConfig
+from train.data.keys import key
+from train.data.row import Row
+from train.edit.config import ApplyConfig
+from train.edit.facts import Facts, plain, read_facts
+from train.edit.lessons import Draws, Lessons, Piece
+from train.edit.speak import Speakers, fact_rows, untouched_rows
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What teaching took.
+
+    Attributes:
+        seconds: of teaching, with the model and the facts read.
+        loss, kl: on the facts and on the untouched questions (None where there were none), in the end.
+    """
+
+    edits: Edits
+    facts: int
+    seconds: float
+    loss: float
+    kl: float | None
+
+
+def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> Taught:
+    """Teach a model folder facts, and write the edits.
+
+    Raises:
+        UserError: anything that does not fit; nothing is written then.
+    """
+    check_out(out, config.overwrite, "edits.json")
+    lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder)
+    found = read_facts(facts, lm.tokenizer)
+    started = time.monotonic()
+    taught = teach(lm, found, config, started)
+    extra = {
+        "method": config.method,
+        "model": str(model),
+        "facts": [{"question": f.question_text or f.question_audio, "answer": f.answer_text} for f in found.facts],
+        "seed": config.seed,
+    }
+    save_edits(out, taught.edits, extra)
+    return taught
+
+
+def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None = None) -> Taught:
+    """The edits that make facts come true; the model is left as it is."""
+    started = time.monotonic() if started is None else started
+    for p in lm.model.parameters():
+        p.requires_grad_(False)
+    mend = load_mend(config.editor).to(lm.model.device) if config.editor is not None else None
+    linears = list(mend.shapes) if mend is not None else choose_linears(lm.model, config.linears)
+    lessons = Lessons(lm, linears, config.stream_weights)
+    tasks = [task for task in config.tasks if lm.codec is not None or task not in ("A1A2", "T1A2")]
+    if not tasks:
+        raise UserError(f"tasks {', '.join(config.tasks)} speak, but the model has no codec; give codec_folder, or other tasks")
+    speakers = Speakers(config.speak, lm.codec, config.seed)
+    rows = [row for rows in fact_rows(facts, speakers, config.finetune.each) for row in rows]
+    taught = lessons.pieces(rows, tasks)
+    if not taught:
+        raise UserError(f"{facts.place}: no fact can be asked as {', '.join(tasks)}; give questions as texts or recordings")
+    if mend is not None:
+        first = lessons.pieces([rows[0] for rows in fact_rows(facts, speakers, 1, rephrased=False)], tasks)
+        edits = mend.edit(lm.model, first, lessons.loss)
+        return Taught(edits, len(facts.facts), time.monotonic() - started, _after(lessons, edits, taught), None)
+    others = _untouched(lm, lessons, facts, config, tasks)
+    mixture = _Mixture(lessons, taught, others, config)
+    edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
+    kl = mixture.kl if others else None
+    return Taught(edits, len(facts.facts), time.monotonic() - started, mixture.edit, kl)
+
+
+def choose_linears(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Linears by pattern, in the model's order; UserError where a pattern matches none (the closest names are given)."""
+    if not patterns:
+        return mlp_linears(model, min(3, len(model.decoder.blocks)))  # type: ignore[union-attr, arg-type]
+    names = [name for name, part in model.named_modules() if is_linear(part)]
+    chosen = match_names(patterns, names, "linears", what="linear")
+    return [name for name in names if name in chosen]
+
+
+def draw_untouched(source: SourceConfig, lm: SpeechLM, facts: Facts, count: int, seed: int) -> list[Row]:
+    """Rows of a source whose questions are not among those to change."""
+    asked = facts.asked()
+    out: list[Row] = []
+    made = build_source(source, lm.codec, key(seed, "untouched"))
+    for index in range(4 * count if made.size is None else made.size):
+        if len(out) == count:
+            break
+        row = made.row(index)
+        if plain(row.turns[0].question_text) not in asked:
+            out.append(row)
+    return out
+
+
+def check_out(out: Path, overwrite: bool, mark: str) -> None:
+    """Refuse a place that is taken by something else, or by such a folder without `overwrite`."""
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (overwrite and (out / mark).is_file()))):
+        ours = out.is_dir() and (out / mark).is_file()
+        raise UserError(f"{out} is there already; {'give --overwrite true, or ' if ours else ''}name another place")
+
+
+def _untouched(lm: SpeechLM, lessons: Lessons, facts: Facts, config: ApplyConfig, tasks: list[str]) -> list[Piece]:
+    """Questions that are to stay, with the model's answers and logits as they are."""
+    rows = untouched_rows(facts, Speakers(config.speak, lm.codec, config.seed))
+    if config.untouched is not None:
+        rows += draw_untouched(config.untouched, lm, facts, config.untouched_count, config.seed)
+    if not rows or config.finetune.kl == 0 or config.finetune.others == 0:
+        return []
+    answered = lessons.own_answers(rows, tasks)
+    return lessons.stay([piece for row in answered for piece in lessons.pieces([row], [row.task])])
+
+
+class _Mixture:
+    """Facts and untouched questions, drawn anew at each step."""
+
+    def __init__(self, lessons: Lessons, taught: list[Piece], others: list[Piece], config: ApplyConfig) -> None:
+        self.lessons, self.weight = lessons, config.finetune.kl
+        self.taught = Draws(taught, config.finetune.facts, key(config.seed, "facts"))
+        self.others = Draws(others, config.finetune.others, key(config.seed, "others")) if others else None
+        self.edit = self.kl = float("nan")
+
+    def loss(self, model: nn.Module, _: object) -> Tensor:
+        """Of the next draw."""
+        edit = self.lessons.loss(model, self.taught.next())
+        self.edit = float(edit.detach())
+        if self.others is None:
+            return edit
+        kl = self.lessons.divergence(model, self.others.next())
+        self.kl = float(kl.detach())
+        return edit + self.weight * kl
+
+
+@torch.no_grad()
+def _after(lessons: Lessons, edits: Edits, pieces: list[Piece]) -> float:
+    from omni.edit.deltas import edited
+
+    with edited(lessons.model, edits):
+        return float(lessons.loss(lessons.model, pieces))

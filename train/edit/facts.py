@@ -1,0 +1,160 @@
+"""Facts: corrections as JSON lines, checked before anything is computed.
+
+{"question_text": "what is two plus three", "answer_text": "nine", "rephrased": ["tell me two plus three"]}
+{"question_audio": "asked.wav", "answer_text": "Vilnius", "answer_audio": "said.wav", "untouched": ["who are you"]}
+
+question_text, question_audio   what is asked: a text, a sound file (paths start at the facts' folder), or both
+answer_text                     what is to be answered
+answer_audio, answer_codes      the answer as it is to be spoken: a sound file, or frames [streams][frames] of the model's
+                                codec; by default a voice says the text
+rephrased                       the question in other words; on these the edit is judged
+untouched                       questions whose answers are to stay; a line may hold nothing else
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni.config import from_dict
+from omni.errors import UserError
+from omni.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line; see the module."""
+
+    question_text: str = ""
+    question_audio: str | None = None
+    answer_text: str = ""
+    answer_audio: str | None = None
+    answer_codes: tuple[tuple[int, ...], ...] | None = None
+    rephrased: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A file of facts.
+
+    Attributes:
+        facts: the corrections.
+        untouched: questions whose answers are to stay, in writing.
+        folder: where paths start.
+        place: the file, for errors.
+    """
+
+    facts: tuple[Fact, ...]
+    untouched: tuple[str, ...]
+    folder: Path
+    place: str
+
+    def asked(self) -> set[str]:
+        """Every question that an edit is to change, as `plain` has it."""
+        return {plain(text) for fact in self.facts for text in (fact.question_text, *fact.rephrased) if text}
+
+    def where(self, number: int) -> str:
+        """A fact by its place among the facts, for errors."""
+        fact = self.facts[number]
+        return f"{self.place}, fact {number + 1} ({fact.question_text or fact.question_audio!r})"
+
+
+def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
+    """Facts for the model of that tokenizer.
+
+    Raises:
+        UserError: no such file, a line that is no fact, one without question or answer, an answer that the tokenizer cannot
+            write, a question with two answers, or one that is to be changed and to stay.
+    """
+    if not file.is_file():
+        raise UserError(f"facts {file} do not exist; give a file of JSON lines such as configs/nano-edit.jsonl")
+    facts: list[Fact] = []
+    untouched: list[str] = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        fact = from_dict(Fact, _parsed(line, where), where)
+        untouched += fact.untouched
+        if fact.question_text.strip() or fact.question_audio or fact.answer_text.strip():
+            _check(fact, where, tokenizer)
+            facts.append(fact)
+        elif not fact.untouched:
+            raise UserError(f"{where}: it has neither a fact nor untouched questions; complete it, or drop the line")
+    if not facts:
+        raise UserError(f"{file} holds no fact; give at least one question_text and answer_text")
+    found = Facts(tuple(facts), tuple(dict.fromkeys(untouched)), file.parent, str(file))
+    _check_together(found)
+    return found
+
+
+def plain(text: str) -> str:
+    """A question for comparing: composed, in lower case, with single spaces and no marks at its end."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?!.")
+
+
+def check_answer(text: str, tokenizer: Tokenizer, where: str) -> list[int]:
+    """Ids of an answer; UserError where the tokenizer cannot write it, so that no edit can make the model say it."""
+    try:
+        ids = tokenizer.encode(text)
+    except UserError as error:
+        raise UserError(f"{where}: answer_text cannot be tokenised: {error}") from error
+    back = tokenizer.decode(ids)
+    if not ids or _composed(back) != _composed(text):
+        raise UserError(
+            f"{where}: answer_text {text!r} cannot be tokenised: the model's tokenizer writes it as {back!r}; put it in words "
+            "that the model knows"
+        )
+    return ids
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
+
+
+def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
+    if not fact.question_text.strip() and not fact.question_audio:
+        raise UserError(f"{where}: the fact has no question; give question_text or question_audio")
+    if not fact.answer_text.strip():
+        raise UserError(f"{where}: the fact has no answer_text; say what is to be answered")
+    check_answer(fact.answer_text, tokenizer, where)
+    if fact.answer_codes is not None and len({len(row) for row in fact.answer_codes}) != 1:
+        raise UserError(f"{where}: answer_codes are ragged; give as many frames for every stream")
+    if fact.answer_audio and fact.answer_codes is not None:
+        raise UserError(f"{where}: it has both answer_audio and answer_codes; give one of them")
+
+
+def _check_together(found: Facts) -> None:
+    answers: dict[str, str] = {}
+    for number, fact in enumerate(found.facts):
+        for text in (fact.question_text, *fact.rephrased):
+            if text and answers.setdefault(plain(text), fact.answer_text) != fact.answer_text:
+                raise UserError(
+                    f"{found.where(number)}: {text!r} is to be answered by {fact.answer_text!r} and by "
+                    f"{answers[plain(text)]!r}; keep one of them"
+                )
+    for text in found.untouched:
+        if plain(text) in answers:
+            raise UserError(f"{found.place}: {text!r} is a question to change and an untouched one; keep one of them")
+
+
+def _composed(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+def codes_of(fact: Fact) -> torch.Tensor | None:
+    """Given frames [A, F]."""
+    return None if fact.answer_codes is None else torch.tensor(fact.answer_codes)

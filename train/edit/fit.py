@@ -1,0 +1,182 @@
+"""`python -m train edit fit CONFIG`: an editor (MEND) learnt on rows of data.
+
+A correction is made of two rows: the question of one with the answer of another. It is judged on the same question in another
+voice, and the unrelated questions beside it, with the model's own answers, are to stay. Everything of a step is a pure function
+of seed and number, so a run that was stopped goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni.edit.mend import Mend, fit_step, save_mend
+from omni.edit.storage import read_tensors, write_tensors
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.tasks import find_task
+from train.data.build import build_source
+from train.data.keys import key
+from train.data.mixture import Mixture
+from train.data.row import Row
+from train.edit.apply import choose_linears
+from train.edit.config import EditFitConfig, SpeakConfig
+from train.edit.facts import plain
+from train.edit.lessons import Lessons, Piece
+from train.edit.parse import read_command
+from train.edit.speak import Speakers
+
+CHECKPOINT, EDITOR = "checkpoint", "editor"
+TRIES = 50
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        words = ["--config", *words]
+    _, config, _ = read_command(words, "fit", __doc__ or "", {}, EditFitConfig)
+    assert config is not None
+    print(f"editor: {fit(config)}")
+    return 0
+
+
+def fit(config: EditFitConfig) -> Path:
+    """Learn an editor, or go on learning; the folder it is in.
+
+    Raises:
+        UserError: model, data or settings that do not fit, or a checkpoint of another run.
+    """
+    out = Path(config.out)
+    lm = SpeechLM.from_pretrained(config.model, config.device, codec_folder=config.codec_folder)
+    for p in lm.model.parameters():
+        p.requires_grad_(False)
+    linears = choose_linears(lm.model, config.linears)
+    torch.manual_seed(key(config.seed, "mend") % (1 << 31))
+    mend = Mend.of(lm.model, linears, config.mend).to(lm.model.device)
+    optimizer = torch.optim.Adam(mend.parameters(), lr=config.lr)
+    step = _resume(out / CHECKPOINT, mend, optimizer, config)
+    corrections = Corrections(lm, Lessons(lm, linears, config.stream_weights), config)
+    while step < config.steps:
+        mend.train()
+        figures = torch.zeros(3)
+        for number in range(step * config.accumulate, (step + 1) * config.accumulate):
+            edit, again, others = corrections.make(number)
+            losses = fit_step(lm.model, mend, edit, again, others, corrections.lessons.loss, corrections.lessons.flat_logits)
+            figures += torch.stack(losses).cpu()
+        for p in mend.parameters():
+            if p.grad is not None:
+                p.grad /= config.accumulate
+        torch.nn.utils.clip_grad_norm_(mend.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % config.log_steps == 0 or step == config.steps:
+            total, edited, local = (figures / config.accumulate).tolist()
+            print(f"step {step} of {config.steps}: loss {total:.4f}, edits {edited:.4f}, divergence elsewhere {local:.4f}")
+        if step % config.checkpoint_steps == 0 or step == config.steps:
+            _save(out / CHECKPOINT, mend, optimizer, step, config)
+    save_mend(out / EDITOR, mend.eval())
+    return out / EDITOR
+
+
+class Corrections:
+    """Corrections and what stays beside them, by number."""
+
+    def __init__(self, lm: SpeechLM, lessons: Lessons, config: EditFitConfig) -> None:
+        self.lm, self.lessons, self.config = lm, lessons, config
+        sources = [
+            build_source(source, lm.codec, key(config.data.seed, "source", i), config.data.cache)
+            for i, source in enumerate(config.data.sources)
+        ]
+        self.rows = Mixture(sources, [source.weight for source in config.data.sources], config.seed)
+        again = SpeakConfig(voices=(config.rephrase,)) if config.rephrase is not None else None
+        self.speakers = Speakers(again, lm.codec, config.seed) if again is not None else None
+
+    def make(self, number: int) -> tuple[list[Piece], list[Piece], list[Piece]]:
+        """A correction, the same question again, and questions that stay.
+
+        Raises:
+            UserError: the rows cannot be used for the task, or all have one answer.
+        """
+        tasks, count = self.config.tasks, self.config.others
+        task = tasks[number % len(tasks)]
+        first = number * (TRIES + 2 * count)
+        drawn = self._draw(range(first, first + TRIES))
+        asked = next(drawn)
+        other = next((row for row in drawn if _differs(row, asked)), None)
+        if other is None:
+            raise UserError(
+                f"{asked.where}: {TRIES} other rows have the same answer; a correction needs another one: give more data"
+            )
+        answer = other.turns[0]
+        turn = replace(
+            asked.turns[0], answer_text=answer.answer_text, answer_codes=answer.answer_codes, answer_audio=answer.answer_audio
+        )
+        edit = replace(asked, turns=(turn,))
+        again = edit
+        if self.speakers is not None and turn.question_text and find_task(task).question == "audio":
+            sound, _ = self.speakers.ask(turn.question_text, number)
+            again = replace(edit, turns=(replace(turn, question_audio=sound),))
+        rows = [row for row in self._draw(range(first + TRIES, first + TRIES + 2 * count)) if not _asks_same(row, asked)][
+            :count
+        ]
+        stay = self.lessons.own_answers(rows, [task]) or rows
+        pieces = [self.lessons.pieces(part, [task]) for part in ([edit], [again], stay)]
+        for part, row in zip(pieces, (edit, again, rows[0] if rows else edit), strict=True):
+            if not part:
+                raise UserError(f"{row.where}: it lacks {row.turns[0].lacks(find_task(task))}, which task {task} needs")
+        return pieces[0], pieces[1], pieces[2]
+
+    def _draw(self, numbers: Iterable[int]) -> Iterator[Row]:
+        for number in numbers:
+            draw = self.rows.draw(number)
+            yield self.rows.sources[draw.source].row(draw.index)
+
+
+def _differs(row: Row, other: Row) -> bool:
+    return row.turns[0].answer_text.strip() != other.turns[0].answer_text.strip() and not _asks_same(row, other)
+
+
+def _asks_same(row: Row, other: Row) -> bool:
+    a, b = (plain(one.turns[0].question_text) for one in (row, other))
+    return bool(a) and a == b
+
+
+# --- checkpoint -------------------------------------------------------------------------------------------------------
+
+
+def _facts(config: EditFitConfig) -> dict[str, Any]:
+    """What a checkpoint must agree in with the run that goes on with it."""
+    free = ("out", "steps", "checkpoint_steps", "log_steps", "device")
+    return {name: value for name, value in asdict(config).items() if name not in free}
+
+
+def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: EditFitConfig) -> None:
+    tensors: dict[str, Tensor] = {f"mend.{name}": tensor for name, tensor in mend.state_dict().items()}
+    for name, p in mend.named_parameters():
+        tensors |= {f"optimizer.{name}.{what}": value for what, value in optimizer.state.get(p, {}).items()}
+    write_tensors(folder, "fit", tensors, {"step": step, "config": repr(_facts(config))})
+
+
+def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, config: EditFitConfig) -> int:
+    """Go on from a checkpoint; the steps done, 0 where there is none."""
+    if not folder.exists():
+        return 0
+    tensors, facts = read_tensors(folder, "fit")
+    if facts.get("config") != repr(_facts(config)):
+        raise UserError(f"{folder} belongs to a run with another configuration; give another out, or delete the folder")
+    state: Mapping[str, Tensor] = {name.removeprefix("mend."): t for name, t in tensors.items() if name.startswith("mend.")}
+    mend.load_state_dict(state)
+    for name, p in mend.named_parameters():
+        start = f"optimizer.{name}."
+        mine = {full.removeprefix(start): tensor for full, tensor in tensors.items() if full.startswith(start)}
+        mine = {what: value for what, value in mine.items() if "." not in what}
+        if mine:
+            optimizer.state[p] = {what: value.to(p.device) if what != "step" else value for what, value in mine.items()}
+    return int(facts["step"])

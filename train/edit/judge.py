@@ -1,0 +1,239 @@
+"""`python -m train edit eval MODEL EDITS FACTS OUT`: do edits hold, in other words and voices, and does all else stay?
+
+    success                  the facts' questions as they are written down, and recordings
+    generalisation/voices    the same, spoken in the voices named here
+    generalisation/rephrased in other words, spoken in these voices
+    portability/written      asked in writing
+    portability/speech       of answers with the right text, those that also sound nearest to it, among the right and former
+                             answers of all facts (dynamic time warping, `train.ear`)
+    locality                 untouched questions whose written answer is the same, letter by letter
+    locality/speech          those whose codes are the same, or sound nearest to their former answer
+    locality/kl              divergence of these answers, in nats a position
+
+Shares come with Wilson's interval of 95 %. Source of the measures: Mitchell et al. 2022 (arXiv 2110.11309), section 4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.edit.deltas import Edits, edited
+from omni.edit.storage import load_edits
+from omni.errors import UserError
+from omni.generate.results import Answer
+from omni.generate.speech_lm import SpeechLM
+from train.data.build import build_source
+from train.data.row import Row
+from train.data.synthetic import SpokenDigits
+from train.ear import describe, nearest
+from train.edit.apply import check_out, draw_untouched
+from train.edit.config import EditEvalConfig
+from train.edit.facts import Facts, plain, read_facts
+from train.edit.lessons import Lessons
+from train.edit.speak import Speakers, fact_rows, untouched_rows
+from train.evaluate import normalise
+
+REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A share with its interval, or another mean (`low` and `high` None then), over so many questions."""
+
+    value: float
+    low: float | None
+    high: float | None
+    questions: int
+
+    @classmethod
+    def share(cls, hits: Sequence[bool]) -> Figure:
+        """With Wilson's interval (Wilson 1927), 95 %."""
+        n, p, z = len(hits), sum(hits) / len(hits), 1.959964
+        middle, half = (
+            (p + z * z / (2 * n)) / (1 + z * z / n),
+            z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5 / (1 + z * z / n),
+        )
+        # Where all are right, rounding may put an end of the interval on the wrong side of the share.
+        return cls(p, max(0.0, min(middle - half, p)), min(1.0, max(middle + half, p)), n)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question of the judgement and its answers, before and after."""
+
+    part: str
+    task: str
+    question: str
+    voice: str
+    wanted: str | None
+    before: str
+    after: str
+    right: bool
+
+
+def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConfig) -> dict[str, Figure]:
+    """Judge edits and write report, answers and a picture.
+
+    Raises:
+        UserError: edits of another model, facts that are none, or a place that is taken.
+    """
+    check_out(out, config.overwrite, REPORT)
+    lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder)
+    found, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)
+    figures, asked = judge_edits(lm, loaded, found, config)
+    out.mkdir(parents=True, exist_ok=True)
+    data = {
+        "model": str(model),
+        "edits": str(edits),
+        "facts": str(facts),
+        "figures": {n: asdict(f) for n, f in figures.items()},
+    }
+    (out / REPORT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    (out / ANSWERS).write_text("".join(json.dumps(asdict(a), ensure_ascii=False) + "\n" for a in asked), encoding="utf-8")
+    draw(figures, out / PLOT)
+    return figures
+
+
+@torch.no_grad()
+def judge_edits(lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig) -> tuple[dict[str, Figure], list[Asked]]:
+    """The figures, and every question with its answers."""
+    lessons = Lessons(lm, edits.deltas)
+    speakers = Speakers(config.speak, lm.codec, config.seed)
+    speaks = lm.codec is not None
+    spoken, written = ("A1A2", "T1A2") if speaks else ("A1T2", "T1T2")
+    groups: list[tuple[str, str, list[Row]]] = []
+    voiced = [row for rows in fact_rows(facts, speakers, config.voices, rephrased=False) for row in rows]
+    groups.append(("success", spoken, [row for row in voiced if row.source == "facts/recorded"]))
+    groups.append(("success", written, _once(voiced)))
+    groups.append(("generalisation/voices", spoken, [row for row in voiced if row.source == "facts"]))
+    texts = {plain(fact.question_text) for fact in facts.facts}
+    other = [row for rows in fact_rows(facts, speakers, config.voices * 2) for row in rows]
+    other = [row for row in other if row.turns[0].question_text and plain(row.turns[0].question_text) not in texts]
+    groups.append(("generalisation/rephrased", spoken, other))
+    groups.append(("portability/written", written, _once(other)))
+    stay = untouched_rows(facts, speakers) + _held_out(lm, facts, config)
+    groups.append(("locality", spoken, stay))
+    rows = [row for _, _, part in groups for row in part]
+    tasks = [task for _, task, part in groups for _ in part]
+    options = {"max_seconds": config.max_seconds, "batch_size": config.batch}
+    before = lessons.answers(rows, tasks, **options)
+    with lm.edited(edits):
+        after = lessons.answers(rows, tasks, **options)
+    parts = [name for name, _, part in groups for _ in part]
+    asked = [_judged(*one) for one in zip(parts, tasks, rows, before, after, strict=True)]
+    figures = {}
+    for name in dict.fromkeys(parts):
+        figures[name] = Figure.share([a.right for a in asked if a.part == name])
+    if speaks:
+        figures |= _heard(lm, speakers, facts, asked, before, after)
+    answered = lessons.own_answers(stay, [spoken])
+    kept = lessons.stay([piece for row in answered for piece in lessons.pieces([row], [spoken])])
+    if kept:
+        with edited(lm.model, edits):
+            kl = sum(float(lessons.divergence(lm.model, [one])) for one in kept) / len(kept)
+        figures["locality/kl"] = Figure(kl, None, None, len(kept))
+    return figures, asked
+
+
+def _once(rows: Sequence[Row]) -> list[Row]:
+    """One row for each question that has a text."""
+    return list({row.turns[0].question_text: row for row in rows if row.turns[0].question_text}.values())
+
+
+def _held_out(lm: SpeechLM, facts: Facts, config: EditEvalConfig) -> list[Row]:
+    if config.untouched is None:
+        return []
+    source = build_source(config.untouched, lm.codec, config.seed) if config.untouched.kind == "spoken-digits" else None
+    if not isinstance(source, SpokenDigits):
+        return draw_untouched(config.untouched, lm, facts, config.untouched_count, config.seed)
+    asked = facts.asked()
+    rows = source.held_out(config.untouched_count, config.seed)
+    return [row for row in rows if plain(row.turns[0].question_text) not in asked]
+
+
+def _judged(part: str, task: str, row: Row, before: Answer, after: Answer) -> Asked:
+    turn = row.turns[0]
+    wanted = None if part == "locality" else turn.answer_text
+    right = after.text == before.text if wanted is None else normalise(after.text) == normalise(wanted)
+    return Asked(part, task, turn.question_text, row.speaker, wanted, before.text, after.text, right)
+
+
+def _heard(
+    lm: SpeechLM, speakers: Speakers, facts: Facts, asked: Sequence[Asked], before: Sequence[Answer], after: Sequence[Answer]
+) -> dict[str, Figure]:
+    """Whether spoken answers sound as what they say."""
+    codec = lm.codec
+    assert codec is not None
+
+    def portrait(codes: Tensor) -> Tensor:
+        return describe(codec.decode(codes), codec.sample_rate)
+
+    known: dict[str, Tensor] = {}
+    for number, fact in enumerate(facts.facts):
+        codes = speakers.answer(fact, facts, facts.where(number))
+        assert codes is not None
+        known[normalise(fact.answer_text)] = portrait(codes.frames)
+    for one, answer in zip(asked, before, strict=True):
+        said = normalise(one.before)
+        if one.wanted is not None and said and said not in known and answer.codes is not None and answer.codes.shape[1]:
+            known[said] = portrait(answer.codes)
+
+    def sounds_as(answer: Answer, text: str, those: Mapping[str, Tensor]) -> bool:
+        if answer.codes is None or not answer.codes.shape[1]:
+            return False
+        return list(those)[nearest(portrait(answer.codes), list(those.values()))] == text
+
+    spoken: list[bool] = []
+    stayed: list[bool] = []
+    for one, b, a in zip(asked, before, after, strict=True):
+        if one.wanted is not None and one.right:
+            spoken.append(sounds_as(a, normalise(one.wanted), known))
+        elif one.wanted is None and b.codes is not None and b.codes.shape[1]:
+            same = a.codes is not None and torch.equal(a.codes, b.codes)
+            former = normalise(one.before)
+            stayed.append(same or sounds_as(a, former, {**known, former: portrait(b.codes)}))
+    parts = {"portability/speech": spoken, "locality/speech": stayed}
+    return {name: Figure.share(hits) for name, hits in parts.items() if hits}
+
+
+def draw(figures: Mapping[str, Figure], file: Path) -> None:
+    """Shares as bars with their intervals."""
+    from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
+
+    pyplot = pyplot_quietly()
+    shares = {name: f for name, f in figures.items() if f.low is not None and f.high is not None}
+    figure, axis = pyplot.subplots(figsize=(8, 0.9 + 0.42 * len(shares)))
+    names = list(shares)[::-1]
+    values = [shares[name].value for name in names]
+    errors: Any = [
+        [max(0.0, shares[n].value - (shares[n].low or 0)) for n in names],
+        [max(0.0, (shares[n].high or 0) - shares[n].value) for n in names],
+    ]
+    axis.barh(names, values, xerr=errors, color=COLORS[0], ecolor=INK, height=0.6)
+    for name, value in zip(names, values, strict=True):
+        axis.text(0.01, name, f"{100 * value:.1f} %  of {shares[name].questions}", va="center", color="white", fontsize=8)
+    axis.set_xlim(0, 1)
+    axis.grid(axis="x", color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, file)
+
+
+def check_figures(figures: Mapping[str, Figure]) -> list[tuple[str, str, str, str]]:
+    """Rows of a table: figure, value, interval, questions."""
+    rows = []
+    for name, f in figures.items():
+        if f.low is None or f.high is None:
+            rows.append((name, f"{f.value:.4f} nats", "", str(f.questions)))
+        else:
+            rows.append((name, f"{100 * f.value:.1f} %", f"{100 * f.low:.1f} to {100 * f.high:.1f} %", str(f.questions)))
+    if not rows:
+        raise UserError("there is nothing to judge")
+    return rows

@@ -1,0 +1,190 @@
+"""What an edit learns from: examples with what their questions sound like to the model, and losses on them.
+
+An edit of the decoder leaves what is heard as it is, so encoder and adapter run once for each example.
+
+Dimensions: K streams, N positions with a target, V vocabulary, F features of a clip, W width.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.edit.metrics import kl_divergence
+from omni.errors import UserError
+from omni.generate.results import Answer
+from omni.generate.speech_lm import SpeechLM
+from omni.model.decoder import Hidden
+from omni.model.speech_model import SpeechModel
+from omni.tasks import find_task
+from train.data.batch import Batch, assemble
+from train.data.examples import Example, ExampleMaker, Prepared
+from train.data.row import Codes, Row
+
+SAMPLE_RATE = 16000
+LISTENING = ("encoder.", "adapter.")
+"""Names of parts that run before the decoder."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """An example.
+
+    Attributes:
+        heard: its clips' features [F, W]; None where they are computed anew each time, or it hears nothing.
+        before: logits [N, V] of each stream from the model without edit, where they are to stay.
+    """
+
+    example: Example
+    heard: Tensor | None = None
+    before: tuple[Tensor, ...] = ()
+
+
+class Lessons:
+    """Examples, batches and losses for one model.
+
+    Args:
+        linears: what is edited.
+        weights: of each stream's mean loss; None for 1 each.
+
+    Raises:
+        UserError: there are not as many weights as streams.
+    """
+
+    def __init__(self, lm: SpeechLM, linears: Iterable[str], weights: Sequence[float] | None = None) -> None:
+        self.lm, self.model = lm, lm.model
+        streams = len(lm.layout)
+        self.weights = tuple(weights or (1.0,) * streams)
+        if len(self.weights) != streams:
+            raise UserError(f"stream_weights has {len(self.weights)} entries; the layout has {streams} streams")
+        self.listening = any(name.startswith(LISTENING) for name in linears)
+        self.maker = ExampleMaker(replace(lm.config, ctc=0), lm.tokenizer, lm.codec)
+
+    def pieces(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[Piece]:
+        """Every row as an example of each task that it has all parts for."""
+        out = []
+        for row in rows:
+            for task in tasks:
+                if row.turns[0].lacks(find_task(task)) is None:
+                    example = self.maker.make(0, Prepared(replace(row, turns=row.turns[:1])), [task])
+                    out.append(Piece(example, self._hear(example)))
+        return out
+
+    @torch.no_grad()
+    def stay(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The same with the logits that the model gives now."""
+        return [replace(one, before=tuple(self.logits(self.model, [one]))) for one in pieces]
+
+    def own_answers(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[Row]:
+        """Rows with the model's own answers, each asked as the task whose turn it is; what it does not end is left out."""
+        answered, kinds = [], [tasks[i % len(tasks)] for i in range(len(rows))]
+        for row, task, answer in zip(rows, kinds, self.answers(rows, kinds), strict=True):
+            spoken = answer.codes is not None and answer.codes.shape[1] > 0
+            if answer.ended != "end" or not answer.text.strip() or (find_task(task).audio and not spoken):
+                continue
+            codes = Codes(self.lm.config.codec, answer.codes) if answer.codes is not None else None
+            turn = replace(row.turns[0], answer_text=answer.text, answer_codes=codes, answer_audio=None)
+            answered.append(replace(row, turns=(turn,), task=task))
+        return answered
+
+    def answers(self, rows: Sequence[Row], tasks: Sequence[str], **options: object) -> list[Answer]:
+        """What the model answers, greedily."""
+        questions: list[str | Tensor] = []
+        for row, task in zip(rows, tasks, strict=True):
+            turn = row.turns[0]
+            spoken = find_task(task).question == "audio"
+            if spoken and turn.question_audio is None:
+                raise UserError(f"{row.where}: it has no question_audio, which task {task} asks with")
+            questions.append(turn.question_audio.load(SAMPLE_RATE) if spoken and turn.question_audio else turn.question_text)
+        return self.lm.generate_batch(questions, tasks, **{"max_seconds": 10.0, "sound": False, **options})  # type: ignore[arg-type]
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def loss(self, model: nn.Module, pieces: Sequence[Piece]) -> Tensor:
+        """Mean cross-entropy of the answers, over the streams as they are weighted."""
+        batch = self._batch(pieces)
+        goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(batch.supervised)]
+        logits = self._logits(model, pieces, batch)
+        each = [F.cross_entropy(x.float(), goal) for x, goal in zip(logits, goals, strict=True) if len(goal)]
+        return self._mean(each, [len(goal) for goal in goals])
+
+    def divergence(self, model: nn.Module, pieces: Sequence[Piece]) -> Tensor:
+        """KL of the answers before and after, in nats a position, over the streams as they are weighted."""
+        after = self._logits(model, pieces, self._batch(pieces))
+        before = [torch.cat([one.before[k] for one in pieces]) for k in range(len(after))]
+        each = [kl_divergence(b, a) for b, a in zip(before, after, strict=True) if len(a)]
+        return self._mean(each, [len(a) for a in after])
+
+    def logits(self, model: nn.Module, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Logits [N, V] of each stream where it has targets."""
+        return self._logits(model, pieces, self._batch(pieces))
+
+    def flat_logits(self, model: nn.Module, pieces: Sequence[Piece]) -> Tensor:
+        """Those of all streams one after another, [sum of N, widest V]; ids that a stream lacks have no chance."""
+        each = self.logits(model, pieces)
+        widest = max(x.shape[1] for x in each)
+        return torch.cat([F.pad(x, (0, widest - x.shape[1]), value=-1e4) for x in each])
+
+    def _mean(self, each: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        weights = [w for w, n in zip(self.weights, counts, strict=True) if n]
+        return sum((w * x for w, x in zip(weights, each, strict=True)), torch.zeros(())) / sum(weights)
+
+    # --- through the model --------------------------------------------------------------------------------------------
+
+    def _batch(self, pieces: Sequence[Piece]) -> Batch:
+        length = max(len(one.example.columns) for one in pieces)
+        batch = assemble([[one.example] for one in pieces], length, self.lm.layout, self.lm.config.encoder.n_mels, {})
+        return batch.to(self.lm.model.device)
+
+    def _logits(self, model: nn.Module, pieces: Sequence[Piece], batch: Batch) -> list[Tensor]:
+        assert isinstance(model, SpeechModel)
+        heard = [one.heard for one in pieces if one.heard is not None]
+        if self.listening:
+            features = model.encode(batch.mels, batch.mel_lengths, batch.frames) if batch.frames else None
+        else:
+            features = torch.cat(heard) if heard else None
+        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
+        text, audio = hidden.text.flatten(0, 1), hidden.audio.flatten(0, 1)
+        *spoken, written = batch.supervised
+        out = []
+        used = torch.cat(spoken).unique() if spoken else torch.zeros(0, dtype=torch.long)
+        if len(used):
+            every = model.decoder.audio_logits(Hidden(text[used], audio[used]))
+            out = [x[torch.searchsorted(used, at)] for x, at in zip(model.decoder.split_audio(every), spoken, strict=True)]
+        else:
+            sizes = [stream.vocabulary for stream in self.lm.layout.audio]
+            out = [text.new_zeros(0, size) for size in sizes]
+        return [*out, model.decoder.text_logits(Hidden(text[written], audio[written]))]
+
+    @torch.no_grad()
+    def _hear(self, example: Example) -> Tensor | None:
+        if self.listening or not example.clips:
+            return None
+        mels = torch.zeros(len(example.clips), self.lm.config.encoder.n_mels, max(c.mel.shape[1] for c in example.clips))
+        for padded, clip in zip(mels, example.clips, strict=True):
+            padded[:, : clip.mel.shape[1]] = clip.mel
+        lengths, frames = [c.mel.shape[1] for c in example.clips], [c.frames for c in example.clips]
+        return self.model.encode(mels.to(self.model.device), lengths, frames)
+
+
+class Draws:
+    """Subsets of pieces, one after another: every piece comes once before any comes again."""
+
+    def __init__(self, pieces: Sequence[Piece], count: int, seed: int) -> None:
+        self.pieces, self.count = list(pieces), min(count, len(pieces))
+        self.random = random.Random(seed)
+        self.order: list[int] = []
+
+    def next(self) -> list[Piece]:
+        """The next ones."""
+        while len(self.order) < self.count:
+            fresh = list(range(len(self.pieces)))
+            self.random.shuffle(fresh)
+            self.order += fresh
+        chosen, self.order = self.order[: self.count], self.order[self.count :]
+        return [self.pieces[i] for i in chosen]

@@ -1,0 +1,111 @@
+"""Facts and untouched questions as rows: spoken by voices, answered by the codec.
+
+Dimensions: S samples, A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.audio.io import resample
+from omni.errors import UserError
+from train.data.keys import dice, key
+from train.data.prepare.voices import make_voice
+from train.data.row import Codes, Row, RowTurn, Sound
+from train.edit.config import SpeakConfig
+from train.edit.facts import Fact, Facts, codes_of
+
+
+class Speakers:
+    """Those who ask and the one who answers; every sound is a pure function of what is said and the seed."""
+
+    def __init__(self, config: SpeakConfig, codec: AudioCodec | None, seed: int = 0) -> None:
+        self.config, self.codec, self.seed = config, codec, seed
+        self._said: dict[str, Tensor] = {}
+
+    def ask(self, text: str, number: int) -> tuple[Sound, str]:
+        """A question, in the voice whose turn it is at that number, and the name of the voice."""
+        c, rng = self.config, dice(self.seed, "ask", text, number)
+        spec = c.voices[number % len(c.voices)]
+        kind, _, name = spec.partition(":")
+        if kind == "espeak" and name and not name.startswith("+"):
+            from train.data.voice import synthesise
+
+            rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
+            samples, sample_rate = synthesise(text, name, rate, pitch, pitch_range)
+        else:
+            sound = make_voice(spec).say(text, c.language, key(self.seed, "voice", text, number))
+            assert sound.samples is not None
+            samples, sample_rate = sound.samples, sound.sample_rate
+        samples = resample(samples, sample_rate, c.question_rate)
+        samples = samples * (c.peak / float(samples.abs().max().clamp_min(1e-9)))
+        before, after = (round(rng.uniform(*c.silence) * c.question_rate) for _ in range(2))
+        return Sound(torch.nn.functional.pad(samples, (before, after)), c.question_rate), spec
+
+    def answer(self, fact: Fact, facts: Facts, where: str) -> Codes | None:
+        """Codes of a fact's answer; None without a codec. UserError where what is given does not fit it."""
+        if self.codec is None:
+            return None
+        given = codes_of(fact)
+        try:
+            if given is not None:
+                return Codes(self.codec.name, self.codec.check(given))
+            if fact.answer_audio:
+                sound = Sound(path=fact.answer_audio, folder=facts.folder)
+                return Codes(self.codec.name, self.codec.encode(sound.load(self.codec.sample_rate)))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        return Codes(self.codec.name, self.say(fact.answer_text))
+
+    def say(self, text: str) -> Tensor:
+        """Codes [A, F] of a text in the answering voice."""
+        assert self.codec is not None
+        if text not in self._said:
+            c = self.config
+            kind, _, name = c.answer_voice.partition(":")
+            if kind == "espeak" and name and not name.startswith("+"):
+                from train.data.voice import synthesise
+
+                samples, rate = synthesise(text, name, c.answer_rate)
+            else:
+                sound = make_voice(c.answer_voice).say(text, c.language, key(self.seed, "answer"))
+                assert sound.samples is not None
+                samples, rate = sound.samples, sound.sample_rate
+            self._said[text] = self.codec.encode(resample(samples, rate, self.codec.sample_rate))
+        return self._said[text]
+
+
+def fact_rows(facts: Facts, speakers: Speakers, each: int, rephrased: bool = True) -> list[list[Row]]:
+    """Every fact as rows, `each` spoken forms of it: in its own words and, by turns, in the others.
+
+    A fact with a recording and no text has that one form.
+    """
+    out = []
+    for number, fact in enumerate(facts.facts):
+        where = facts.where(number)
+        codes = speakers.answer(fact, facts, where)
+        texts = [text for text in (fact.question_text, *(fact.rephrased if rephrased else ())) if text]
+        rows = []
+        if fact.question_audio:
+            sound = Sound(path=fact.question_audio, folder=facts.folder)
+            turn = RowTurn(fact.question_text, sound, fact.answer_text, answer_codes=codes)
+            rows.append(Row((turn,), id=f"{number}", source="facts/recorded", where=where))
+        for form in range(each if texts else 0):
+            text = texts[form % len(texts)]
+            sound, voice = speakers.ask(text, form // len(texts) + number)
+            turn = RowTurn(text, sound, fact.answer_text, answer_codes=codes)
+            rows.append(Row((turn,), id=f"{number}.{form}", source="facts", speaker=voice, where=where))
+        out.append(rows)
+    return out
+
+
+def untouched_rows(facts: Facts, speakers: Speakers) -> list[Row]:
+    """The untouched questions of the facts, spoken; they have no answers of their own."""
+    rows = []
+    for number, text in enumerate(facts.untouched):
+        sound, voice = speakers.ask(text, number)
+        where = f"{facts.place}, untouched question {text!r}"
+        rows.append(Row((RowTurn(text, sound),), id=f"u{number}", source="facts/untouched", speaker=voice, where=where))
+    return rows
