@@ -18,6 +18,7 @@ from omni.audio.codec import check_codec_name
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.errors import UserError
 from omni.layout import Layout
+from omni.tasks import find_task
 
 T = TypeVar("T")
 
@@ -90,28 +91,51 @@ class DecoderConfig:
         return self.head_dim or self.width // self.heads
 
 
+ADAPTERS = ("linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k")
+"""Kinds of adapters."""
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """What turns encoder frames into decoder positions.
 
     Attributes:
-        kind: `linear`, `mlp` (two layers, GELU) or `gated` (mini-omni's gated MLP).
+        kind: `linear`, `mlp` (two layers, GELU), `gated` (mini-omni's gated MLP), or one whose parts tasks share, gated by
+            task: `hard`, `mmoe`, `cgc`, `ple`, `cross_stitch`, `mtan`, `ltb` or `dselect_k` (see `omni.model.sharing`).
         hidden: inner size of `mlp` and `gated`.
         stack: frames joined into one position; a clip's last, unfinished group is filled with zeros.
         bias: the linear layers have a bias.
+        tasks: of a shared kind, the tasks it has parts for; they ask by speech.
+        settings: of a shared kind, such as `experts`; the others keep their defaults.
     """
 
-    kind: Literal["linear", "mlp", "gated"] = "linear"
+    kind: Literal["linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k"] = "linear"
     hidden: int = 1024
     stack: int = 1
     bias: bool = True
+    tasks: tuple[str, ...] = ("A1T1", "A1T2", "A1A2")
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "mlp", "gated"):
-            raise UserError(f"adapter.kind {self.kind!r} is unknown; use 'linear', 'mlp' or 'gated'")
+        if self.kind not in ADAPTERS:
+            close = get_close_matches(str(self.kind), ADAPTERS, n=2, cutoff=0.4)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
+            raise UserError(f"adapter.kind {self.kind!r} is unknown; {hint}known: {', '.join(ADAPTERS)}")
         for name in ("hidden", "stack"):
             if getattr(self, name) < 1:
                 raise UserError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.kind in ("linear", "mlp", "gated"):
+            if self.settings:
+                raise UserError(f"adapter.settings are of kinds whose parts tasks share; {self.kind} has none, leave them out")
+            return
+        from omni.model.sharing import check_settings
+
+        check_settings(self.kind, self.settings, "adapter.settings")
+        for name in self.tasks:
+            if find_task(name).question != "audio":
+                raise UserError(f"adapter.tasks has {name}, which asks in writing; name tasks that ask by speech")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise UserError(f"adapter.tasks is {list(self.tasks)}; name each task once, and at least one")
 
 
 @dataclass(frozen=True)
@@ -190,6 +214,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if len(hints) != len(value):
             raise UserError(f"{where} has {len(value)} entries; it must have {len(hints)}")
         return tuple(_value(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} is {value!r}; it must be a mapping")
+        return dict(value)
     if dataclasses.is_dataclass(hint):
         return from_dict(hint, value, where)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,5 @@
-"""`python -m train bench`: the objective against the plain one, the training step, and data made while training.
+"""`python -m train bench`: the objective against the plain one, the training step, data made while training, and the
+balance of tasks.
 
 Every ratio compares two ways of doing the same work in one run, on one machine.
 """
@@ -249,9 +250,73 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
     ]
 
 
+# --- balance -----------------------------------------------------------------------------------------------------------
+
+BALANCED = (("uncertainty", "loss"), ("dwa", "loss"), ("stch", "loss"), ("famo", "loss"), ("mgda", "features"))
+"""Methods and levels of the balance's table."""
+
+
+def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -> list[Row]:
+    """A recipe's training steps with balanced tasks, over plain ones: three tasks that ask by speech, batches at hand.
+
+    Slices of plain and balanced steps alternate, and in every other round backwards, so that a machine's moods meet all alike.
+    Weights change, work does not: all train one model.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from train.balance.section import BalanceSection
+    from train.fit import prepare
+    from train.parallel import build_fabric
+    from train.parse import read_fit_config
+    from train.stop import Stop
+
+    config = read_fit_config([file])[0]
+    source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1T2": 1.0, "A1A2": 1.0}, stages=())
+    sections = {f"{method}, level {level}": BalanceSection(method, level) for method, level in BALANCED}
+    next_look = BalanceSection("famo", settings={"look": "next"})
+    sections["famo, look next"] = next_look
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(
+            config,
+            run_folder=folder,
+            resume="restart",
+            balance=next_look,
+            fabric=replace(config.fabric, accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, strategy="auto"),
+            data=replace(config.data, sources=(source,), workers=0),
+            objective=replace(config.objective, align_first=0.0),
+            validation=replace(config.validation, questions=0),
+            log=replace(config.log, progress="off", wandb=None),
+        )
+        loop = prepare(config, build_fabric(config.fabric), Path(folder))
+        with Stop() as stop:
+            feed = loop.feed(stop)
+            given = [feed.next() for _ in range(steps)]
+        ways = {"plain": None, **{name: loop.balancing(section) for name, section in sections.items()}}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(rounds + 1):
+            for name, way in ways.items() if turn % 2 else reversed(ways.items()):
+                loop.balance = way
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                for step in given:
+                    loop.train(step)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                if turn:
+                    seconds[name].append((time.perf_counter() - start) / steps)
+        if loop.logs is not None:
+            loop.logs.close()
+    plain = seconds.pop("plain")
+    ratios = {name: statistics.median(a / b for a, b in zip(own, plain, strict=True)) for name, own in seconds.items()}
+    out = [Row("plain step", statistics.median(plain) * 1e3, "ms")]
+    return out + [Row(f"{name}: balanced / plain step", ratio, "x") for name, ratio in ratios.items()]
+
+
 # --- the command -------------------------------------------------------------------------------------------------------
 
-SECTIONS = ("objective", "step", "data")
+SECTIONS = ("objective", "step", "data", "balance")
 
 
 def sections(device: torch.device, only: Sequence[str], positions: int, config: str) -> Iterator[tuple[str, list[Row]]]:
@@ -263,6 +328,8 @@ def sections(device: torch.device, only: Sequence[str], positions: int, config: 
             yield "training step: qwen2-0.5b-omni decoder, 8 x 2048 positions, bf16, compiled", rows
     if "data" in only:
         yield f"data: {config}", data(config, device)
+    if "balance" in only:
+        yield f"balance of three tasks: {config}", balance(config, device)
     if "objective" in only:
         for text, audio in ((0.2, 0.6), (1.0, 1.0)):
             title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"
@@ -273,9 +340,11 @@ def main(argv: Sequence[str]) -> int:
     """The command."""
     parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
-    parser.add_argument("--only", type=list[Literal["objective", "step", "data"]], default=list(SECTIONS), help="which tables")
+    parser.add_argument(
+        "--only", type=list[Literal["objective", "step", "data", "balance"]], default=list(SECTIONS), help="which tables"
+    )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
-    parser.add_argument("--config", type=str, default="configs/nano.yaml", help="recipe of the data's table")
+    parser.add_argument("--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data and balance")
     parser.add_argument("--json", action="store_true", help="one JSON object a table instead of tables")
     try:
         options = parser.parse_args(list(argv))

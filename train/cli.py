@@ -23,6 +23,8 @@ COMMANDS = {
     "convert": ("train.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
     "data": ("train.data_command", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
     "eval": ("train.eval.command", "figures on somebody's questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
+    "edit": ("train.edit.command", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),
+    "balance": ("train.balance.experiment", "compare methods of balance over seeds: balance configs/nano-balance.yaml"),
     "bench": ("train.bench", "measure the training step and print tables"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""

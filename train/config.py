@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from omni.errors import UserError
 from train.adapters import LoRASection, learning
+from train.balance.section import BalanceSection, check_balance
 from train.data.config import DataConfig
 from train.objective import ObjectiveConfig
 
@@ -275,6 +276,7 @@ class FitConfig:
             whatever its configuration was, `restart` deletes the earlier run's checkpoints and logs.
         trainable: names of the parameters that learn: shell patterns, or regular expressions after `re:`.
         lora: learn low-rank adapters, and of the rest only what `lora.trainable` names.
+        balance: combine the tasks of a step otherwise than by the sum of their losses (docs/balance.md).
         ema: decay of a running average of the weights, which is then validated and exported.
         clip: largest norm of the gradients; null for no clipping.
         guard: watch every step for mistakes with graphs and gradients (docs/gradients.md): for a model or data of your own.
@@ -288,6 +290,7 @@ class FitConfig:
     resume: Literal["auto", "force", "restart"] = "auto"
     trainable: tuple[str, ...] = ("*",)
     lora: LoRASection | None = None
+    balance: BalanceSection | None = None
     ema: float | None = None
     clip: float | None = 1.0
     guard: bool = False
@@ -306,6 +309,8 @@ class FitConfig:
             "trainable and lora are both given; name what learns beside the adapters under lora.trainable",
         )
         _need(self.clip is None or self.clip > 0, f"clip is {self.clip}; it must be above 0, or null for no clipping")
+        if self.balance is not None:
+            check_balance(self.balance, self.data, self.fabric.precision, self.fabric.strategy)
 
     @property
     def learns(self) -> tuple[str, ...]:

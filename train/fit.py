@@ -14,19 +14,26 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
+from omni.config import AdapterConfig
 from omni.errors import UserError
 from omni.model.lora_weights import merged_state
-from omni.tasks import TASKS
+from omni.model.sharing import SHARING
+from omni.tasks import TASKS, find_task
 from train import adapters, plots
+from train.balance import plots as balance_plots
+from train.balance.outer import outer_batches
+from train.balance.run import Balanced
+from train.balance.section import BILEVEL, balanced_tasks
 from train.config import FitConfig
 from train.data.batch import Batch
 from train.data.build import build_alignment, build_pipeline
+from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
 from train.flops import StepFlops
 from train.initial import Initial, build_initial
 from train.loop import Loop, Outcome, Parts
-from train.objective import Objective, targets
+from train.objective import Objective, cells, targets
 from train.optim import describe
 from train.parallel import build_fabric, launch
 from train.parse import read_fit_config
@@ -106,10 +113,16 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         return validator(merged_state(model, weights), step)
 
     objective = Objective(model, config.objective)
+    _check_parts(model.config.adapter, config.data)
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     if base is not None:
         fixed["the checksum of the weights below the adapters"] = base
+    balanced = None
+    if config.balance is not None:
+        names = balanced_tasks(config.balance, config.data)
+        outer = outer_batches(config, names, pipeline.maker) if config.balance.method in BILEVEL else ()
+        balanced = Balanced(names, cells, objective.listening, outer)
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
@@ -118,12 +131,25 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         streams=model.layout.names,
         tasks=tuple(TASKS),
         idle=objective.idle,
+        balanced=balanced,
         flops=StepFlops(model),
         rows=fixed,
         validate=validate if validator is not None else None,
         export=export,
         draw=lambda: pictures(folder),
     )
+
+
+def _check_parts(adapter: AdapterConfig, data: DataConfig) -> None:
+    """Refuse data with a task that a shared adapter has no part for (UserError)."""
+    for source in data.sources if adapter.kind in SHARING else ():
+        for weights in (source.tasks, *(stage.tasks for stage in source.stages)):
+            for name, weight in weights.items():
+                if weight > 0 and find_task(name).question == "audio" and find_task(name).name not in adapter.tasks:
+                    raise UserError(
+                        f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it "
+                        "there"
+                    )
 
 
 def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
@@ -146,7 +172,9 @@ def with_alignment(config: FitConfig) -> FitConfig:
 def pictures(folder: Path) -> dict[str, Path]:
     """Refresh the curves; the pictures that there are."""
     plots.curves(folder)
-    found = {name: folder / file for name, file in (("curves", plots.CURVES), ("spectrogram", plots.SPECTROGRAMS))}
+    balance_plots.balance(folder)
+    files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": balance_plots.PICTURE}
+    found = {name: folder / file for name, file in files.items()}
     return {name: file for name, file in found.items() if file.exists()}
 
 

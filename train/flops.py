@@ -25,7 +25,7 @@ class StepFlops:
         c = decoder.config
         self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
         matrices = sum(p.numel() for p in encoder.parameters() if p.ndim >= 2)
-        self.per_frame = matrices + sum(p.numel() for p in model.adapter.parameters() if p.ndim == 2)
+        self.per_frame = matrices + sum(p.numel() for p in model.adapter.parameters() if p.ndim >= 2)
         self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
         self.encoder_pair = model.config.encoder.layers * model.config.encoder.width
 

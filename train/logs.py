@@ -12,7 +12,7 @@ from typing import Any
 
 from omni.errors import UserError
 
-METRICS, VALIDATION = "metrics.csv", "validation.csv"
+METRICS, VALIDATION, BALANCE = "metrics.csv", "validation.csv", "balance.csv"
 
 
 class Table:
@@ -78,7 +78,7 @@ class Logs:
 
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION)}
+        self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION, BALANCE)}
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
 
@@ -87,6 +87,10 @@ class Logs:
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         self._write(VALIDATION, "validation", step, figures)
+
+    def balance(self, step: int, figures: Mapping[str, float]) -> None:
+        """Weights, gradient norms and cosines of the tasks, and how often each was left out."""
+        self._write(BALANCE, "balance", step, figures)
 
     def _write(self, table: str, group: str, step: int, figures: Mapping[str, float]) -> None:
         self.tables[table].add(step, figures)

@@ -5,91 +5,39 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train import shelf, state
 from train.adapters import ADAPTER
+from train.balance.feed import CountedStep, CountingFeed
+from train.balance.run import Balancing
+from train.balance.section import BalanceSection
 from train.config import FitConfig
 from train.data.lanes import merge, remember
 from train.data.loader import process_lanes
-from train.feed import Batch, Feed, Step
+from train.feed import Feed, Step
 from train.logs import METRICS, Logs
 from train.meter import Meter
 from train.optim import Average, build_optimizer, set_learning_rate, set_trainable
 from train.parallel import Team, compile_blocks, full_state
+from train.parts import Figures, Outcome, Parts
 from train.progress import Progress, duration, figures_line
 from train.schedule import due, learning_rate, used
 from train.stop import Stop
 from train.watch import Watch
 
-Figures = dict[str, float]
-
 GIVE_UP = 10
 """Steps one after another that may be left out because their gradients are no numbers."""
-
-
-@dataclass
-class Parts:
-    """What a run trains, on what, and what is done with it.
-
-    Attributes:
-        objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
-            is used; its `model` is what is validated and exported.
-        micro_batches: of one step, over all processes.
-        steps: from this process's lanes, the first step and the lanes' states: the micro-batches of each step, without end.
-        targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
-        streams, tasks: names, in the order of `Losses.sums`.
-        idle: parameters that do not learn at that share of the budget.
-        flops: work of a batch with so many targets.
-        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them: a run goes on with
-            the same ones only.
-        validate: figures of the model with these weights after so many steps.
-        export: writes the finished model and says where it is.
-        draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
-            first process only.
-    """
-
-    objective: nn.Module
-    micro_batches: int
-    steps: Callable[[range, int, Mapping[str, Any]], Iterator[Sequence[Batch]]]
-    targets: Callable[[Batch], Tensor]
-    streams: Sequence[str]
-    tasks: Sequence[str]
-    idle: Callable[[float], Iterable[nn.Parameter]] = lambda progress: ()
-    flops: Callable[[Batch, Tensor], float] | None = None
-    rows: Mapping[str, int] = field(default_factory=dict)
-    validate: Callable[[dict[str, Tensor], int], Figures] | None = None
-    export: Callable[[dict[str, Tensor]], Path] | None = None
-    draw: Callable[[], dict[str, Path]] | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a start of a run ended.
-
-    Attributes:
-        step: optimizer steps done.
-        signal: number of the signal that stopped it, 0 where the budget is spent.
-        checkpoint: the last one.
-        model: the exported folder, where the run is finished.
-        figures: of the last validation.
-    """
-
-    step: int
-    signal: int
-    checkpoint: Path
-    model: Path | None
-    figures: Figures
 
 
 class Loop:
@@ -116,6 +64,8 @@ class Loop:
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
         self.watch = Watch(self.objective, self.optimizer, self.parts.idle) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None
+        self.own_names = own_names
+        self.balance = self.balancing(config.balance) if config.balance is not None else None
         self.meter = Meter(parts.tasks, parts.streams, fabric.device, self.team)
         self.position = state.Position()
         self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
@@ -173,7 +123,20 @@ class Loop:
     def feed(self, stop: Stop) -> Feed:
         parts, position = self.parts, self.position
         batches = parts.steps(self.lanes, position.step, position.lanes) if self._used() < 1 else iter(())
+        if self.balance is not None:
+            shape, cells = (len(parts.tasks), len(parts.streams)), self.balance.given.cells
+            return CountingFeed(batches, parts.targets, parts.flops, self._clock, shape, cells, self.team, stop)
         return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.team, stop)
+
+    def balancing(self, section: BalanceSection) -> Balancing:
+        """What balances the tasks of this run's steps as a section has it."""
+        parts = self.parts
+        if parts.balanced is None:
+            raise UserError("balance is given, but this run's objective does not tell its losses by task; leave it out")
+        return Balancing(
+            section, parts.balanced, self.fabric, self.module, self.own_names, parts.tasks, parts.streams, parts.targets,
+            self.team, len(self.lanes), self.config.objective.ctc_weight > 0,
+        )  # fmt: skip
 
     def _next(self, feed: Feed) -> Step:
         """The next step. Broken data end the run, but not what was learnt before them."""
@@ -198,11 +161,17 @@ class Loop:
         hence the factor. A step whose gradients are no numbers is left out, by the device itself: nobody waits for the norm.
         """
         denominators, progress = step.denominators.to(self.fabric.device, non_blocking=True), self._used()
-        for i, batch in enumerate(step.batches):
-            with self.fabric.no_backward_sync(self.module, enabled=i + 1 < len(step.batches)):
-                losses = self.module(batch.to(self.fabric.device), denominators, progress)
-                self.fabric.backward(losses.total * self.team.world)
-            self.meter.add(losses)
+        balance = self.balance if progress >= self.config.objective.align_first else None
+        if balance is None:
+            for i, batch in enumerate(step.batches):
+                with self.fabric.no_backward_sync(self.module, enabled=i + 1 < len(step.batches)):
+                    losses = self.module(batch.to(self.fabric.device), denominators, progress)
+                    self.fabric.backward(losses.total * self.team.world)
+                self.meter.add(losses)
+        else:
+            assert isinstance(step, CountedStep)
+            lr = max(group["lr"] for group in self.optimizer.param_groups)
+            balance.take(step, denominators, progress, lr, self.meter.add)
         for p in self.parts.idle(progress):
             p.grad = None
         limit = math.inf if self.config.clip is None else self.config.clip
@@ -213,6 +182,8 @@ class Loop:
         self.skipped_in_a_row = (self.skipped_in_a_row + skip) * skip
         self.stepper.step()
         self.stepper.zero_grad()
+        if balance is not None:
+            balance.settle(skip, progress)
         self.meter.step(step.positions, step.flops, skip)
 
     # --- reports ------------------------------------------------------------------------------------------------------
@@ -233,8 +204,11 @@ class Loop:
         speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
         if speed and peak:
             figures["mfu"] = speed / (peak * self.team.world)
+        balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
             self.logs.metrics(position.step, figures)
+            if balance:
+                self.logs.balance(position.step, balance)
         self.progress.row(position.step, share, position.seconds, figures)
 
     def _left_out(self) -> Figures:
@@ -325,7 +299,10 @@ class Loop:
         position.scaler = self.fabric.strategy.precision.state_dict()
         own = {key: lane for key, lane in position.lanes.items() if lane["lane"] in self.lanes}
         whole = replace(position, lanes=merge(self.team.gather(own)))  # others' may date from the last start
-        self.saved = state.save(self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team)
+        balance = None
+        if self.balance is not None:
+            balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
+        self.saved = state.save(self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team, balance)
         self.team.first_alone(self._prune)
 
     def _prune(self) -> None:
@@ -346,13 +323,13 @@ class Loop:
         if found is None:
             return
         if self.config.resume != "force":
-            stored = shelf.read_state(found)
-            changed = shelf.differences(stored["config"], self.plain)
-            for key, old, new in [*changed, *shelf.differences(stored.get("rows", rows), rows)]:
-                now, before = shelf.brief(new), shelf.brief(old)
+            before = shelf.read_state(found)
+            changed = shelf.differences(before["config"], self.plain)
+            for key, old, new in [*changed, *shelf.differences(before.get("rows", rows), rows)]:
                 raise UserError(
-                    f"{key} is {now}, but the run in {self.folder} was started with {before}; set it back, choose another "
-                    "--run_folder, or say --resume restart (start over) or --resume force (go on all the same)"
+                    f"{key} is {shelf.brief(new)}, but the run in {self.folder} was started with {shelf.brief(old)}; set it "
+                    "back, choose another --run_folder, or say --resume restart (start over) or --resume force (go on all the "
+                    "same)"
                 )
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.position = replace(state.load(found, self.objective, self.optimizer, self.average, self.team), rows=rows)
@@ -360,6 +337,11 @@ class Loop:
             group.update(own)
         self.fabric.strategy.precision.load_state_dict(self.position.scaler)
         self.meter.restore(self.position.meter)
+        if self.balance is not None:
+            stored = state.load_balance(found, self.objective, self.team)
+            if stored is not None:
+                self.balance.load_state_dict(stored)
+                self.balance.tally.values = self.position.tally
         self.saved = found
 
     # --- the end ------------------------------------------------------------------------------------------------------

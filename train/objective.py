@@ -22,7 +22,8 @@ from omni.errors import UserError
 from omni.model.lora import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
-from train.cross_entropy import LinearCrossEntropy
+from train.balance.shares import Shares, feature_tasks
+from train.cross_entropy import LinearCrossEntropy, TaskCrossEntropy
 
 if TYPE_CHECKING:
     from train.data.batch import Batch
@@ -65,6 +66,8 @@ class Losses(NamedTuple):
         total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the alignment loss.
         sums, counts: summed loss and number of targets by task and stream, [tasks, K], without graph.
         ctc_sum, ctc_count: summed alignment loss and number of its target ids, without graph.
+        by_task: where tasks are balanced, what each has in the total before its weight, and last what belongs to none of them
+            (the alignment loss, other tasks), [M + 1]; with its graph where that was asked for.
     """
 
     total: Tensor
@@ -72,6 +75,14 @@ class Losses(NamedTuple):
     counts: Tensor
     ctc_sum: Tensor
     ctc_count: Tensor
+    by_task: Tensor | None = None
+
+
+def cells(batch: Batch) -> Tensor:
+    """How many targets a batch has by task and stream, [T, K] float (on the CPU)."""
+    task = batch.task.reshape(-1)
+    found = [torch.bincount(task[at], minlength=len(TASKS)) for at in batch.supervised]
+    return torch.stack(found, dim=1).float()
 
 
 def targets(batch: Batch) -> Tensor:
@@ -105,44 +116,68 @@ class Objective(nn.Module):
             return []
         return [*self.model.decoder.parameters(), *self.model.adapter.parameters()]
 
-    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0) -> Losses:
+    def listening(self) -> list[nn.Parameter]:
+        """Parameters that hear: what lies below the features."""
+        return [*self.model.encoder.parameters(), *self.model.adapter.parameters()]
+
+    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: Shares | None = None) -> Losses:
         """Losses of a packed batch.
 
         Args:
             batch: see `train.data.batch.Batch`.
             denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
             progress: share of the budget that is used, which the schedule of the alignment loss follows.
+            shares: how targets make up the losses of balanced tasks, and what each task counts.
         """
         model, decoder = self.model, self.model.decoder
         features, ctc = self._hear(batch)
         weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
-        if progress < self.config.align_first:
+        if shares is not None and shares.weights[-1] == 0:  # a pass for some tasks alone
+            weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
+        if progress < self.config.align_first or (shares is not None and shares.silent):
             # Under DDP all parameters must take part, at no effect; sharded ones (FSDP2) may be left out.
-            idle = [p for p in self.idle(progress) if p.requires_grad and not isinstance(p, DTensor)]
+            idle = [*self.model.decoder.parameters(), *self.model.adapter.parameters()]
+            idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
             asleep = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
-            return Losses(weighted + 0 * (features.sum() + asleep), none, none, ctc.detach(), aligned)
+            by_task = None if shares is None else torch.cat([ctc.new_zeros(len(shares)), weighted.detach()[None]])
+            return Losses(weighted + 0 * (features.sum() + asleep), none, none, ctc.detach(), aligned, by_task)
+        if shares is not None and shares.tap is not None:
+            features = shares.tap(features, shares.owners(batch, len(features)))
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
         index = [at.to(text.device, non_blocking=True) for at in batch.supervised]
-        goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
-        total, each = LinearCrossEntropy.apply(
-            text,
-            audio,
-            decoder.text_weight,
-            decoder.audio_weight,
-            decoder.audio_offsets,
-            index,
-            goals,
-            self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float(),
-            self.config.chunk,
+        heads = (decoder.text_weight, decoder.audio_weight, decoder.audio_offsets)
+        scale = self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float()
+        low_ranks = (
             *(low_rank(decoder.text_head, text) or (None, None)),
             *(low_rank(decoder.audio_head, audio) or (None, None)),
         )
+        if shares is None:
+            goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
+            total, each = LinearCrossEntropy.apply(text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks)
+            sums, counts = self._by_task(batch, index, each)
+            return Losses(total + weighted, sums, counts, ctc.detach(), aligned)
+        index, ratio, place = shares.split(batch, index)
+        goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
+        if shares.graph:
+            by_task, each = TaskCrossEntropy.apply(
+                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio, place, len(shares) + 1
+            )
+            by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted])
+            total = (by_task * shares.weights.to(by_task)).sum()
+        else:
+            total, each = LinearCrossEntropy.apply(
+                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio
+            )
+            total = total + weighted
         sums, counts = self._by_task(batch, index, each)
-        return Losses(total + weighted, sums, counts, ctc.detach(), aligned)
+        if not shares.graph:
+            by_task = shares.losses(sums, scale)
+            by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted.detach()])
+        return Losses(total, sums, counts, ctc.detach(), aligned, by_task)
 
     def _ctc_weight(self, progress: float) -> float:
         first = self.config.ctc_weight
@@ -166,7 +201,11 @@ class Objective(nn.Module):
                 mels = torch.zeros(1, silent.n_mels, silent.mel_frames(1), device=batch.tokens.device)
                 lengths = [mels.shape[2]]
         heard = model.hear(mels, lengths, frames)
-        features = model.adapter(heard, frames)
+        if model.adapter.tasks:
+            count = sum(-(-n // model.adapter.stack) for n in frames)
+            features = model.adapter(heard, frames, feature_tasks(batch, count))
+        else:
+            features = model.adapter(heard, frames)
         if empty:
             features, heard = features * 0, heard * 0
         if model.alignment_head is None:

@@ -52,6 +52,11 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
             config = FitConfig(**vars(parser.instantiate(parsed)))
         except jsonargparse.ArgumentError as error:
             raise UserError(_one_line(error, file)) from error
+        except ValueError as error:  # a part that may be absent: the parser tells of both possibilities
+            ours = _ours(error)
+            if ours is None:
+                raise
+            raise UserError(str(ours)) from error
     return config, file.stem if file is not None else "run"
 
 
@@ -208,6 +213,14 @@ def all_keys(kind: Any, path: str = "") -> Iterator[str]:
             yield from all_keys(inner, _dotted(path, name))
         else:
             yield _dotted(path, name)
+
+
+def _ours(error: BaseException) -> UserError | None:
+    """The complaint of a section itself, from which the parser's followed."""
+    here: BaseException | None = error
+    while here is not None and not isinstance(here, UserError):
+        here = here.__cause__ or here.__context__
+    return here
 
 
 _PLAIN = (

@@ -13,7 +13,10 @@ from omni.errors import UserError
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
-OF_A_RUN = ("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "curves.png", "spectrogram.png")
+OF_A_RUN = (
+    *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv"),
+    *("curves.png", "spectrogram.png", "balance.png"),
+)
 """What `resume: restart` deletes of a run folder."""
 
 

@@ -4,6 +4,7 @@
       step-00001200/          whole as soon as it has this name
         tensors/*.safetensors   model, optimizer and running average; one file, or one a process where they are sharded
         rng.safetensors         random states by process
+        balance-0.safetensors   what the balance of the tasks remembers; one a process where it is of sharded gradients
         state.json              step, time, lanes of the data, configuration, validation's figures
       last                    name of the newest checkpoint
 
@@ -38,7 +39,7 @@ from train.parallel import Team, is_sharded
 from train.randomness import random_state, set_random_state
 from train.shelf import FORMAT, LAST, STATE, discard, name_of, newest, read_state, sync, write_text
 
-TENSORS, RNG = "tensors", "rng.safetensors"
+TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says when there is no room for a file."""
 
@@ -55,6 +56,7 @@ class Position:
         figures: what the validation at this very step measured, if there was one.
         meter: sums since the last row of the log.
         scaler: state of the gradient scaler (16-mixed only).
+        tally: figures of the balance since the last row of its table.
         rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them.
     """
 
@@ -66,6 +68,7 @@ class Position:
     figures: dict[str, float] = field(default_factory=dict)
     meter: list[float] = field(default_factory=list)
     scaler: dict[str, Any] = field(default_factory=dict)
+    tally: dict[str, list[float]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
 
 
@@ -94,8 +97,12 @@ def save(
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     team: Team,
+    balance: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write a checkpoint under `place`; all processes must call it. Returns its folder.
+
+    Args:
+        balance: what the balance of the tasks remembers.
 
     Raises:
         UserError: there is no room or no right to write; what was there before is untouched.
@@ -108,6 +115,10 @@ def save(
         if team.first:
             shutil.rmtree(beside, ignore_errors=True)
             (beside / TENSORS).mkdir(parents=True)
+
+    def write_balance() -> None:
+        if balance is not None and (team.first or is_sharded(module)):
+            save_file({name: t.to("cpu").contiguous() for name, t in balance.items()}, beside / BALANCE.format(team.rank))
 
     def write() -> None:
         _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), team)
@@ -125,7 +136,8 @@ def save(
             os.rename(beside, target)
             write_text(place / LAST, target.name + "\n")
 
-    for part in (make_room, write, publish):  # processes agree after each: none goes on to wait for one that has failed
+    parts = (make_room, write, publish) if balance is None else (make_room, write_balance, write, publish)
+    for part in parts:  # processes agree after each: none goes on to wait for one that has failed
         failure: UserError | None = None
         try:
             part()
@@ -193,6 +205,30 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, aver
     fields = {name: data[name] for name in Position.__dataclass_fields__ if name in data}
     fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
     return Position(**fields)
+
+
+def load_balance(folder: Path, module: nn.Module, team: Team) -> dict[str, Tensor] | None:
+    """What the balance of the tasks remembered at a checkpoint; None where it has none.
+
+    Raises:
+        UserError: the file cannot be read, or holds gradients that were sharded over another number of processes.
+    """
+    stored = sorted(folder.glob(BALANCE.format("*")))
+    if not stored:
+        return None
+    same = len(stored) == (team.world if is_sharded(module) else 1)
+    file = folder / BALANCE.format(team.rank if same and len(stored) > 1 else 0)
+    try:
+        state = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({error}); delete {folder} to go on from an earlier one") from error
+    tasks = len(state["absences"])
+    if not same and any(t.ndim > 1 and t.shape[1] > tasks for t in state.values()):
+        raise UserError(
+            f"checkpoint {folder} holds gradients of the balanced tasks, sharded over {len(stored)} process(es); go on with as "
+            "many, and the same fabric.strategy, or say --resume restart"
+        )
+    return state
 
 
 def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

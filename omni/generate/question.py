@@ -87,7 +87,8 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     mels, lengths = collate([encoder.features(window) for clip in windows for window in clip])
     frames = [encoder.frames(len(window)) for clip in windows for window in clip]
     per_clip = [sum(encoder.frames(len(window)) for window in clip) for clip in windows]
-    features = model.adapter(model.hear(mels.to(model.device), lengths, frames), per_clip)
+    tasks = [a.task.name for a in asked if a.clip is not None]
+    features = model.adapter(model.hear(mels.to(model.device), lengths, frames), per_clip, tasks)
     heard = iter(features.split([-(-n // model.config.adapter.stack) for n in per_clip]))
     return [None if a.clip is None else next(heard) for a in asked]
 

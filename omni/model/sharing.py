@@ -9,10 +9,12 @@ Dimensions: N positions, C input width, W output width, M tasks, E experts (or b
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,22 +81,21 @@ class DSelectK(nn.Module):
     Each of a task's selectors is a number in binary, whose digits are smooth steps: 0 or 1 exactly beyond `width` / 2.
     """
 
-    codes: Tensor
-
     def __init__(self, inner: int, outer: int, tasks: int, experts: int = 4, chosen: int = 2, width: float = 1.0) -> None:
         super().__init__()
+        self.number = experts
         self.experts, self.width = Experts(experts, inner, outer), width
         digits = max(1, math.ceil(math.log2(experts)))
         self.digits = nn.Parameter(torch.empty(tasks, chosen, digits).uniform_(-width / 100, width / 100))
         self.mixture = nn.Parameter(torch.zeros(tasks, chosen))
-        codes = (torch.arange(experts)[:, None] >> torch.arange(digits)) & 1
-        self.register_buffer("codes", codes.bool(), persistent=False)
 
     def gate(self) -> Tensor:
         """[M, E]; each row sums to 1."""
         t = (self.digits / self.width).clamp(-0.5, 0.5)
         step = (-2 * t**3 + 1.5 * t + 0.5)[:, :, None]
-        each = torch.where(self.codes, step, 1 - step).prod(-1)  # [M, chosen, E]
+        device = self.digits.device
+        codes = (torch.arange(self.number, device=device)[:, None] >> torch.arange(t.shape[-1], device=device)) & 1
+        each = torch.where(codes.bool(), step, 1 - step).prod(-1)  # [M, chosen, E]
         each = each / each.sum(-1, keepdim=True).clamp_min(1e-6)  # where E is no power of two, some numbers name nobody
         return (self.mixture.softmax(-1)[:, :, None] * each).sum(1)
 
@@ -213,9 +214,35 @@ SHARING: dict[str, Callable[..., nn.Module]] = {
 """Modules by name, each made of (inner, outer, tasks)."""
 
 
-def make_sharing(name: str, inner: int, outer: int, tasks: int) -> nn.Module:
+def find_sharing(name: str) -> Callable[..., nn.Module]:
     """The module of that name; UserError with the closest names where there is none."""
     if name not in SHARING:
         close = ", ".join(get_close_matches(name, SHARING, n=2, cutoff=0.3)) or "none"
         raise UserError(f"sharing {name!r} is unknown; the closest names are {close}; known: {', '.join(SHARING)}")
-    return SHARING[name](inner, outer, tasks)
+    return SHARING[name]
+
+
+def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
+    """Refuse settings that the module of that name does not have, or of another type (UserError)."""
+    known = settings_of(name)
+    for key, value in settings.items():
+        if key not in known:
+            close = get_close_matches(str(key), known, n=2, cutoff=0.4)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
+            raise UserError(f"{where}.{key} is unknown to {name}; {hint}known: {', '.join(known) or 'none'}")
+        whole = isinstance(known[key], int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise UserError(f"{where}.{key} is {value!r}; it must be a {'whole ' if whole else ''}number")
+        if not value >= (1 if whole else 0) or (not whole and value == 0 and key != "keep"):
+            raise UserError(f"{where}.{key} is {value}; it must be {'at least 1' if whole else 'above 0'}")
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Settings of the module of that name, with their defaults."""
+    parameters = inspect.signature(find_sharing(name)).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def make_sharing(name: str, inner: int, outer: int, tasks: int, **settings: Any) -> nn.Module:
+    """The module of that name; UserError with the closest names where there is none."""
+    return find_sharing(name)(inner, outer, tasks, **settings)

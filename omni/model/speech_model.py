@@ -61,9 +61,11 @@ class SpeechModel(nn.Module):
         """Encoder frames [sum(frames), C] of clips: log-mels [N, n_mels, t] with their true lengths; see `SpeechEncoder`."""
         return self.encoder(mels, mel_lengths, frames)
 
-    def encode(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-        """Features [N, W] of clips one after another, as `forward` takes them."""
-        return self.adapter(self.hear(mels, mel_lengths, frames), frames)
+    def encode(
+        self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None
+    ) -> Tensor:
+        """Features [N, W] of clips one after another, as `forward` takes them; task: see `Adapter.forward`."""
+        return self.adapter(self.hear(mels, mel_lengths, frames), frames, task)
 
     def forward(
         self,

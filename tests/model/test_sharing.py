@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.audio.encoder_config import EncoderConfig
+from omni.checkpoint.folder import load_folder, save_folder
+from omni.config import AdapterConfig, DecoderConfig, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
+from omni.layout import Layout
+from omni.model.adapter import Adapter
 from omni.model.sharing import CGC, LTB, CrossStitch, DSelectK, Experts, MMoE, make_sharing
+from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS
+from omni.text import Tokenizer
 from tests.close import assert_near
 
 NAMES = ("hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k")
@@ -124,3 +136,70 @@ def test_dselect_k_settles_on_k(experts: int) -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(UserError, match="sharing 'mmoee' is unknown; the closest names are mmoe"):
         make_sharing("mmoee", 6, 8, 3)
+
+
+# --- as an adapter ----------------------------------------------------------------------------------------------------
+
+SHARED = ModelConfig(
+    Layout.build([12, 12, 6, 8], 256, specials=8),
+    EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+    AdapterConfig("mmoe", stack=2, settings={"experts": 3}),
+    DecoderConfig(width=32, layers=1, heads=4, kv_heads=2, mlp_width=48),
+)
+CLIPS = [4, 5, 3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clips_by_name_are_positions_by_number(name: str) -> None:
+    """What is served is what was trained: a name for each clip, or a number in the table of tasks for each feature."""
+    torch.manual_seed(0)
+    adapter = Adapter(AdapterConfig(name, stack=2), 6, 8).eval()  # type: ignore[arg-type]
+    frames = torch.randn(sum(CLIPS), 6, generator=torch.Generator().manual_seed(1))
+    names = ["A1A2", "A1T1", "A1T2"]
+    numbers = [list(TASKS).index(task) for task, n in zip(names, CLIPS, strict=True) for _ in range(-(-n // 2))]
+    whole = adapter(frames, CLIPS, torch.tensor(numbers))
+    assert whole.shape == (7, 8) and whole.equal(adapter(frames, CLIPS, names))
+    alone = [adapter(f, [n], [task]) for f, n, task in zip(frames.split(CLIPS), CLIPS, names, strict=True)]
+    assert_near(torch.cat(alone), whole, 1e-5)
+
+
+def test_a_task_must_be_given_and_known() -> None:
+    adapter, frames = Adapter(replace(SHARED.adapter, tasks=("A1T1", "A1A2")), 6, 8), torch.randn(4, 6)
+    with pytest.raises(ValueError, match="gated by task: say what each clip is asked as"):
+        adapter(frames, [4])
+    with pytest.raises(UserError, match="made for the tasks A1T1, A1A2; it has no part for A1T2"):
+        adapter(frames, [4], ["A1T2"])
+    plain = Adapter(AdapterConfig("linear"), 6, 8)
+    assert plain(frames, [4]).equal(plain(frames, [4], ["A1T2"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shared_model_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    """Its kind and settings stand in the configuration, and it is built without values first, as every folder is."""
+    config = replace(SHARED, adapter=AdapterConfig(name, stack=2))  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    model = SpeechModel(config).eval()
+    save_folder(tmp_path / "model", config, model.state_dict(), Tokenizer.bytes())
+    loaded = load_folder(tmp_path / "model")
+    assert loaded.config == config == from_dict(ModelConfig, to_dict(config))
+    mels, task = torch.randn(1, config.encoder.n_mels, 20, generator=torch.Generator().manual_seed(1)), ["A1T2"]
+    assert loaded.model.encode(mels, [20], [10], task).equal(model.encode(mels, [20], [10], task))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kind": "mmoee"}, "adapter.kind 'mmoee' is unknown; did you mean mmoe"),
+        ({"kind": "mmoe", "settings": {"expert": 2}}, "adapter.settings.expert is unknown to mmoe; did you mean experts"),
+        ({"kind": "mmoe", "settings": {"experts": 0}}, "adapter.settings.experts is 0; it must be at least 1"),
+        ({"kind": "mmoe", "settings": {"experts": 2.5}}, "adapter.settings.experts is 2.5; it must be a whole number"),
+        ({"kind": "ltb", "settings": {"temperature": 0.0}}, "adapter.settings.temperature is 0.0; it must be above 0"),
+        ({"settings": {"experts": 2}}, "linear has none"),
+        ({"kind": "ple", "tasks": ("T1A2",)}, "adapter.tasks has T1A2, which asks in writing"),
+        ({"kind": "ple", "tasks": ()}, "name each task once, and at least one"),
+    ],
+)
+def test_what_an_adapter_refuses(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        AdapterConfig(**given)
+    assert words in str(caught.value)

@@ -218,7 +218,7 @@ def test_gathered_gradients_are_the_direct_ones(method: str) -> None:
     gathered = []
     for x_, y_ in batches:
         halves = [
-            lambda a=a, b=b: [loss * len(a) / 7 for loss in two(a, b)[0]]
+            lambda task, a=a, b=b: two(a, b)[0][task] * len(a) / 7
             for a, b in ((x_[:3], y_[:3]), (x_[3:], y_[3:]))
         ]  # fmt: skip
         gathered.append(balancer.gather(halves, shared_two, heads_two, scale=1.0))
@@ -238,7 +238,10 @@ def test_a_scaler_does_not_change_the_choice() -> None:
         balancer = Balancer(BalanceConfig("fairgrad", "parameters"), NAMES)
         shared = list(net.parameters())
         table, _, losses = balancer.gather(
-            [lambda net=net, x=x, y=y: net(x, y)[0]], shared, run=lambda loss, s=scale: (loss * s).backward(), scale=scale
+            [lambda task, net=net, x=x, y=y: net(x, y)[0][task]],
+            shared,
+            run=lambda loss, s=scale: (loss * s).backward(),
+            scale=scale,
         )
         weights.append(balancer.combine(losses, table, shared, scale=scale).weights)
         grads.append(torch.cat([p.grad.flatten() for p in shared if p.grad is not None]))

@@ -10,9 +10,9 @@ from PIL import Image
 from torch import nn
 
 from train.balance import BalanceConfig, Balancer
-from train.balance.plots import BALANCE, balance
+from train.balance.plots import balance
 from train.balance.rows import Rows
-from train.logs import Table
+from train.logs import BALANCE, Table
 
 NAMES = ["A1T1", "A1T2", "A1A2"]
 

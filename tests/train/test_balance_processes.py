@@ -70,7 +70,7 @@ def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Way:
     def way(balancer: Balancer, net: Net, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         module, (low, high) = wrap(net), (mine.start, mine.stop)
         cuts = (slice(low, low + 1), slice(low + 1, high))
-        passes = [lambda cut=cut: module(batch(step)[cut], TASK[cut]) for cut in cuts]
+        passes = [lambda task, cut=cut: module(batch(step)[cut], TASK[cut])[task] for cut in cuts]
         parameters = list(net.parameters())
         rows, _, losses = balancer.gather(passes, parameters, reduce=reduce, run=lambda loss: (loss * 2).backward())
         return balancer.combine(losses, rows, parameters, reduce=reduce).weights

@@ -62,7 +62,8 @@ class Balancer(Chooser):
         return torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0
 
     def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone) -> None:
-        """The losses [m] of the same batch after the optimizer's step: for `famo`, which learns by them."""
+        """The losses [m] after the optimizer's step: for `famo`, which learns by them. They are of the same batch, or, as its
+        setting `look` has it, of the next one before its step."""
         if self.config.method != "famo":
             return
         values = summed(losses, reduce)
@@ -171,7 +172,7 @@ class Balancer(Chooser):
 
     def gather(
         self,
-        passes: Sequence[Callable[[], Tensor | Sequence[Tensor]]],
+        passes: Sequence[Callable[[int], Tensor]],
         shared: Sequence[nn.Parameter],
         own: Sequence[nn.Parameter] = (),
         reduce: Sum = alone,
@@ -182,8 +183,7 @@ class Balancer(Chooser):
     ) -> tuple[Rows, Tensor, Tensor]:
         """One gradient per task by the ordinary way into `grad`, so that DDP, FSDP2 and checkpointing do their work.
 
-        Each of the `passes` is a micro-batch: it runs the forward and returns the losses [m]. It is called once per present
-        task, so that a loss that allows one backward only will do.
+        Each of the `passes` is a micro-batch: it runs the forward for a task, given by its number, and returns its loss.
 
         Args:
             run: what calls backward on a loss; `grad` must hold the sum over processes times `scale` after a task's last
@@ -207,7 +207,7 @@ class Balancer(Chooser):
         for task in range(m):
             for i, forward in enumerate(passes if wanted[task] else ()):
                 with around(i + 1 < len(passes)):
-                    loss = forward()[task]
+                    loss = forward(task)
                     losses = losses.to(loss)
                     losses[task] += loss.detach()
                     if run is not None:

@@ -142,7 +142,8 @@ class Chooser:
         """Plain tensors; those of sharded gradients are this process's."""
         kept = {f"state/{name}": value.clone() for name, value in self.state.values.items()}
         pairs = {f"pairs/{name}": torch.tensor(True) for name in self.state.pairs}
-        return {"steps": torch.tensor(self.steps), "absences": self.absences.clone(), **kept, **pairs}
+        counts = {"steps": torch.tensor(self.steps), "absences": self.absences.clone(), "last": self.last.clone()}
+        return {**counts, **kept, **pairs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["absences"]) != len(self.tasks):
@@ -150,7 +151,7 @@ class Chooser:
                 f"the stored balance is of {len(state['absences'])} tasks, this run has {len(self.tasks)} "
                 f"({', '.join(self.tasks)}); go on with the same tasks, or say --resume restart"
             )
-        self.steps, self.absences = int(state["steps"]), state["absences"].clone()
+        self.steps, self.absences, self.last = int(state["steps"]), state["absences"].clone(), state["last"].clone()
         self.state = State(len(self.tasks))
         self.state.values = {k.removeprefix("state/"): v.clone() for k, v in state.items() if k.startswith("state/")}
         self.state.pairs = {k.removeprefix("pairs/") for k in state if k.startswith("pairs/")}
@@ -158,6 +159,5 @@ class Chooser:
 
 def summed(losses: Tensor | Sequence[Tensor], reduce: Sum) -> Tensor:
     """The step's losses [m], float64 on the CPU, without graph."""
-    """The step's losses [m], float64 on the CPU."""
     values = losses.detach().clone() if isinstance(losses, Tensor) else torch.stack([x.detach() for x in losses])
     return reduce(values.to(torch.promote_types(values.dtype, torch.float32))).to("cpu", torch.float64)

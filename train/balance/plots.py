@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from train.logs import read_table
+from train.logs import BALANCE, read_table
 from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
 
-BALANCE, PICTURE = "balance.csv", "balance.png"
-"""The table that `Report.figures` fills, a row per step, and what is drawn of it."""
+PICTURE = "balance.png"
 
 PANELS = {"weight": "weight", "norm": "gradient norm", "cosine": "cosine"}
 

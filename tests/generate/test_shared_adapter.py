@@ -1,0 +1,54 @@
+"""A question is heard through the parts of the task it is asked as."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from omni.config import AdapterConfig
+from omni.generate.question import encode_questions, read_question
+from omni.generate.speech_lm import SpeechLM
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from tests.close import assert_near
+from tests.generate.conftest import LAYOUTS, EchoCodec, make_model, tone
+
+SPOKEN = ("A1T1", "A1A2", "A1T2")
+
+
+def shared_model() -> SpeechModel:
+    plain = make_model(next(iter(LAYOUTS.values())))
+    torch.manual_seed(1)
+    model = SpeechModel(replace(plain.config, adapter=AdapterConfig("cgc", stack=2))).eval()
+    model.decoder.load_state_dict(plain.decoder.state_dict())
+    return model
+
+
+def test_the_task_of_a_question_chooses_its_parts() -> None:
+    """Together as alone, and otherwise for another task; the adapter's own parts are what training gives the clip."""
+    model, tokenizer = shared_model(), Tokenizer.bytes()
+    asked = [read_question(tone(0.4 + 0.1 * i), task, model, tokenizer) for i, task in enumerate(SPOKEN)]
+    together = encode_questions(model, asked)
+    for task, one, found in zip(SPOKEN, asked, together, strict=True):
+        (alone,) = encode_questions(model, [one])
+        assert one.clip is not None and found is not None and alone is not None
+        assert_near(found, alone, 1e-5)
+        mel = model.encoder.features(one.clip)
+        with torch.no_grad():
+            frames = [model.encoder.frames(len(one.clip))]
+            wanted, other = (
+                model.encode(mel[None], [mel.shape[1]], frames, [name]) for name in (task, SPOKEN[SPOKEN.index(task) - 1])
+            )
+        assert_near(found, wanted, 1e-5)
+        assert not found.allclose(other, rtol=1e-2)
+
+
+def test_a_batch_of_tasks_is_its_questions() -> None:
+    model = shared_model()
+    lm = SpeechLM(model, Tokenizer.bytes(), EchoCodec(model.layout.codebook_sizes))  # type: ignore[arg-type]
+    questions = [tone(0.4), tone(0.5), tone(0.6)]
+    whole = lm.generate_batch(questions, list(SPOKEN), max_seconds=1.0)
+    for question, task, answer in zip(questions, SPOKEN, whole, strict=True):
+        alone = lm.generate_batch([question], [task], max_seconds=1.0)[0]
+        assert answer.tokens == alone.tokens and answer.text == alone.text

@@ -1,0 +1,101 @@
+"""Methods against each other over seeds: what is run, what is counted, what is shown; and the table of costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from omni.errors import UserError
+from train.balance.experiment import ALL, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
+from train.bench import BALANCED, balance
+from train.config import FitConfig
+from train.parse import read_fit_config
+
+RECIPE = "configs/nano-balance.yaml"
+
+
+def faked(made: list[FitConfig]) -> Callable[[FitConfig], SimpleNamespace]:
+    """A run that writes answers: method upgrad is right more often, and so are later seeds."""
+
+    def run(config: FitConfig) -> SimpleNamespace:
+        made.append(config)
+        folder = Path(config.run_folder) / "validation"
+        folder.mkdir(parents=True, exist_ok=True)
+        assert config.balance is not None
+        right = config.seed + (4 if config.balance.method == "upgrad" else 0)
+        lines = [{"task": "A1T1", "exact": i < right} for i in range(10)]
+        lines += [{"task": "T1A2", "exact": i < 5} for i in range(10)] + [{"task": "T1A1", "exact": None}]
+        (folder / "step-00000009.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (folder / "step-00000001.jsonl").write_text("")
+        return SimpleNamespace(signal=0)
+
+    return run
+
+
+def test_runs_differ_in_method_and_seed_only(tmp_path: Path) -> None:
+    made: list[FitConfig] = []
+    config, _ = read_fit_config([RECIPE, "--balance.losses", "mean"])
+    found = compare(config, ["equal", "upgrad"], [1, 2, 3], tmp_path, faked(made), lambda line: None)
+    assert [(c.balance.method, c.balance.losses, c.seed, c.data.seed) for c in made if c.balance] == [
+        (method, "mean", seed, seed) for seed in (1, 2, 3) for method in ("equal", "upgrad")
+    ]
+    assert len({c.run_folder for c in made}) == 6 and len({c.budget for c in made}) == 1
+    assert found.tasks == ["A1T1", "T1A2", ALL]
+    assert found.counts["upgrad"]["A1T1"].tolist() == [[5, 10], [6, 10], [7, 10]]
+    gain = found.gain("upgrad", "A1T1")
+    assert (gain.value, gain.low, gain.high) == pytest.approx((0.4, 0.4, 0.4))  # paired by seed: the same each time
+    share = found.share("equal", "A1T1")
+    assert share.value == pytest.approx(0.2) and 0.1 <= share.low < share.value < share.high <= 0.3
+    write(found, tmp_path)
+    data = json.loads((tmp_path / JSON).read_text())
+    assert data["methods"]["upgrad"][ALL]["more_than_equal"]["value"] == pytest.approx(0.2)
+    assert (tmp_path / PICTURE).stat().st_size > 5000
+    assert shown(found).row_count == 6
+
+
+def test_a_level_stands_behind_its_method(tmp_path: Path) -> None:
+    config, _ = read_fit_config([RECIPE, "--balance.method", "mgda", "--balance.settings", "{normalize: l2}"])
+    levels = {m: variant(config, m, 1, tmp_path) for m in ("mgda", "mgda:parameters", "upgrad")}
+    sections = {m: c.balance for m, c in levels.items()}
+    assert [s.at for s in sections.values() if s] == ["features", "parameters", "features"]
+    assert [s.settings for s in sections.values() if s] == [{"normalize": "l2"}, {}, {}]
+    assert len({c.run_folder for c in levels.values()}) == 3
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    config, _ = read_fit_config([RECIPE])
+    with pytest.raises(UserError, match="balance.method 'upgrade' is unknown; the closest names are upgrad"):
+        compare(config, ["equal", "upgrade"], [1], tmp_path, faked([]))
+    with pytest.raises(UserError, match="has no answers; set validation.questions above 0"):
+        answered(tmp_path)
+    with pytest.raises(UserError, match="was stopped; run the same command"):
+        compare(config, ["equal"], [1], tmp_path, lambda config: SimpleNamespace(signal=15))
+    with pytest.raises(UserError, match="at equal steps, but the configuration has budget.minutes"):
+        main(["configs/nano.yaml"])
+    with pytest.raises(UserError, match="at least one seed"):
+        main([RECIPE, "--seeds", "0"])
+
+
+def test_one_seed_and_one_task_can_be_shown(tmp_path: Path) -> None:
+    found = Found((1,), {"equal": {"A1T1": np.array([[3.0, 4.0]])}})
+    write(found, tmp_path)
+    assert shown(found).row_count == 1
+
+
+def test_the_table_of_costs(tmp_path: Path) -> None:
+    """Every way takes the same steps, one after another; what they cost is for a quiet machine to say."""
+    data = yaml.safe_load(Path(RECIPE).read_text())
+    data["model"] = {"preset": "nano", "decoder": {"layers": 1}, "encoder": {"layers": 1}}
+    data["data"]["packing"] = {"rows": 1, "length": 256, "buffer": 4}
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(data))
+    rows = balance(str(file), torch.device("cpu"), steps=1, rounds=1)
+    assert next(row.name for row in rows) == "plain step" and len(rows) == len(BALANCED) + 2
+    assert all(row.value > 0 for row in rows) and {row.unit for row in rows[1:]} == {"x"}

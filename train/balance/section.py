@@ -1,0 +1,128 @@
+"""`balance:` in a run's configuration, and what does not fit the rest of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from omni.errors import UserError
+from omni.tasks import TASKS
+from train.balance.config import BalanceConfig
+from train.balance.solvers import MOST
+from train.data.config import DataConfig
+
+BILEVEL = ("autolambda", "moml", "forum")
+
+
+@dataclass(frozen=True)
+class BalanceSection(BalanceConfig):
+    """How a step combines its tasks, see docs/balance.md.
+
+    Attributes:
+        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.config.METHODS`.
+        level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
+            backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
+        settings: of the method; the others keep their defaults.
+        own: how parameters learn that tasks do not share, at level parameters: `plain`, by the sum of the losses, or
+            `weighted`, by the same weights as the shared ones.
+        seed: of the random draws; the same on all processes.
+        tasks: what is balanced: the `tasks` of the data, or the `streams` of the layout.
+        names: tasks that are balanced, the others learn plainly; by default all that the data's sources name (at level features
+            those that ask by speech).
+        losses: a task's loss is its `share` of the plain objective, or the `mean` over its own targets by stream.
+        separate: names of parameters that tasks do not share, at level parameters: patterns as in `trainable`.
+        rows: held-out rows by which the methods of two levels (autolambda, moml, forum) judge.
+    """
+
+    tasks: Literal["tasks", "streams"] = "tasks"
+    names: tuple[str, ...] = ()
+    losses: Literal["share", "mean"] = "share"
+    separate: tuple[str, ...] = ("*_head.*",)
+    rows: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("tasks", ("tasks", "streams")), ("losses", ("share", "mean"))):
+            if getattr(self, name) not in known:
+                raise UserError(f"balance.{name} is {getattr(self, name)!r}; use {' or '.join(known)}")
+        for name in self.names:
+            if name not in TASKS:
+                close = get_close_matches(str(name).upper(), TASKS, n=2, cutoff=0.3)
+                hint = f"did you mean {' or '.join(close)}? " if close else ""
+                raise UserError(f"balance.names has {name!r}, which is no task; {hint}known: {', '.join(TASKS)}")
+        if len(set(self.names)) < len(self.names):
+            raise UserError(f"balance.names is {list(self.names)}; name each task once")
+        if self.names and self.tasks == "streams":
+            raise UserError("balance.names are of tasks, but balance.tasks is streams, which are all balanced; leave one out")
+        if self.tasks == "streams" and self.at == "features":
+            raise UserError(
+                "balance.tasks is streams, but at level features each position belongs to a task and none to a stream; use "
+                "tasks, or another level"
+            )
+        if self.own == "weighted" and self.at != "parameters":
+            raise UserError(f"balance.own is weighted, which is for level parameters, but the level is {self.at}; leave it out")
+        if self.rows < 1:
+            raise UserError(f"balance.rows is {self.rows}; it must be at least 1")
+
+
+def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
+    """Names of the balanced tasks in the table's order (of streams: none).
+
+    Raises:
+        UserError: there are fewer than two, more than can be balanced, or ones that the data do not have.
+    """
+    if section.tasks == "streams":
+        return []
+    mixtures = [weights for s in data.sources for weights in (s.tasks, *(stage.tasks for stage in s.stages))]
+    drawn = {name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
+    stored = any(s.kind == "stored" for s in data.sources)  # whose rows may name their own task
+    for name in section.names:
+        if name not in drawn and not stored:
+            raise UserError(f"balance.names has {name}, but no source has that task; the data's are {_listed(drawn)}")
+    chosen = [name for name in TASKS if name in (section.names or drawn)]
+    if section.at != "features":
+        return _enough(chosen, section, "task(s)")
+    mute = [name for name in section.names if TASKS[name].question != "audio"]
+    if mute:
+        raise UserError(
+            f"balance.names has {mute[0]}, which asks in writing: at level features only tasks that ask by speech meet"
+        )
+    return _enough([name for name in chosen if TASKS[name].question == "audio"], section, "task(s) that ask by speech")
+
+
+def check_balance(section: BalanceSection, data: DataConfig, precision: str, strategy: str) -> None:
+    """Refuse what does not fit together.
+
+    Raises:
+        UserError: with a line that says what to change.
+    """
+    balanced_tasks(section, data)
+    kind, method = section.kind, section.method
+    if precision == "16-mixed" and (section.at != "loss" or method in BILEVEL):
+        raise UserError(
+            f"balance.method {method} looks at gradients, which may overflow under fabric.precision 16-mixed; use bf16-mixed"
+        )
+    if strategy == "fsdp" and method in BILEVEL:
+        raise UserError(
+            f"balance.method {method} moves the parameters within a step, which fabric.strategy fsdp does not see; use ddp"
+        )
+    if kind.batches == 3 and data.micro_batches % 3:
+        raise UserError(
+            f"balance.method {method} takes three batches a step apart, but data.micro_batches is {data.micro_batches}; make "
+            "it 3 for each process"
+        )
+
+
+def _enough(names: Sequence[str], section: BalanceSection, what: str) -> list[str]:
+    if not 2 <= len(names) <= MOST:
+        raise UserError(
+            f"balance.method {section.method} at level {section.at} has {len(names)} {what} to balance ({_listed(names)}); it "
+            f"needs 2 to {MOST}: give data.sources more of them"
+        )
+    return list(names)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"

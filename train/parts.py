@@ -1,0 +1,71 @@
+"""What a loop is made of, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from train.balance.run import Balanced
+from train.feed import Batch
+
+Figures = dict[str, float]
+
+
+@dataclass
+class Parts:
+    """What a run trains, on what, and what is done with it.
+
+    Attributes:
+        objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
+            is used; its `model` is what is validated and exported.
+        micro_batches: of one step, over all processes.
+        steps: from this process's lanes, the first step and the lanes' states: the micro-batches of each step, without end.
+        targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
+        streams, tasks: names, in the order of `Losses.sums`.
+        idle: parameters that do not learn at that share of the budget.
+        balanced: what the balance of the tasks needs, where the configuration has one.
+        flops: work of a batch with so many targets.
+        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them: a run goes on with
+            the same ones only.
+        validate: figures of the model with these weights after so many steps.
+        export: writes the finished model and says where it is.
+        draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
+            first process only.
+    """
+
+    objective: nn.Module
+    micro_batches: int
+    steps: Callable[[range, int, Mapping[str, Any]], Iterator[Sequence[Batch]]]
+    targets: Callable[[Batch], Tensor]
+    streams: Sequence[str]
+    tasks: Sequence[str]
+    idle: Callable[[float], Iterable[nn.Parameter]] = lambda progress: ()
+    balanced: Balanced | None = None
+    flops: Callable[[Batch, Tensor], float] | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
+    validate: Callable[[dict[str, Tensor], int], Figures] | None = None
+    export: Callable[[dict[str, Tensor]], Path] | None = None
+    draw: Callable[[], dict[str, Path]] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start of a run ended.
+
+    Attributes:
+        step: optimizer steps done.
+        signal: number of the signal that stopped it, 0 where the budget is spent.
+        checkpoint: the last one.
+        model: the exported folder, where the run is finished.
+        figures: of the last validation.
+    """
+
+    step: int
+    signal: int
+    checkpoint: Path
+    model: Path | None
+    figures: Figures
