@@ -120,7 +120,9 @@ class CommandVoice:
             try:
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, check=False)
             except (FileNotFoundError, PermissionError) as error:
-                raise UserError(f"voice command {words[0]!r} cannot be run ({error.strerror}): check its path") from error
+                raise UserError(
+                    f"voice command {words[0]!r} cannot be run ({error.strerror}): install it, or check its path"
+                ) from error
             except subprocess.TimeoutExpired as error:
                 raise UserError(f"voice command {words[0]!r} took more than {TIMEOUT:.0f} s: say less at once") from error
             if done.returncode:
