@@ -7,9 +7,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from omni.errors import UserError
+from train.commands import check_command
 
 COMMANDS = {
     "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
@@ -47,10 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())))
         return 0 if arguments else 2
     try:
-        if arguments[0] not in COMMANDS:
-            close = get_close_matches(arguments[0], COMMANDS, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise UserError(f"command {arguments[0]!r} is unknown; {hint}known: {', '.join(COMMANDS)}")
+        check_command(arguments[0], COMMANDS)
         return importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
     except UserError as error:
         if debug:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from difflib import get_close_matches
 
-from omni.errors import UserError
+from train.commands import check_command
 
 SUBCOMMANDS = {
     "prepare": ("train.data.prepare.command", "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
@@ -31,8 +30,5 @@ def main(argv: Sequence[str]) -> int:
         print(HELP.format(commands="\n".join(f"  {name:<9} {text}" for name, (_, text) in SUBCOMMANDS.items())))
         return 0 if arguments else 2
     name, *rest = arguments
-    if name not in SUBCOMMANDS:
-        close = get_close_matches(name, SUBCOMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UserError(f"data command {name!r} is unknown; {hint}known: {', '.join(SUBCOMMANDS)}")
+    check_command(name, SUBCOMMANDS, "data")
     return importlib.import_module(SUBCOMMANDS[name][0]).main(rest)

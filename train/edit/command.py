@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 
-from omni.errors import UserError
+from train.commands import check_command
 from train.edit.config import ApplyConfig, EditEvalConfig
 from train.edit.parse import read_command
 
@@ -31,10 +30,7 @@ def main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0 if arguments else 2
     name, *rest = arguments
-    if name not in COMMANDS:
-        close = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UserError(f"edit command {name!r} is unknown; {hint}known: {', '.join(COMMANDS)}")
+    check_command(name, COMMANDS, "edit")
     return COMMANDS[name](rest)
 
 
