@@ -9,7 +9,7 @@ from omni.errors import UserError
 
 
 def check_command(name: str, known: Iterable[str], of: str = "") -> None:
-    """UserError, with the closest name, where there is no such command: of `data`, of `edit`, or of `python -m train` itself."""
+    """UserError, with the closest name, where there is no such one: of `data`, `edit`, or `python -m train` itself."""
     names = list(known)
     if name not in names:
         close = get_close_matches(name, names, n=1)
