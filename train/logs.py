@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,16 @@ def read_table(path: Path) -> list[dict[str, float]]:
     return rows
 
 
+def _wait_for_a_later_name(board: Path) -> None:
+    """Wait until a new event file sorts behind all that are there, one second at most.
+
+    TensorBoard reads files in the order of their names, `events.out.tfevents.<whole second>.<host>.<process>.<counter>`,
+    compared as text: of two starts within one second counter 10 would be read before counter 9, and purge the wrong steps.
+    """
+    while any(board.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
+
+
 class Logs:
     """All places that figures go to."""
 
@@ -79,6 +90,7 @@ class Logs:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION, BALANCE)}
+        _wait_for_a_later_name(folder / "tensorboard")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
 
