@@ -72,7 +72,7 @@ class SpeechEncoder(nn.Module):
         ratio = EQUAL_LENGTHS if weight.device.type == "cpu" else FEW_LAUNCHES
         packing = pack(lengths, wanted, mels.shape[2], ratio=ratio, device=weight.device)
         if self.config.normalize == "clip":
-            mels = normalized(mels, lengths, self.config.mel_range)
+            mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
         x = self._convolve(mels.to(weight), packing)
         x = x + self.whisper.positional_embedding.index_select(0, packing.positions).to(weight.dtype)
         for block in self.whisper.blocks:
@@ -126,10 +126,10 @@ class SpeechEncoder(nn.Module):
                 )
 
 
-def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0) -> Tensor:
+def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: float = 0.0) -> Tensor:
     """Features [N, M, F max] without each band's mean over its clip, divided by the deviation of what is left of the clip;
     zeros behind the clips. Before that they are raised to at most `span` below the clip's highest, in log10 of power (a feature
-    is a quarter of it). In fp32."""
+    is a quarter of it); after it smoothed over the bands by a Gaussian of deviation `blur`. In fp32."""
     length = torch.tensor(lengths, dtype=torch.float32).to(mels.device, non_blocking=True)[:, None, None]
     behind = torch.arange(mels.shape[2], device=mels.device) >= length
     x = mels.float()
@@ -137,7 +137,15 @@ def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0) -> Tenso
     x = torch.maximum(x, highest - span / 4).masked_fill(behind, 0.0)
     x = (x - x.sum(2, keepdim=True) / length).masked_fill(behind, 0.0)
     variance = x.square().sum((1, 2), keepdim=True) / (length * mels.shape[1])
-    return x * variance.clamp_min(1e-6).rsqrt()
+    x = x * variance.clamp_min(1e-6).rsqrt()
+    return torch.einsum("nmf,bm->nbf", x, _smoother(mels.shape[1], blur).to(x.device)) if blur else x
+
+
+def _smoother(bands: int, deviation: float) -> Tensor:
+    """Weights [M, M] of a Gaussian over the bands; each row sums to 1, at the edges too."""
+    place = torch.arange(bands, dtype=torch.float32)
+    weights = torch.exp(-0.5 * ((place[:, None] - place) / deviation).square())
+    return weights / weights.sum(1, keepdim=True)
 
 
 class EncoderBlock(ResidualAttentionBlock):

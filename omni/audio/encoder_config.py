@@ -30,7 +30,8 @@ class EncoderConfig:
     each band's mean over a clip out of it, and the deviation of what is left: other microphones and rooms then
     sound alike (cepstral mean and variance normalisation, Viikki and Laurila 1998, before the cosine transform);
     "none" is Whisper's. mel_range: how far below the clip's loudest band, in log10 of power, normalised features reach
-    down: 8 as in Whisper; with 4.4 nobody's background is heard.
+    down: 8 as in Whisper; with 4.4 nobody's background is heard. mel_blur: deviation in bands of a Gaussian over the bands,
+    which hides the pitch and keeps the formants of normalised features; 0 for none.
     UserError: a value that no encoder can have.
     """
 
@@ -45,6 +46,7 @@ class EncoderConfig:
     hop: int = HOP
     normalize: Normalize = "none"
     mel_range: float = 8.0
+    mel_blur: float = 0.0
 
     def __post_init__(self) -> None:
         if self.n_mels not in (80, 128):
@@ -64,6 +66,10 @@ class EncoderConfig:
         if not 0.5 <= self.mel_range <= 8.0 or (self.mel_range != 8.0 and self.normalize == "none"):
             raise UserError(
                 f"encoder.mel_range={self.mel_range}: it lies between 0.5 and 8, and is 8 where encoder.normalize is none"
+            )
+        if not 0 <= self.mel_blur <= 10 or (self.mel_blur and self.normalize == "none"):
+            raise UserError(
+                f"encoder.mel_blur={self.mel_blur}: it lies between 0 and 10, and is 0 where encoder.normalize is none"
             )
         positions = self.window_seconds * self.frames_per_second
         if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:

@@ -300,6 +300,8 @@ def test_presets_have_the_published_sizes(name: str) -> None:
         ({"normalize": "clip", "mode": "padded"}, "mode=padded is for released checkpoints, theirs is none"),
         ({"mel_range": 4.0}, "mel_range=4.0: it lies between 0.5 and 8, and is 8 where"),
         ({"mel_range": 9.0, "normalize": "clip"}, "mel_range=9.0"),
+        ({"mel_blur": 1.0}, "mel_blur=1.0: it lies between 0 and 10, and is 0 where"),
+        ({"mel_blur": -1.0, "normalize": "clip"}, "mel_blur=-1.0"),
         ({"long_audio": "cut"}, "refuse, split"),
         ({"hop": 0}, "hop=0"),
         ({"hop": 300}, "hop=300"),
@@ -312,19 +314,24 @@ def test_bad_configurations(change: dict[str, Any], said: str) -> None:
         replace(SMALL, **change)
 
 
-@pytest.mark.parametrize("span", [8.0, 1.5])
+@pytest.mark.parametrize(("span", "blur"), [(8.0, 0.0), (1.5, 0.0), (8.0, 1.25)])
 @CONFIGS
-def test_normalised_features_are_each_clips_own(config: EncoderConfig, span: float) -> None:
+def test_normalised_features_are_each_clips_own(config: EncoderConfig, span: float, blur: float) -> None:
     """Against Whisper's modules on features that were normalised one clip at a time; what lies behind a clip is not read."""
     torch.manual_seed(0)
-    encoder, sounds = SpeechEncoder(replace(config, normalize="clip", mel_range=span)), clips()
+    encoder, sounds = SpeechEncoder(replace(config, normalize="clip", mel_range=span, mel_blur=blur)), clips()
     theirs = whisper_of(encoder)
     wanted = []
     for sound in sounds:
         mel = encoder.features(sound).double()
         mel = mel.clamp_min(mel.max() - span / 4)
         mel = mel - mel.mean(1, keepdim=True)
-        wanted.append(alone(theirs, (mel / mel.square().mean().sqrt().clamp_min(1e-3)).float()))
+        mel = mel / mel.square().mean().sqrt().clamp_min(1e-3)
+        if blur:
+            near = torch.exp(-((torch.arange(-12, 13).double() / blur) ** 2) / 2)[None, None, :, None]
+            mel, whole = (F.conv2d(x[None, None], near, padding=(12, 0))[0, 0] for x in (mel, torch.ones_like(mel)))
+            mel = mel / whole
+        wanted.append(alone(theirs, mel.float()))
     mels, lengths = collate([encoder.features(sound) for sound in sounds])
     for mel, length in zip(mels, lengths, strict=True):
         mel[:, length:] = float("nan")

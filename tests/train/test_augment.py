@@ -177,6 +177,31 @@ def test_noise_of_features_has_its_power() -> None:
         assert float((10 ** (4 * middle - 4)).mean()) == pytest.approx(10**level, rel=0.2)
 
 
+def test_the_echo_of_features_is_that_of_a_room() -> None:
+    """Against noise that falls exponentially, convolved with the sound: a diffuse room's response."""
+    frames, decibels = 40.0, -6.0
+    sound = torch.zeros(16000)
+    sound[4000:4400] = torch.randn(400, generator=seeded(0))
+    fall = 10 ** (-3.0 * torch.arange(12000) / (frames * 160))  # of the amplitude
+    powers = []
+    for seed in range(40):
+        room = torch.randn(12000, generator=seeded(seed)) * fall
+        room *= 10 ** (decibels / 20) / float(room.square().sum().sqrt())
+        heard = sound + torch.nn.functional.conv1d(sound[None, None], room.flip(0)[None, None], padding=11999)[0, 0, :16000]
+        powers.append(10 ** (4 * log_mel(heard, floor="fixed") - 4))
+    config = replace(OFF, feature_echo=(frames, frames), feature_echo_db=(decibels, decibels), feature_echo_probability=1.0)
+    ours = 10 ** (4 * augment_mel(log_mel(sound, floor="fixed"), config, seeded(0)) - 4)
+    theirs = torch.stack(powers).mean(0)
+    for part in (slice(0, 24), slice(24, 31), slice(31, 45), slice(45, 65)):
+        assert float(ours[:, part].sum()) == pytest.approx(float(theirs[:, part].sum()), rel=0.25, abs=1e-4)
+
+
+def test_the_range_of_features_ends_at_a_floor() -> None:
+    given = mel()
+    out = augment_mel(given, replace(OFF, feature_range=(1.0, 1.0)), seeded(0))
+    torch.testing.assert_close(out, given.clamp_min(float(given.max()) - 0.25))
+
+
 @pytest.mark.parametrize("frames", [None, 120])
 def test_masks_are_runs_of_the_mean_within_the_sound(frames: int | None) -> None:
     config = replace(OFF, freq_masks=2, freq_width=10, time_masks=2, time_width=30, time_fraction=0.1)
@@ -207,6 +232,9 @@ def test_masks_are_runs_of_the_mean_within_the_sound(frames: int | None) -> None
         ({"warp_speed": (0.0, 1.0)}, "warp_speed"),
         ({"warp_bands": (0.9, 9.0)}, "warp_bands"),
         ({"feature_noise": (1, 0)}, "feature_noise"),
+        ({"feature_echo": (0, 5)}, "feature_echo"),
+        ({"feature_echo_probability": 2.0}, "feature_echo_probability=2.0"),
+        ({"feature_range": (3, 9)}, "feature_range"),
         ({"noise_probability": 1.5}, "noise_probability=1.5"),
         ({"time_fraction": -0.1}, "time_fraction=-0.1"),
         ({"freq_masks": -1}, "freq_masks=-1"),

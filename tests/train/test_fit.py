@@ -360,9 +360,7 @@ def test_runs_of_one_name_in_two_places_are_two_runs(tmp_path: Path) -> None:
     assert a != b and a == run_id(tmp_path / "a" / ".." / "a" / "nano") and a.startswith("nano-")
 
 
-def test_curves_of_a_start_that_saved_nothing_are_not_shown_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curves_of_a_start_that_saved_nothing_are_not_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorBoard drops what was written before from the step on that a start names.
 
     Even if the starts follow at once and the counter in their files' names, compared as text, runs backwards.

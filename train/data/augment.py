@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 
 from omni.audio.io import SAMPLE_RATE, read_audio, resample
 from omni.errors import UserError
-from train.data.warp import add_feature_noise, shape, warp
+from train.data.warp import add_echo, add_feature_noise, shape, warp
 
 Range = tuple[float, float]
 
@@ -63,6 +63,14 @@ class AugmentConfig:
     """Loudness change of the features in dB: (-16, 8)."""
     feature_shape_db: float | None = None
     """Another microphone: a smooth curve over the mel bands, its standard deviation up to this many dB."""
+    feature_echo: Range | None = None
+    """Frames in which the echo of another room falls by 60 dB: (5, 35)."""
+    feature_echo_db: Range = (-18.0, -3.0)
+    """Power of all of the echo relative to the sound itself, in dB."""
+    feature_echo_probability: float = 0.5
+    """Part of the clips that echo."""
+    feature_range: Range | None = None
+    """Another recorder's floor: what lies further below the loudest band, in log10 of power, is raised to it: (3.4, 5.4)."""
     freq_masks: int = 0
     """Number of masks over mel bands, each of 0 to `freq_width` bands."""
     freq_width: int = 12
@@ -82,6 +90,9 @@ class AugmentConfig:
             ("warp_bands", 0.5, 2.0),
             ("feature_noise", -20.0, 10.0),
             ("feature_gain_db", -120.0, 60.0),
+            ("feature_echo", 1.0, 1000.0),
+            ("feature_echo_db", -60.0, 20.0),
+            ("feature_range", 0.5, 8.0),
         ):
             drawn = getattr(self, key)
             if drawn is None:
@@ -90,7 +101,13 @@ class AugmentConfig:
                 raise UserError(f"augment.{key}={drawn}: give lowest and highest, between {low:g} and {high:g}")
         if self.feature_shape_db is not None and not 0 <= self.feature_shape_db <= 40:
             raise UserError(f"augment.feature_shape_db={self.feature_shape_db}: give a number from 0 to 40")
-        for key in ("noise_probability", "noise_file_probability", "feature_noise_probability", "time_fraction"):
+        for key in (
+            "noise_probability",
+            "noise_file_probability",
+            "feature_noise_probability",
+            "feature_echo_probability",
+            "time_fraction",
+        ):
             if not 0.0 <= getattr(self, key) <= 1.0:
                 raise UserError(f"augment.{key}={getattr(self, key)}: give a number from 0 to 1")
         for key in ("freq_masks", "freq_width", "time_masks", "time_width"):
@@ -170,18 +187,23 @@ def augment_mel(mel: Tensor, config: AugmentConfig, generator: Generator, *, fra
 def _vary(mel: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
     """The speaker, the noise and the loudness of features `[M, F]` without their sound: `[M, F']`."""
     varied = (config.warp_speed, config.warp_bands, config.feature_shape_db, config.feature_noise, config.feature_gain_db)
-    if not any(varied):
+    rooms = (config.feature_echo, config.feature_range)
+    if not any(varied + rooms):
         return mel
     # All at once, which costs a seventh of one by one.
-    places = torch.rand(7, generator=generator, dtype=torch.float64).tolist()
+    places = torch.rand(11 if any(rooms) else 7, generator=generator, dtype=torch.float64).tolist()
     if config.warp_speed is not None or config.warp_bands is not None:
         speed = _between(config.warp_speed, places[0]) if config.warp_speed else 1.0
         bands = _between(config.warp_bands, places[1]) if config.warp_bands else 1.0
         mel = warp(mel, speed, bands)
     if config.feature_shape_db:
         mel = shape(mel, places[2] * config.feature_shape_db, generator)
+    if config.feature_echo is not None and places[7] < config.feature_echo_probability:
+        mel = add_echo(mel, _between(config.feature_echo, places[8]), _between(config.feature_echo_db, places[9]))
     if config.feature_noise is not None and places[3] < config.feature_noise_probability:
         mel = add_feature_noise(mel, _between(config.feature_noise, places[4]), 2 * places[5] - 1, generator)
+    if config.feature_range is not None:
+        mel = mel.clamp_min(float(mel.max()) - _between(config.feature_range, places[10]) / 4)
     if config.feature_gain_db is not None:
         mel = mel + _between(config.feature_gain_db, places[6]) / 40.0  # a feature is log10 of power, over 4
     return mel

@@ -59,6 +59,25 @@ def shape(mel: Tensor, decibels: float, generator: Generator, curves: int = 5) -
     return mel + (gain * scale)[:, None]
 
 
+def add_echo(mel: Tensor, frames: float, decibels: float) -> Tensor:
+    """Let features [M, F] echo: every frame's power goes on sounding in those behind it, falling exponentially.
+
+    Args:
+        frames: in which the echo falls by 60 dB.
+        decibels: power of the whole echo relative to the sound's, however long it is.
+
+    The exponential decay is that of a diffuse room (Polack 1988); phases are not kept, powers add.
+    """
+    x = mel.numpy()
+    fall = 10.0 ** (-6.0 / frames)
+    late = np.arange(x.shape[1], dtype=np.float32)
+    late = late[None, :] - late[:, None] - 1  # [from, to]: frames since the echo's first one
+    weights = np.where(late >= 0, np.float32(10 ** (decibels / 10) * (1 - fall)) * np.float32(fall) ** np.maximum(late, 0), 0)
+    power = np.exp((x - 1) * np.float32(4 * _LN10))
+    power += power @ weights.astype(np.float32)
+    return torch.from_numpy(1 + np.log(power, out=power) * np.float32(0.25 / _LN10))
+
+
 def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generator) -> Tensor:
     """Add noise to features [M, F] as power, exponentially distributed as that of Gaussian noise is.
 
