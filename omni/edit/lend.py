@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from omni.edit.deltas import Delta, Edits, low, product
-from omni.errors import UserError
 from omni.model import lora
 
 _NUMBERS = itertools.count(1)
@@ -47,10 +46,9 @@ def lend(model: nn.Module, edits: Edits) -> str:
     Raises:
         UserError: an edit does not fit the model, or is not finite (it would spoil the rows of others).
     """
-    parts = edits.check(model)
-    for target, delta in edits.deltas.items():
-        if not bool(delta.b.isfinite().all() and (delta.a is None or delta.a.isfinite().all())):
-            raise UserError(f"edit of {target} holds values that are not finite; make it again")
+    edits.check_finite()
+    with lora.CHANGING:
+        parts = edits.check(model)
     name = f"edits {next(_NUMBERS)}"
     pairs = {}
     for target, delta in edits.detach().deltas.items():

@@ -31,7 +31,7 @@ from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
 from omni.hardware import synchronize
 from omni.model.acting import Acting, using
-from omni.model.lora import choice_of
+from omni.model.lora import choice_of, edits_everywhere
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Columns, Task, Turn, prompt
 from omni.text import Tokenizer
@@ -69,6 +69,7 @@ class Session:
         self._last: Running | None = None
         self._lock = threading.RLock()  # over what the history and the last answer are
         self._fed: list[Key] = []  # columns that row 0 of the cache holds
+        self._everywhere: tuple[str, ...] = ()  # the edits of every row (`SpeechLM.edited`) that they were fed under
         self._high = 0  # positions ever written there since it was last empty
 
     # --- what a caller does -----------------------------------------------------------------------------------
@@ -217,6 +218,9 @@ class Session:
         """Bring the cache to the end of the question and write the answer's first column."""
         model, task, keys = self.model, running.task, running.keys
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
+        everywhere = edits_everywhere(model)
+        if everywhere != self._everywhere:  # what the cache holds was made with other edits than act now
+            self._fed, self._everywhere = [], everywhere
         keep = self._rewind(common_prefix(self._fed, keys[:-1]), runner)
         question = pack(model.layout, [running.columns], features, [keep])
         start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, acting=self._acting)

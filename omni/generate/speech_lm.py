@@ -13,9 +13,9 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,7 @@ from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.acting import Acting
 from omni.model.linears import linears_of
-from omni.model.lora import activate, active_names, attach, take_back
+from omni.model.lora import CHANGING, activate, active_names, attach, take_back
 from omni.model.quantize import dense_weight
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
@@ -158,21 +158,23 @@ class SpeechLM:
         if context is not None and context < 1:
             raise UserError(f"context is {context}; a session's cache needs at least one position")
         length = min(context or 4096, self.config.decoder.context)
-        runner = self._take(2 if options.text_assist else 1, length, exact=context is not None)
-        if options.edits is None:
-            return Session(self.model, self.tokenizer, self.codec, runner, options, self._give)
         self._check(options.edits)
-        name = lend(self.model, options.edits)
+        with ExitStack() as undo:
+            name = None
+            if options.edits is not None:
+                name = lend(self.model, options.edits)
+                undo.callback(take_back, self.model, name)
+            runner = self._take(2 if options.text_assist else 1, length, exact=context is not None)
+            undo.callback(self._give, runner)
 
-        def release(runner: Runner) -> None:
-            take_back(self.model, name)
-            self._give(runner)
+            def release(runner: Runner) -> None:
+                if name is not None:
+                    take_back(self.model, name)
+                self._give(runner)
 
-        try:
-            return Session(self.model, self.tokenizer, self.codec, runner, options, release, name)
-        except BaseException:
-            release(runner)
-            raise
+            session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name)
+            undo.pop_all()
+        return session
 
     def stream(
         self,
@@ -270,9 +272,14 @@ class SpeechLM:
 
     def _check(self, edits: Edits | None) -> None:
         """Refuse edits of other weights (once: their checksum takes a reading of the weights)."""
-        if edits is None or edits.base is None or self._checked.get(id(edits)) is edits:
+        if edits is None:
             return
-        edits.check_base(self.model)
+        if not isinstance(edits, Edits):
+            raise UserError(f"edits are {edits!r}; give what load_edits(folder, lm.model) reads (omni.edit)")
+        if edits.base is None or self._checked.get(id(edits)) is edits:
+            return
+        with CHANGING:
+            edits.check_base(self.model)
         self._checked[id(edits)] = edits
 
     # --- caches -------------------------------------------------------------------------------------------------------
@@ -299,5 +306,13 @@ class SpeechLM:
 
 
 def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:
-    with session:
-        yield from events
+    """The events, and the session's end with theirs, even if none of them is ever taken."""
+
+    def run() -> Iterator[Any]:
+        with session:
+            yield None  # taken here: from now on, closing the iterator or letting it go ends the session
+            yield from events
+
+    running = run()
+    next(running)
+    return running

@@ -15,10 +15,12 @@ Dimensions: B rows of a batch, r rank.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,9 @@ from omni.patterns import match_names
 
 DEFAULT = "default"
 """Name of an adapter that is given none."""
+
+CHANGING = threading.RLock()
+"""Held while what hangs on a model's linears is changed or walked over: sessions of several threads share one model."""
 
 _EVERYWHERE = "_edits_everywhere"
 
@@ -141,7 +146,8 @@ class Adapters(nn.Module):
         return [*self.acting(), *self._edits(self.active.edits)]
 
     def _edits(self, names: Sequence[str | None]) -> list[Pair]:
-        return [self.lent[name] for name in names if name is not None and name in self.lent]
+        lent = self.lent  # once: another thread may put another mapping there
+        return [lent[name] for name in names if name is not None and name in lent]
 
     def _of(self, acting: Acting) -> list[Pair]:
         """The pairs of a row."""
@@ -180,6 +186,20 @@ def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
     return out if delta is None else out + delta.to(out.dtype)
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _alone(change: _F) -> _F:
+    """One thread at a time."""
+
+    @functools.wraps(change)
+    def locked(*args: Any, **values: Any) -> Any:
+        with CHANGING:
+            return change(*args, **values)
+
+    return cast(_F, locked)
+
+
 # --- adapters of a model ----------------------------------------------------------------------------------------------
 
 
@@ -190,7 +210,8 @@ def linear_of(model: nn.Module, name: str) -> nn.Linear:
 
 def adapted(model: nn.Module) -> dict[str, Adapters]:
     """The adapters of each linear that has any, by the linear's name."""
-    found = {name: getattr(part, "lora", None) for name, part in model.named_modules()}
+    with CHANGING:
+        found = {name: getattr(part, "lora", None) for name, part in model.named_modules()}
     return {name: part for name, part in found.items() if isinstance(part, Adapters)}
 
 
@@ -224,6 +245,7 @@ def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> li
     return list(pairs)
 
 
+@_alone
 def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) -> None:
     """Put pairs beside the linears they are named after, as one adapter that acts.
 
@@ -272,6 +294,7 @@ def _strip(linear: nn.Module) -> None:
     del linear.lora
 
 
+@_alone
 def remove_adapter(model: nn.Module, name: str) -> None:
     """Take an adapter away; UserError where there is none of that name, or it is merged."""
     check_known(model, [name])
@@ -283,6 +306,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
         _strip(linear_of(model, target))
 
 
+@_alone
 def lend(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
     """Put pairs beside linears until they are taken back (`take_back`); they act where a row's `Acting` names them."""
     present = adapted(model)
@@ -294,6 +318,7 @@ def lend(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
         place.lora.lent = {**place.lora.lent, name: pair}
 
 
+@_alone
 def take_back(model: nn.Module, name: str) -> None:
     """Undo `lend`: nothing is left of it."""
     _set_everywhere(model, tuple(n for n in edits_everywhere(model) if n != name))
@@ -302,6 +327,7 @@ def take_back(model: nn.Module, name: str) -> None:
         _strip(linear_of(model, target))
 
 
+@_alone
 def act_everywhere(model: nn.Module, name: str) -> None:
     """Let lent edits act on every row, whatever adapters it has."""
     _set_everywhere(model, (*edits_everywhere(model), name))

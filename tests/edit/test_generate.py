@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,8 @@ def test_mistakes_are_told_and_leave_nothing(layout, lm):
     ):
         with pytest.raises(UserError, match=r"holds other weights than those the edit was made for"):
             refused()
+    with pytest.raises(UserError, match=r"edits are 'runs/x'; give what load_edits"):
+        lm.session(edits="runs/x")  # type: ignore[arg-type]
     bad = edits.map(lambda t: t * float("nan"))
     with pytest.raises(UserError, match=r"holds values that are not finite"):
         lm.session(edits=bad)
@@ -198,3 +202,34 @@ def test_mistakes_are_told_and_leave_nothing(layout, lm):
     with pytest.raises(UserError, match=r"there is no adapter 'mine'"):
         lm.session(adapter="mine", edits=edits)
     assert unchanged(lm.model, before)
+
+
+def test_an_answer_that_nobody_takes_leaves_nothing(lm):
+    before, edits = trace(lm.model), made(lm.model, 0)
+    lm.stream(tone(0.3), edits=edits).close()
+    unread = lm.stream(tone(0.3), edits=edits)
+    assert not unchanged(lm.model, before)
+    del unread
+    gc.collect()
+    assert unchanged(lm.model, before) and len(lm._idle) == 1
+    with pytest.raises(UserError, match=r"not finite"):
+        lm.session(edits=edits.map(lambda t: t * float("nan")))
+    assert len(lm._idle) == 1
+
+
+def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, lm):
+    """Turns inside a block and behind it answer as a session whose cache is made anew for each of them."""
+    edits, turns = made(lm.model, 0), [tone(0.3, 300), tone(0.4, 200), tone(0.3, 250)]
+
+    def conversation(anew: bool) -> list:
+        answers = []
+        with lm.session(**ASKED) as session:
+            for number, question in enumerate(turns):
+                if anew:
+                    session._fed = []
+                with lm.edited(edits) if number == 1 else nullcontext():
+                    answers.append(session.answer(question))
+        return answers
+
+    wanted = conversation(anew=True)
+    assert all(same(a, b) for a, b in zip(conversation(anew=False), wanted, strict=True))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from typing import Any
+
 import pytest
 import torch
 
 from omni.edit.deltas import Edits, edited
 from omni.edit.lend import LentDelta, edited_everywhere, lend, lent
+from omni.edit.linears import find_linears
 from omni.model.acting import Choice, using
-from omni.model.lora import low_rank, take_back
+from omni.model.lora import _add, low_rank, take_back
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, some_edits
 
@@ -68,3 +73,35 @@ def test_a_linear_that_is_used_by_its_weight_has_its_edit_too(model):
         assert_near(found[0] @ found[1].T, pair(x), 1e-6)
     assert low_rank(part, x) is None
     assert build("speech").state_dict().keys() == model.state_dict().keys()
+
+
+def test_threads_may_lend_and_take_back_at_once(model, name):
+    """Sessions of several threads share one model: nothing is lent twice, lost or left."""
+    linears = list(find_linears(model, some_edits(model, 1).deltas))
+    mistakes: list[str] = []
+
+    def work(seed: int) -> None:
+        edits = some_edits(model, seed)
+        try:
+            for _ in range(60):
+                own = lend(model, edits)
+                for target in linears:
+                    part: Any = model.get_submodule(target)
+                    if own not in part.lora.lent or list(part._forward_hooks.values()).count(_add) != 1:
+                        mistakes.append(target)
+                take_back(model, own)
+        except Exception as error:
+            mistakes.append(repr(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not mistakes
+    assert not any(hasattr(model.get_submodule(target), "lora") for target in linears)
