@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from omni.edit.linears import find_linears, shape_of, signature
+from omni.edit.linears import find_linears, shape_of, signature, weight_of
 from omni.edit.span import Span
 from omni.errors import UserError
 
@@ -124,6 +124,17 @@ class Edits:
                 )
         return found
 
+    def check_finite(self) -> None:
+        """Refuse values that are not finite: they would spoil every answer, and the rows of others.
+
+        Raises:
+            UserError: there are such.
+        """
+        for name, delta in self.deltas.items():
+            tensors = [torch.as_tensor(t).detach() for t in (delta.b, delta.a, delta.lr) if t is not None]
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+                raise UserError(f"edit of {name} holds values that are not finite; make it again")
+
     def check_base(self, model: nn.Module) -> None:
         """Refuse a model whose linears are not those the edits were made for.
 
@@ -135,6 +146,11 @@ class Edits:
             raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
         for name, part in found.items():
             if signature(name, part) != self.base[name]:
+                if weight_of(part).dtype == torch.float16:
+                    raise UserError(
+                        f"edit of {name}: the model is held in float16, which rounds otherwise than the checksum of the edit's "
+                        "base; load the model in bfloat16 or float32"
+                    )
                 raise UserError(
                     f"edit of {name}: the model holds other weights than those the edit was made for; it is merged into them "
                     "already, or they belong to another model"
@@ -195,6 +211,8 @@ def edited(model: nn.Module, edits: Edits | Sequence[Edits], rows: Tensor | None
     else:
         if rows.ndim != 1 or (len(rows) and not -1 <= int(rows.min()) <= int(rows.max()) < len(several)):
             raise ValueError(f"rows must be [B] of -1 to {len(several) - 1}, not {rows.tolist()}")
+        for one in several:
+            one.check_finite()
         names = dict.fromkeys(name for one in several for name in one.deltas)
         adds = {name: _ByRow([one.deltas.get(name) for one in several], rows, name) for name in names}
     span = Span()
@@ -210,9 +228,6 @@ class _ByRow:
 
     def __init__(self, deltas: Sequence[Delta | None], rows: Tensor, name: str) -> None:
         self.rows, self.name = rows, name
-        for delta in deltas:
-            if delta is not None and not bool(delta.b.isfinite().all() and (delta.a is None or delta.a.isfinite().all())):
-                raise UserError(f"edit of {name} holds values that are not finite; make it again")
         self.dense = [(i, delta) for i, delta in enumerate(deltas) if delta is not None and delta.a is None]
         thin = [(i, delta) for i, delta in enumerate(deltas) if delta is not None and delta.a is not None]
         self.a = torch.cat([delta.a for _, delta in thin if delta.a is not None]) if thin else None  # [sum of R, I]

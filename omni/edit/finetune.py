@@ -42,7 +42,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         if self.norm not in ("linf", "l2"):
             raise UserError(f"finetune.norm {self.norm!r} is unknown; use linf or l2")
-        if self.bound <= 0 or self.lr <= 0 or self.steps < 1:
+        if not self.bound > 0 or not self.lr > 0 or self.steps < 1:
             raise UserError(f"finetune.bound {self.bound}, lr {self.lr} and steps {self.steps} must be above 0")
         if self.rank is not None and self.rank < 1:
             raise UserError(f"finetune.rank is {self.rank}; it must be at least 1, or null for dense changes")
@@ -63,7 +63,7 @@ def finetune(
         the edit, without graph, signed for the model; no weight and no parameter's `grad` is touched.
 
     Raises:
-        UserError: a name is no linear of the model.
+        UserError: a name is no linear of the model, or the loss depends on none of them.
     """
     config = config or FinetuneConfig()
     found = find_linears(model, mlp_linears(model) if linears is None else linears)
@@ -71,18 +71,25 @@ def finetune(
     edits = Edits({name: _nothing(part, config.rank, random) for name, part in found.items()})
     learning = [tensor for delta in edits.deltas.values() for tensor in (delta.a, delta.b) if tensor is not None]
     optimizer = torch.optim.Adam(learning, lr=config.lr)
+    reached = False
     for _ in range(config.steps):
         with torch.enable_grad(), edited(model, edits):
             loss = loss_of(model, batch)
             if float(loss.detach()) < config.enough:
+                reached = True
                 break
+            if not loss.requires_grad:  # this draw did not pass any of the linears
+                continue
             loss.backward(inputs=learning)
+        reached = reached or any(tensor.grad is not None for tensor in learning)
         optimizer.step()
         optimizer.zero_grad()
         if config.rank is None:
             project([delta.b for delta in edits.deltas.values()], config.norm, config.bound)
         else:
             project_products(list(edits.deltas.values()), config.bound)
+    if not reached:
+        raise UserError(f"the loss does not depend on what {', '.join(found)} put out; choose other linears or tasks")
     return edits.map(lambda change: change.detach().clone()).signed(model)
 
 

@@ -98,6 +98,11 @@ def weight_of(module: nn.Module) -> Tensor:
     if not is_quantized(module) and holds_fewer_bits(module):
         return module.dequantize().detach()  # type: ignore[operator]
     weight = dense_weight(module)
+    if weight.is_meta:  # offloaded (accelerate keeps what is not running in its hook)
+        kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        if kept is None:
+            raise UserError("a linear's weights are on no device; load or make the edits before the model is offloaded")
+        weight = kept["weight"].detach()
     return weight.T if is_transposed(module) else weight
 
 

@@ -101,7 +101,18 @@ class Mend(nn.Module):
         return Edits(deltas)
 
     def edit(self, model: nn.Module, batch: Any, loss_of: LossOf) -> Edits:
-        """The edit that makes `batch` come true, without graph, signed for the model. Statistics are left as they are."""
+        """The edit that makes `batch` come true, without graph, signed for the model. Statistics are left as they are.
+
+        Raises:
+            UserError: a linear is not there, or has another shape.
+        """
+        for name, part in find_linears(model, self.shapes).items():
+            if shape_of(part) != self.shapes[name]:
+                theirs, own = (" to ".join(map(str, shape)) for shape in (shape_of(part), self.shapes[name]))
+                raise UserError(
+                    f"the editor changes {name} from {own} features, the model's linear goes from {theirs}; it was learnt for "
+                    "another model"
+                )
         training = self.training
         self.eval()
         try:

@@ -43,6 +43,7 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
         UserError: the model holds other weights than the edits were made for (merged already, or another model), or a
             quantised linear carries adapters, which have no place in a plain one.
     """
+    edits.check_finite()
     edits.check_base(model)
     found = find_linears(model, edits.deltas)
     for name, part in found.items():

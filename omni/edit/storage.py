@@ -69,10 +69,11 @@ def save_edits(folder: Place, edits: Edits, extra: Mapping[str, Any] | None = No
         extra: plain data to keep along.
 
     Raises:
-        UserError: the edits are not signed, or the place cannot be written.
+        UserError: the edits are not signed or not finite, or the place cannot be written.
     """
     if edits.base is None:
         raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
+    edits.check_finite()
     tensors: dict[str, Tensor] = {}
     linears: dict[str, Any] = {}
     for name, delta in edits.deltas.items():
@@ -107,6 +108,7 @@ def load_edits(folder: Place, model: nn.Module | None = None) -> Edits:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{folder}/edits.json does not fit its tensors ({error}); fetch or make the folder again") from error
     edits = Edits(deltas, base)
+    edits.check_finite()
     if model is not None:
         edits.check_base(model)
     return edits

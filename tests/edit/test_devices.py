@@ -30,8 +30,9 @@ def spread(model: nn.Module, how: str, folder: str) -> nn.Module:
 @pytest.mark.parametrize("name", ["llama", "speech"])
 def test_a_dispatched_model_says_what_a_plain_one_says(name, how, tmp_path):
     plain, ids = build(name), batch_of(name, 1)
-    edits = some_edits(plain)
+    edits = some_edits(plain).signed(plain)
     far = spread(copy.deepcopy(plain), how, str(tmp_path))
+    edits.check_base(far)
     with torch.no_grad():
         before = all_logits(plain, ids)
         with edited(plain, edits):

@@ -97,6 +97,13 @@ def test_only_what_was_merged_is_reverted_and_only_once(model):
     assert same(model, trained)
 
 
+def test_edits_that_are_not_finite_are_not_merged(model):
+    edits = some_edits(model).signed(model).map(lambda tensor: tensor * float("inf"))
+    with pytest.raises(UserError, match=r"holds values that are not finite"):
+        merge(model, edits)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 def test_edits_of_nobodys_weights_are_not_merged(model):
     with pytest.raises(UserError, match=r"do not say for which weights they were made; sign them first"):
         merge(model, some_edits(model))
