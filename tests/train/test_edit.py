@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,15 @@ from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.train.eval_toys import save_model
+from train.data.config import SourceConfig
 from train.data.keys import torch_dice
+from train.data.parquet import write_rows
+from train.data.row import Row, RowTurn
+from train.edit.apply import draw_untouched
 from train.edit.command import main
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
 from train.edit.facts import read_facts
-from train.edit.judge import Figure
+from train.edit.judge import Figure, _held_out
 from train.edit.lessons import Draws, Lessons, Piece
 from train.edit.parse import read_command
 from train.edit.speak import Speakers, fact_rows
@@ -155,6 +160,7 @@ def test_merged_edits_answer_as_lent_ones_and_come_out_bit_for_bit(place, tmp_pa
     options = {"max_seconds": 0.4}
     before, wanted = lm.generate(question, **options), lm.generate(question, edits=edits, **options)
     assert run(place, "merge", "@model", "@edits", str(tmp_path / "merged")) == 0
+    assert run(place, "merge", "@model", "@edits", str(tmp_path / "merged"), "--overwrite", "true") == 0
     merged = SpeechLM.from_pretrained(tmp_path / "merged").generate(question, **options)
     assert merged.tokens == wanted.tokens and torch.equal(merged.codes, wanted.codes)
     assert not torch.equal(merged.codes, before.codes)
@@ -224,6 +230,7 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
         (["--tasks", "[A1T1]"], r"task A1T1 writes no answer of its own"),
         (["--tasks", "[A1A9]"], r"task 'A1A9' is unknown; did you mean"),
         (["--stream_weights", "[1, 1]"], r"stream_weights has 2 entries; the layout has 5 streams"),
+        (["--stream_weights", "[0, 0, 0, 0, 0]"], r"give weights of at least 0, one of them above"),
         (["--speak.voices", "[nobody]"], r"voice 'nobody' is unknown"),
         (["--editor", "nowhere", "--method", "mend"], r"nowhere has no mend.json"),
         (["--config", "nowhere.yaml"], r"nowhere.yaml cannot be read"),
@@ -249,6 +256,24 @@ def test_commands_are_known_by_name(capsys, tmp_path):
     assert main([]) == 2 and "python -m train edit COMMAND" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"the model itself; name another folder"):
         main(["merge", str(tmp_path), "edits", str(tmp_path)])
+
+
+def test_an_edit_is_judged_on_rows_that_did_not_teach_it(place, tmp_path):
+    """Of rows that are held out none is among those that `edit apply` draws its untouched questions from."""
+    rows = [Row((RowTurn(question_text=f"question {i}", answer_text="one"),), id=str(i)) for i in range(40)]
+    write_rows(tmp_path / "rows.parquet", rows)
+    write_rows(tmp_path / "other.parquet", [replace(row, id=f"other {row.id}") for row in rows[:7]])
+    lm = SpeechLM.from_pretrained(place / "model")
+    facts = read_facts(place / "facts.jsonl", lm.tokenizer)
+    source = SourceConfig(kind="stored", path=str(tmp_path / "rows.parquet"), tasks={"T1T2": 1.0}, held_out=8)
+    judged = {row.id for row in _held_out(lm, facts, EditEvalConfig(untouched=source, untouched_count=100))}
+    taught = {row.id for row in draw_untouched(source, lm, facts, 300, 0)}
+    assert len(judged) == 8 and not judged & taught
+    named = replace(source, held_out=str(tmp_path / "other.parquet"))
+    found = _held_out(lm, facts, EditEvalConfig(untouched=named, untouched_count=100))
+    assert [row.id for row in found] == [f"other {i}" for i in range(7)]
+    none = _held_out(lm, facts, EditEvalConfig(untouched=replace(source, held_out=None), untouched_count=10))
+    assert len(none) == 10
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     Raises:
         UserError: no source has any.
     """
-    sources = [source for source in config.sources if _is_held_out(source)]
+    sources = [source for source in config.sources if has_held_out(source)]
     if not sources:
         raise UserError(
             "no source has held-out rows; name a file or a number of them as data.sources[...].held_out, or ask no questions"
@@ -72,21 +72,26 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     rows: list[Row] = []
     for i, source in enumerate(sources):
         share = count * (i + 1) // len(sources) - count * i // len(sources)
-        if isinstance(source.held_out, str):
-            stored = StoredRows(source.held_out, config.cache)
-            asked = min(share, len(stored))
-            rows += [stored[k * len(stored) // asked] for k in range(asked)]
-            continue
-        made = build_source(source, codec, 0, config.cache)
-        if isinstance(made, StoredSource):
-            rows += made.kept_back(share)
-        else:
-            assert isinstance(made, (SpokenDigits, RecordedDigits))
-            rows += made.held_out(share)
+        rows += held_out_of(source, codec, share, config.cache)
     return rows
 
 
-def _is_held_out(source: SourceConfig) -> bool:
+def held_out_of(
+    source: SourceConfig, codec: AudioCodec | None, count: int, cache: str | None = None, seed: int = 1
+) -> list[Row]:
+    """`count` held-out rows of a source that has some (`has_held_out`), or all of fewer; `seed` draws those that are made."""
+    if isinstance(source.held_out, str):
+        stored = StoredRows(source.held_out, cache)
+        asked = min(count, len(stored))
+        return [stored[k * len(stored) // asked] for k in range(asked)]
+    made = build_source(source, codec, 0, cache)
+    if isinstance(made, StoredSource):
+        return made.kept_back(count)
+    assert isinstance(made, (SpokenDigits, RecordedDigits))
+    return made.held_out(count, seed)
+
+
+def has_held_out(source: SourceConfig) -> bool:
     """Whether a source has rows for validation."""
     if source.kind == "recorded-digits":
         return bool(source.recorded.held_out)

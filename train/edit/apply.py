@@ -116,6 +116,8 @@ def draw_untouched(source: SourceConfig, lm: SpeechLM, facts: Facts, count: int,
 
 def check_out(out: Path, overwrite: bool, mark: str) -> None:
     """Refuse a place that is taken by something else, or by such a folder without `overwrite`."""
+    if not out.name:
+        raise UserError(f"OUT is {out}; name a new folder")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (overwrite and (out / mark).is_file()))):
         ours = out.is_dir() and (out / mark).is_file()
         raise UserError(f"{out} is there already; {'give --overwrite true, or ' if ours else ''}name another place")

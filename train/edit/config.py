@@ -136,7 +136,8 @@ class EditEvalConfig:
 
     Attributes:
         voices: how many questions each fact is asked as, in the voices of `speak`: name others than those that taught.
-        untouched: where untouched questions are from, besides those of the facts: their held-out rows; null for none.
+        untouched: where untouched questions are from, besides those of the facts: its held-out rows, or any rows of a
+            source that holds none out; null for none.
         untouched_count: how many of them.
         max_seconds: longest spoken answer.
         batch: questions that are answered side by side.

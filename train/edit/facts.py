@@ -156,5 +156,8 @@ def _composed(text: str) -> str:
 
 
 def codes_of(fact: Fact) -> torch.Tensor | None:
-    """Given frames [A, F]."""
-    return None if fact.answer_codes is None else torch.tensor(fact.answer_codes)
+    """Given frames [A, F]; UserError where they are none."""
+    try:
+        return None if fact.answer_codes is None else torch.tensor(fact.answer_codes)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"answer_codes are no whole numbers of streams and frames ({error})") from error

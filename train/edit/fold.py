@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.folder import CODEC, load_folder, save_folder
-from omni.checkpoint.safe import beside, read_json
+from omni.checkpoint.safe import beside
 from omni.edit.merge import load_merged, merge, revert, save_merged
-from omni.edit.storage import load_edits
+from omni.edit.storage import load_edits, read_tensors
 from omni.errors import UserError
 from train.edit.apply import check_out
 
@@ -69,10 +69,8 @@ def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) 
 
 def name_of(edits: Path) -> str:
     """What tells edits from others: the checksum of their tensors. UserError where the folder holds none."""
-    if not (edits / "edits.json").is_file():
-        load_edits(edits)  # says what is wrong
-    tensors: Any = read_json(edits / "edits.json").get("tensors")
-    return f"{tensors['crc32'] if isinstance(tensors, dict) else 0:08x}"
+    _, facts = read_tensors(edits, "edits")
+    return f"{facts['tensors']['crc32']:08x}"
 
 
 def _check(model: Path, out: Path, overwrite: bool) -> None:

@@ -4,8 +4,8 @@
     generalisation/voices    the same, spoken in the voices named here
     generalisation/rephrased in other words, spoken in these voices
     portability/written      asked in writing
-    portability/speech       of answers with the right text, those that also sound nearest to it, among the right and former
-                             answers of all facts (dynamic time warping, `train.ear`)
+    portability/speech       of answers with the right text, those that also sound nearest to it, among the right answers of
+                             all facts and the former ones of other texts (dynamic time warping, `train.ear`)
     locality                 untouched questions whose written answer is the same, letter by letter
     locality/speech          those whose codes are the same, or sound nearest to their former answer
     locality/kl              divergence of these answers, in nats a position
@@ -29,9 +29,8 @@ from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
-from train.data.build import build_source
+from train.data.build import has_held_out, held_out_of
 from train.data.row import Row
-from train.data.synthetic import SpokenDigits
 from train.ear import describe, nearest
 from train.edit.apply import check_out, draw_untouched
 from train.edit.config import EditEvalConfig
@@ -150,11 +149,10 @@ def _once(rows: Sequence[Row]) -> list[Row]:
 def _held_out(lm: SpeechLM, facts: Facts, config: EditEvalConfig) -> list[Row]:
     if config.untouched is None:
         return []
-    source = build_source(config.untouched, lm.codec, config.seed) if config.untouched.kind == "spoken-digits" else None
-    if not isinstance(source, SpokenDigits):
+    if config.untouched.kind != "spoken-digits" and not has_held_out(config.untouched):
         return draw_untouched(config.untouched, lm, facts, config.untouched_count, config.seed)
     asked = facts.asked()
-    rows = source.held_out(config.untouched_count, config.seed)
+    rows = held_out_of(config.untouched, lm.codec, config.untouched_count, seed=config.seed)
     return [row for row in rows if plain(row.turns[0].question_text) not in asked]
 
 

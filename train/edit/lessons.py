@@ -62,6 +62,8 @@ class Lessons:
         self.weights = tuple(weights or (1.0,) * streams)
         if len(self.weights) != streams:
             raise UserError(f"stream_weights has {len(self.weights)} entries; the layout has {streams} streams")
+        if not (min(self.weights) >= 0 and 0 < sum(self.weights) < float("inf")):
+            raise UserError(f"stream_weights are {list(self.weights)}; give weights of at least 0, one of them above")
         self.listening = any(name.startswith(LISTENING) for name in linears)
         self.maker = ExampleMaker(replace(lm.config, ctc=0), lm.tokenizer, lm.codec)
 

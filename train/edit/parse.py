@@ -40,7 +40,9 @@ def read_command(
     for place, text in places.items():
         parser.add_argument(place, type=Path, help=text)
     if kind is None:
-        parser.add_argument("--overwrite", action="store_true", help="replace a folder of that name")
+        parser.add_argument(
+            "--overwrite", type=bool, nargs="?", const=True, default=False, help="replace a folder of that name"
+        )
     else:
         parser.add_argument("--config", action="config", help="YAML file with any of the following")
         parser.add_class_arguments(kind, None)

@@ -48,8 +48,8 @@ class Speakers:
         """Codes of a fact's answer; None without a codec. UserError where what is given does not fit it."""
         if self.codec is None:
             return None
-        given = codes_of(fact)
         try:
+            given = codes_of(fact)
             if given is not None:
                 return Codes(self.codec.name, self.codec.check(given))
             if fact.answer_audio:
