@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from train.feed import Feed, Step
 from train.logs import METRICS, Logs
 from train.meter import Meter
 from train.optim import Average, build_optimizer, set_learning_rate, set_trainable
-from train.parallel import Team, compile_blocks, full_state
+from train.parallel import Team, accumulating, compile_blocks, full_state
 from train.parts import Figures, Outcome, Parts
 from train.progress import Progress, duration, figures_line
 from train.schedule import due, learning_rate, used
@@ -135,7 +136,7 @@ class Loop:
             raise UserError("balance is given, but this run's objective does not tell its losses by task; leave it out")
         return Balancing(
             section, parts.balanced, self.fabric, self.module, self.own_names, parts.tasks, parts.streams, parts.targets,
-            self.team, len(self.lanes), self.config.objective.ctc_weight > 0,
+            self.team, len(self.lanes), max(self.config.objective.ctc_weight, self.config.objective.ctc_final or 0) > 0,
         )  # fmt: skip
 
     def _next(self, feed: Feed) -> Step:
@@ -164,7 +165,7 @@ class Loop:
         balance = self.balance if progress >= self.config.objective.align_first else None
         if balance is None:
             for i, batch in enumerate(step.batches):
-                with self.fabric.no_backward_sync(self.module, enabled=i + 1 < len(step.batches)):
+                with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
                     losses = self.module(batch.to(self.fabric.device), denominators, progress)
                     self.fabric.backward(losses.total * self.team.world)
                 self.meter.add(losses)
@@ -322,8 +323,8 @@ class Loop:
         found = self.team.share(self.team.first_alone(lambda: shelf.newest(self.place)))
         if found is None:
             return
+        before = shelf.read_state(found)
         if self.config.resume != "force":
-            before = shelf.read_state(found)
             changed = shelf.differences(before["config"], self.plain)
             for key, old, new in [*changed, *shelf.differences(before.get("rows", rows), rows)]:
                 raise UserError(
@@ -339,7 +340,10 @@ class Loop:
         self.meter.restore(self.position.meter)
         if self.balance is not None:
             stored = state.load_balance(found, self.objective, self.team)
-            if stored is not None:
+            old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (before["config"], self.plain))
+            if shelf.differences(old, new):  # forced
+                warnings.warn("balance or trainable has changed: the balance of the tasks begins anew", stacklevel=2)
+            elif stored is not None:
                 self.balance.load_state_dict(stored)
                 self.balance.tally.values = self.position.tally
         self.saved = found

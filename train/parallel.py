@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -114,6 +115,15 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
 
 def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in module.parameters())
+
+
+def accumulating(fabric: Fabric, module: Any, more: bool) -> AbstractContextManager[None]:
+    """Around a backward that others follow in the step (`more`): gradients need no exchange between processes yet.
+
+    Around the last one it is nothing at all. Fabric's `no_backward_sync(enabled=False)` would leave the exchange of FSDP2
+    switched off when it ends (lightning-fabric 2.6, `_FSDPNoSync.__exit__`), and later backwards without gradients.
+    """
+    return fabric.no_backward_sync(module) if more else nullcontext()
 
 
 class Team:

@@ -79,6 +79,7 @@ class DSelectK(nn.Module):
     """MMoE whose gates settle on at most `chosen` experts (Hazimeh et al. 2021, static gates).
 
     Each of a task's selectors is a number in binary, whose digits are smooth steps: 0 or 1 exactly beyond `width` / 2.
+    E is a power of two: other numbers would name nobody, where the gate is zero and learns no more.
     """
 
     def __init__(self, inner: int, outer: int, tasks: int, experts: int = 4, chosen: int = 2, width: float = 1.0) -> None:
@@ -96,7 +97,6 @@ class DSelectK(nn.Module):
         device = self.digits.device
         codes = (torch.arange(self.number, device=device)[:, None] >> torch.arange(t.shape[-1], device=device)) & 1
         each = torch.where(codes.bool(), step, 1 - step).prod(-1)  # [M, chosen, E]
-        each = each / each.sum(-1, keepdim=True).clamp_min(1e-6)  # where E is no power of two, some numbers name nobody
         return (self.mixture.softmax(-1)[:, :, None] * each).sum(1)
 
     def forward(self, features: Tensor, task: Tensor) -> Tensor:
@@ -235,6 +235,9 @@ def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}.{key} is {value!r}; it must be a {'whole ' if whole else ''}number")
         if not value >= (1 if whole else 0) or (not whole and value == 0 and key != "keep"):
             raise UserError(f"{where}.{key} is {value}; it must be {'at least 1' if whole else 'above 0'}")
+    experts = int(settings.get("experts", 1))
+    if name == "dselect_k" and experts & (experts - 1):
+        raise UserError(f"{where}.experts is {experts}; dselect_k numbers them in binary: give a power of two")
 
 
 def settings_of(name: str) -> dict[str, Any]:

@@ -117,3 +117,15 @@ def test_an_absent_task_is_left_out(method: str) -> None:
     assert report.absent.tolist() == [0, 1, 0] and report.weights[1] == 0 and report.weights.isfinite().all()
     assert bilevel.state.values["logits"][1] == 1 / 3 and bilevel.absences.tolist() == [0, 1, 0]
     assert w.grad is None or w.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["autolambda", "moml", "forum"])
+def test_batches_that_share_no_task_leave_the_weights(method: str) -> None:
+    bilevel, w = made(method)
+    before = bilevel.ahead().clone()
+
+    def absent(scale: Tensor) -> Tensor:
+        return torch.where(torch.zeros(3, dtype=torch.bool), losses(w, scale), torch.nan)
+
+    report = bilevel.learn(lambda: absent(INNER), lambda: absent(OUTER), [w], 0.1)
+    assert report.absent.tolist() == [1, 1, 1] and bilevel.ahead().equal(before)

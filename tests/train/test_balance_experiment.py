@@ -81,6 +81,12 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         main(["configs/nano.yaml"])
     with pytest.raises(UserError, match="at least one seed"):
         main([RECIPE, "--seeds", "0"])
+    for change in ({"at_end": False}, {"tasks": ["T1A1"]}):
+        data = yaml.safe_load(Path(RECIPE).read_text())
+        data["validation"] |= change
+        (tmp_path / "mute.yaml").write_text(yaml.safe_dump(data))
+        with pytest.raises(UserError, match="compares written answers at the end of each run; set validation.at_end"):
+            main([str(tmp_path / "mute.yaml")])
 
 
 def test_one_seed_and_one_task_can_be_shown(tmp_path: Path) -> None:

@@ -134,3 +134,16 @@ def test_losses_are_summed_over_processes_first() -> None:
     """A loss of two processes: the geometric mean is of the sums."""
     half = balancer("geometric").weights(LOSSES / 2, reduce=lambda x: 2 * x)
     assert_near(half.weights, balancer("geometric").weights(LOSSES).weights, 1e-6)
+
+
+def test_famo_does_not_take_an_absent_task_for_a_solved_one() -> None:
+    """Without targets in the step that is looked at, a task's loss of zero says nothing; as where it is no number."""
+    states = []
+    for later, counts in (([1.9, 0.0, 1.0], torch.tensor([5, 0, 4])), ([1.9, torch.nan, 1.0], None), ([1.9, 0.0, 1.0], None)):
+        one = balancer("famo", look="next")
+        one.weights(torch.tensor([2.0, 2.0, 1.0]), torch.tensor([5, 5, 4]))
+        one.after(torch.tensor(later), counts=counts)
+        states.append(one.state_dict())
+    first, same, other = states
+    assert all(value.equal(same[name]) for name, value in first.items())
+    assert not all(value.equal(other[name]) for name, value in first.items())

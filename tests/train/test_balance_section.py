@@ -55,7 +55,6 @@ def test_tasks_are_those_of_all_sources_and_stages() -> None:
         (["mgda", "--balance.names", "[A1T1, T1A2]"], "T1A2, which asks in writing"),
         (["equal", "--balance.names", "[A1T1]"], "has 1 task"),
         (["upgrad", "--fabric.precision", "16-mixed"], "may overflow under fabric.precision 16-mixed"),
-        (["forum", "--fabric.strategy", "fsdp"], "which fabric.strategy fsdp does not see; use ddp"),
         (["modo"], "takes three batches a step apart, but data.micro_batches is 1"),
         (["equal", "--balance.rows", "0"], "balance.rows is 0"),
         (["equal", "--balance.methods", "x"], "unknown option --balance.methods; did you mean balance.method"),
@@ -78,6 +77,7 @@ def test_data_without_two_tasks_that_ask_by_speech() -> None:
     [
         (BalanceSection("mgda"), {"trainable": ("decoder.*",)}, "nothing below the features learns"),
         (BalanceSection("mgda", "parameters", separate=("*",)), {}, "balance.separate names all parameters"),
+        (BalanceSection("mgda", "parameters", separate=("adaptor.*",)), {}, "balance.separate"),
         (BalanceSection("moml"), {}, "takes one micro-batch a step in each process; make data.micro_batches 1"),
     ],
 )

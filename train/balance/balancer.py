@@ -61,13 +61,14 @@ class Balancer(Chooser):
         parts = [w * loss for w, loss in zip(report.weights.tolist(), losses, strict=True) if w != 0]
         return torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0
 
-    def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone) -> None:
+    def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone, counts: Tensor | None = None) -> None:
         """The losses [m] after the optimizer's step: for `famo`, which learns by them. They are of the same batch, or, as its
-        setting `look` has it, of the next one before its step."""
+        setting `look` has it, of the next one before its step; `counts` are then that one's targets: an absent task has learnt
+        nothing."""
         if self.config.method != "famo":
             return
         values = summed(losses, reduce)
-        given = self.given(values, self.last & values.isfinite(), None, ())
+        given = self.given(values, self.last & self.present(values, counts), None, ())
         if len(given.losses):
             by_losses.famo_after(given)
 

@@ -44,14 +44,16 @@ class Bilevel(Chooser):
         lr: float,
         reduce: Sum = alone,
         run: Callable[[Tensor], None] = torch.Tensor.backward,
+        settled: Callable[[], None] = lambda: None,
     ) -> Report:
         """One step of the weights; the report is of the weights after it, and of the outer gradients.
 
         Args:
             lr: of the optimizer, by which `autolambda` looks ahead.
             run: what calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
+            settled: called after a forward without backward, before parameters move: FSDP2's root must drop its whole ones.
         """
-        work = _Work(self, list(parameters), reduce, run)
+        work = _Work(self, list(parameters), reduce, run, settled)
         with work.restored():
             return {"autolambda": self._autolambda, "moml": self._moml, "forum": self._forum}[self.config.method](
                 work, inner, outer, lr
@@ -85,7 +87,10 @@ class Bilevel(Chooser):
         work.move(-lr * step)
         (ahead, _) = work.gradient(outer, torch.ones_like(weights))
         work.restore()
-        size = 0.01 / work.norm(ahead)
+        length = work.norm(ahead)
+        if length == 0:  # the batches share no task, or nothing is to be gained: the weights stand still
+            return self._step(torch.zeros(int(present.sum()), dtype=torch.float64), present, None)
+        size = 0.01 / length
         work.move(size * ahead)
         up = work.values(inner)
         work.restore()
@@ -122,6 +127,9 @@ class Bilevel(Chooser):
         rate, m = s["inner_lr"], len(weights)
         first, losses = work.gradient(inner, weights)
         present = losses.isfinite()
+        if not present.any():
+            work.result = torch.zeros_like(first)
+            return self._step(torch.zeros(0, dtype=torch.float64), present, None)
         for i in range(s["inner_steps"]):
             step = first if i == 0 else work.gradient(inner, weights)[0]
             work.move(-rate * step)
@@ -158,8 +166,15 @@ def _forum_weights(gramian: np.ndarray, least: np.ndarray, reward: float) -> np.
 class _Work:
     """Gradients and moves of the parameters of one step."""
 
-    def __init__(self, balancer: Bilevel, parameters: list[nn.Parameter], reduce: Sum, run: Callable[[Tensor], None]) -> None:
-        self.parameters, self.reduce, self.run = parameters, reduce, run
+    def __init__(
+        self,
+        balancer: Bilevel,
+        parameters: list[nn.Parameter],
+        reduce: Sum,
+        run: Callable[[Tensor], None],
+        settled: Callable[[], None],
+    ) -> None:
+        self.parameters, self.reduce, self.run, self.settled = parameters, reduce, run, settled
         self.balancer = balancer
         self.start = [local(p).detach().clone() for p in parameters]
         self.result: Tensor | None = None
@@ -198,7 +213,9 @@ class _Work:
     def values(self, batch: Batch) -> Tensor:
         """The step's losses, [m] float64 on the CPU."""
         with torch.no_grad():
-            return summed(batch(), self.reduce)
+            found = summed(batch(), self.reduce)
+        self.settled()
+        return found
 
     def gradient(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Of the weighted sum of the present losses, [P], and the losses, [m]."""

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omni.errors import UserError
+from omni.tasks import find_task
 from train.balance.section import BalanceSection, check_balance
 from train.config import FitConfig
 from train.eval.measures import Figure, difference, figure
@@ -199,6 +200,11 @@ def main(argv: Sequence[str]) -> int:
         config = replace(config, budget=replace(config.budget, steps=options.steps))
     if config.budget.minutes is not None:
         raise UserError("balance compares methods at equal steps, but the configuration has budget.minutes; give budget.steps")
+    if not config.validation.at_end or not any(find_task(task).text for task in config.validation.tasks):
+        raise UserError(
+            "balance compares written answers at the end of each run; set validation.at_end to true, and name tasks that "
+            "answer in writing as validation.tasks"
+        )
     from train.fit import fit
 
     out = Path(options.out)

@@ -13,6 +13,7 @@ Dimensions: T tasks of the task table, K streams, M balanced tasks.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ from train.balance.tally import Tally
 from train.balance.tap import Tap
 from train.feed import Batch
 from train.objective import Losses
-from train.parallel import Team
+from train.parallel import Team, accumulating
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ class Balancing:
         by_stream = section.tasks == "streams"
         shape = len(tasks), len(streams)
         self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, tasks, len(streams))
-        apart = match_names(section.separate, [name for name, _ in learning], "balance.separate", strict=False)
+        names = [name for name, _ in learning]
+        chosen = section.at == "parameters" and section.separate != BalanceSection().separate
+        apart = match_names(section.separate, names, "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
         self.tap = Tap(self.balancer, team.sum) if section.at == "features" else None
@@ -147,7 +150,8 @@ class Balancing:
         """
         now = _Now(denominators, step.cells, progress, lr, add)
         level, balancer = self.section.at, self.balancer
-        self.before = None if level == "parameters" else balancer.state_dict()
+        large = level == "parameters" and not isinstance(balancer, Bilevel)  # what remembers gradients is not copied
+        self.before = None if large else balancer.state_dict()
         if isinstance(balancer, Bilevel):
             report = self._bilevel(balancer, step.batches[0], now)
         elif level == "parameters":
@@ -160,7 +164,8 @@ class Balancing:
         self.tally.add(report.figures(self.names))
 
     def settle(self, left_out: Tensor, progress: float) -> None:
-        """The optimizer's step is done. Where it was left out (1, and not 0), the method forgets that it was asked.
+        """The optimizer's step is done. Where it was left out (1, and not 0), the method forgets that it was asked, but for one
+        at level parameters: its gradients were numbers, or it left their tasks out.
 
         Args:
             progress: as in `take`.
@@ -208,7 +213,7 @@ class Balancing:
 
     def _alone(self, more: bool) -> Any:
         """Around the passes of a micro-batch that others follow: gradients need no exchange yet."""
-        return self.fabric.no_backward_sync(self.module, enabled=more)
+        return accumulating(self.fabric, self.module, more)
 
     def _reshard(self) -> None:
         """After a forward without backward FSDP2 keeps the root's parameters whole."""
@@ -249,7 +254,7 @@ class Balancing:
 
     def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> Report:
         if balancer.config.values.get("look") == "next" and balancer.steps:
-            balancer.after(losses, self.team.sum)
+            balancer.after(losses, self.team.sum, counts)
         return balancer.weights(losses, counts, self.team.sum)
 
     def _by_features(self, batches: Sequence[Batch], now: _Now) -> Report:
@@ -321,13 +326,14 @@ class Balancing:
         seen: list[Losses] = []
 
         def losses_of(which: Batch, step: _Now) -> Tensor:
-            losses = self._pass(which, self._shares(step, graph=True), step, False)
+            with torch.random.fork_rng(self._devices()):  # each draws the same noise: what differs is the parameters'
+                losses = self._pass(which, self._shares(step, graph=True), step, False)
             seen.append(losses)
             return torch.where(both.to(device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
 
         report = balancer.learn(
             lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr, self.team.sum,
-            self._backward,
+            self._backward, self._reshard,
         )  # fmt: skip
         if balancer.config.method == "forum":
             self._note(seen[0], now)
@@ -340,11 +346,19 @@ class Balancing:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors; of sharded gradients this process's part."""
-        return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps)}
+        return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": self._checksum()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if int(state["names"]) != int(self._checksum()):
+            raise UserError(
+                f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
+                "with the same, or say --resume restart"
+            )
         self.steps = int(state["taken"])
-        self.balancer.load_state_dict({name: t for name, t in state.items() if name != "taken"})
+        self.balancer.load_state_dict({name: t for name, t in state.items() if name not in ("taken", "names")})
+
+    def _checksum(self) -> Tensor:
+        return torch.tensor(zlib.crc32("\n".join(self.names).encode()))
 
 
 def _own(losses: Losses) -> Tensor:

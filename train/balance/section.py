@@ -104,10 +104,6 @@ def check_balance(section: BalanceSection, data: DataConfig, precision: str, str
         raise UserError(
             f"balance.method {method} looks at gradients, which may overflow under fabric.precision 16-mixed; use bf16-mixed"
         )
-    if strategy == "fsdp" and method in BILEVEL:
-        raise UserError(
-            f"balance.method {method} moves the parameters within a step, which fabric.strategy fsdp does not see; use ddp"
-        )
     if kind.batches == 3 and data.micro_batches % 3:
         raise UserError(
             f"balance.method {method} takes three batches a step apart, but data.micro_batches is {data.micro_batches}; make "

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from omni.errors import UserError
+from omni.model.sharing import SHARING
+from omni.tasks import find_task
 from train.data.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.mixture import Mixture, TaskMixture
 
@@ -91,6 +93,12 @@ class Pipeline:
         prepared = self._prepare(draw.source, draw.index)
         row, mixture = prepared.row, self.tasks[draw.source]
         tasks = [row.task or mixture.task(number, turn, self.seed) for turn in range(len(row.turns))]
+        adapter = self.maker.model.adapter
+        for name in tasks:
+            if adapter.kind in SHARING and find_task(name).question == "audio" and name not in adapter.tasks:
+                raise UserError(
+                    f"{row.where} is of task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; add it there"
+                )
         example = self.maker.make(number, prepared, tasks)
         if len(example.columns) <= self.packing.length:
             return example
