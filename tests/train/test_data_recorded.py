@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,14 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
     )
     program = f"command:{sys.executable} {script} {{text}} {{out}}"
     config = RecordedDigitsConfig(
-        str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), voices=0.25, more_voices=(program,), more=0.5
+        str(folder),
+        ("anna",),
+        pause=(0, 0),
+        silence=(0, 0),
+        speed=(1, 1),
+        voices=0.25,
+        more_voices={"en": (program,)},
+        more=0.5,
     )
     source = RecordedDigits(config, SpokenDigitsConfig(), CODEC)
     rows = [source.row(i) for i in range(80)]
@@ -178,6 +186,11 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
         )
     said = calls.read_text().split()
     assert len(said) == len(set(said)) and set(said) <= set(NUMBERS)  # each digit once
+    calls.unlink()
+    spelled = "null ains zwo droi fier fumf segs sibn agt noin"
+    foreign = replace(config, accents={"de": spelled}, more_voices={"de": (program + " foreign",)}, voices=0, more=1.0)
+    row = RecordedDigits(foreign, SpokenDigitsConfig(), CODEC).row(0)
+    assert calls.read_text().split()[0] == spelled.split()[NUMBERS.index(row.turns[0].answer_text.split()[0])]
 
 
 def test_validation_asks_the_held_out_speaker_alone(folder):
@@ -209,12 +222,14 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"lengths": ()}, "recorded.lengths"),
         ({"trim_db": (-10.0, 3.0)}, "recorded.trim_db is -10.0 to 3.0"),
         ({"voices": 1.5}, "recorded.voices is 1.5"),
-        ({"voices": 0.6, "more": 0.5, "more_voices": ("espeak",)}, "0.6 and recorded.more 0.5 are shares of one whole"),
+        ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and recorded.more 0.5 are shares of one whole"),
         ({"accented": 0.5}, "recorded.accents has no language"),
         ({"accents": {"es": "uno dos"}}, "recorded.accents.es has 2 words: write zero to nine"),
         ({"accents": {"xx": "a b c d e f g h i j"}}, "xx"),
         ({"more": 0.5}, "recorded.more_voices names no voice"),
-        ({"more_voices": ("flute",)}, "voice 'flute' is unknown"),
+        ({"more": 0.5, "more_voices": {"en": ()}}, "recorded.more_voices names no voice"),
+        ({"more_voices": {"de": ("espeak",)}}, "recorded.more_voices.de: write zero to nine .* as recorded.accents.de"),
+        ({"more_voices": {"en": ("flute",)}}, "voice 'flute' is unknown"),
     ):
         with pytest.raises(UserError, match=text):
             build(**changes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -54,8 +54,8 @@ class RecordedDigitsConfig:
         accents: zero to nine as espeak-ng's voices of other languages must read them to speak English with an accent, by
             language: `{es: siro uan tu tri for faif siks seven eit nain}`.
         accented: share of the synthetic voices' strings that have such an accent.
-        more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`);
-            each says the ten digits once, in every process.
+        more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
+            what they read: `en` for English words, or a language of `accents`; each says the ten digits once, in every process.
         more: share of strings that they say.
     """
 
@@ -71,7 +71,7 @@ class RecordedDigitsConfig:
     voices: float = 0.0
     accents: dict[str, str] = field(default_factory=dict)
     accented: float = 0.0
-    more_voices: tuple[str, ...] = ()
+    more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     more: float = 0.0
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class RecordedDigitsConfig:
                 raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
         if self.voices + self.more > 1:
             raise UserError(f"recorded.voices {self.voices} and recorded.more {self.more} are shares of one whole: lower one")
-        if self.more and not self.more_voices:
+        if self.more and not any(self.more_voices.values()):
             raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
         if self.accented and not self.accents:
             raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
@@ -97,8 +97,14 @@ class RecordedDigitsConfig:
                 raise UserError(
                     f"recorded.accents.{language} has {len(words.split())} words: write zero to nine, apart by spaces"
                 )
-        for spec in self.more_voices:
-            check_spec(spec)
+        for language, specs in self.more_voices.items():
+            if language != "en" and language not in self.accents:
+                raise UserError(
+                    f"recorded.more_voices.{language}: write zero to nine as these voices must read them as "
+                    f"recorded.accents.{language}"
+                )
+            for spec in specs:
+                check_spec(spec)
 
 
 class RecordedDigits:
@@ -126,6 +132,7 @@ class RecordedDigits:
             raise UserError(f"recorded.held_out names {missing[0]!r}, but {config.folder} has {known}: name one of them")
         for language in config.accents:
             check_voice(language)
+        self.programs = {spec: language for language, specs in config.more_voices.items() for spec in specs}
         self.speakers = tuple(sorted(set(self.files) - set(config.held_out)))
         if not self.speakers:
             raise UserError(f"recorded.held_out keeps every speaker of {config.folder}: leave at least one to train on")
@@ -149,7 +156,7 @@ class RecordedDigits:
             if self.config.accented and rng.random() < self.config.accented:
                 speaker = rng.choice(sorted(self.config.accents)) + "+" + speaker.partition("+")[2]
         elif share < self.config.voices + self.config.more:
-            speaker = rng.choice(self.config.more_voices)
+            speaker = rng.choice(list(self.programs))
         else:
             speaker = rng.choice(self.speakers)
         return self._row(rng, speaker, utterance, f"recorded digits, utterance {utterance}", True)
@@ -201,17 +208,21 @@ class RecordedDigits:
         if speaker in self.files:
             return lambda digit: _recording(str(rng.choice(self.files[speaker][digit])))
         c = self.answers.config
-        if speaker in self.config.more_voices:
-            return lambda digit: _said(speaker, digit, c.question_rate)
+        if speaker in self.programs:
+            read = self._words(self.programs[speaker])
+            return lambda digit: _said(speaker, read[digit], c.question_rate)
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
-        accent = self.config.accents.get(speaker.partition("+")[0])
-        words = accent.split() if accent else NUMBERS
+        words = self._words(speaker.partition("+")[0])
 
         def say(digit: int) -> Tensor:
             said = synthesise(words[digit], speaker, rate, pitch, pitch_range)[0]
             return resample(resample(said, SAMPLE_RATE, c.question_rate), c.question_rate, RATE)
 
         return say
+
+    def _words(self, language: str) -> Sequence[str]:
+        """Zero to nine as voices of a language read them."""
+        return self.config.accents[language].split() if language in self.config.accents else NUMBERS
 
 
 def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
@@ -228,9 +239,9 @@ def _recording(file: str) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _said(spec: str, digit: int, rate: int) -> Tensor:
-    """A digit [S] by another program's voice at 16 kHz, without what it is silent before and after; recorded at `rate`."""
-    sound = make_voice(spec).say(NUMBERS[digit], "en", 0).load(RATE)
+def _said(spec: str, word: str, rate: int) -> Tensor:
+    """A word [S] by another program's voice at 16 kHz, without what it is silent before and after; recorded at `rate`."""
+    sound = make_voice(spec).say(word, "en", 0).load(RATE)
     return trimmed(resample(resample(sound, RATE, rate), rate, RATE), -50.0)
 
 
