@@ -349,7 +349,7 @@ class Balancing:
         return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": self._checksum()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if int(state["names"]) != int(self._checksum()):
+        if "names" in state and int(state["names"]) != int(self._checksum()):  # older checkpoints do not say
             raise UserError(
                 f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
                 "with the same, or say --resume restart"
