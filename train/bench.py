@@ -274,14 +274,13 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -
     config = read_fit_config([file])[0]
     source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1T2": 1.0, "A1A2": 1.0}, stages=())
     sections = {f"{method}, level {level}": BalanceSection(method, level) for method, level in BALANCED}
-    next_look = BalanceSection("famo", settings={"look": "next"})
-    sections["famo, look next"] = next_look
+    sections["famo, look same"] = BalanceSection("famo", settings={"look": "same"})
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             config,
             run_folder=folder,
             resume="restart",
-            balance=next_look,
+            balance=next(iter(sections.values())),
             fabric=replace(config.fabric, accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, strategy="auto"),
             data=replace(config.data, sources=(source,), workers=0),
             objective=replace(config.objective, align_first=0.0),

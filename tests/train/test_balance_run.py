@@ -26,8 +26,9 @@ from train.logs import BALANCE, METRICS, read_table
 from train.objective import cells, targets
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "dwa": {"window": 1}, "stch": {"warmup": 1}, "uncertainty": {"lr": 0.1}, "famo": {"lr": 0.5}, "gradnorm": {"lr": 0.1},
-    "autolambda": {"lr": 0.1}, "moml": {"lr": 0.1}, "forum": {"lr": 0.1, "inner_lr": 0.01}, "excessmtl": {"step_size": 0.5},
+    "dwa": {"window": 1}, "stch": {"warmup": 1}, "uncertainty": {"lr": 0.1}, "famo": {"lr": 0.5, "look": "same"},
+    "gradnorm": {"lr": 0.1}, "autolambda": {"lr": 0.1}, "moml": {"lr": 0.1}, "forum": {"lr": 0.1, "inner_lr": 0.01},
+    "excessmtl": {"step_size": 0.5},
 }  # fmt: skip
 EVERY = [(method, level) for method, kind in METHODS.items() for level in kind.levels]
 

@@ -26,6 +26,7 @@ from train.logs import BALANCE, read_table
 RUNS: dict[str, dict[str, Any]] = {
     "uncertainty": {"method": "uncertainty", "settings": {"lr": 0.1}},
     "famo": {"method": "famo", "settings": {"lr": 0.5}},
+    "famo, look same": {"method": "famo", "settings": {"lr": 0.5, "look": "same"}},
     "features": {"method": "mgda", "level": "features"},
     "parameters": {"method": "upgrad", "level": "parameters"},
     "own": {"method": "nashmtl", "level": "parameters", "own": "weighted"},
@@ -141,7 +142,7 @@ def test_adapters_learn_balanced(tmp_path: Path, section: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("dwa", {"window": 1}), ("random", {}), ("stch", {}), ("famo", {}), ("famo", {"look": "next"}), ("gradnorm", {}),
+        ("dwa", {"window": 1}), ("random", {}), ("stch", {}), ("famo", {}), ("famo", {"look": "same"}), ("gradnorm", {}),
         ("excessmtl", {}), ("moco", {}), ("gradvac", {}), ("moml", {}),
     ],
 )  # fmt: skip

@@ -62,7 +62,7 @@ METHODS: dict[str, Method] = {
     "geometric": Method(_LOSS),
     "stch": Method(_LOSS, {"mu": _rate(1.0), "warmup": Setting(100, low=1)}),
     "famo": Method(
-        _LOSS, {"lr": _rate(0.025), "weight_decay": Setting(1e-3), "look": Setting("same", choices=("same", "next"))}
+        _LOSS, {"lr": _rate(0.025), "weight_decay": Setting(1e-3), "look": Setting("next", choices=("next", "same"))}
     ),
     "gradnorm": Method(_BOTH, {"alpha": Setting(1.5), "lr": _rate(1e-3)}),
     "excessmtl": Method(_BOTH, {"step_size": _rate(1e-2)}),
