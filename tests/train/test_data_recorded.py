@@ -193,6 +193,15 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
     assert calls.read_text().split()[0] == spelled.split()[NUMBERS.index(row.turns[0].answer_text.split()[0])]
 
 
+def test_a_voice_that_keeps_silent_is_named(folder, tmp_path):
+    script = tmp_path / "say.py"
+    script.write_text("import sys, numpy, soundfile\nsoundfile.write(sys.argv[2], numpy.zeros(9000), 22050)\n")
+    program = f"command:{sys.executable} {script} {{text}} {{out}}"
+    config = RecordedDigitsConfig(str(folder), more_voices={"en": (program,)}, more=1.0)
+    with pytest.raises(UserError, match=rf"say.py .* is silent where '({'|'.join(NUMBERS[:10])})' is to be said"):
+        RecordedDigits(config, SpokenDigitsConfig(), CODEC).row(0)
+
+
 def test_validation_asks_the_held_out_speaker_alone(folder):
     people = SourceConfig("recorded-digits", recorded=RecordedDigitsConfig(str(folder), ("anna",)))
     voices = SourceConfig("spoken-digits", digits=SpokenDigitsConfig(arithmetic=0.0, examined=False))

@@ -190,6 +190,8 @@ class RecordedDigits:
             if place:
                 pieces.append(torch.zeros(round(rng.uniform(*c.pause) * RATE)))
             said = say(digit)
+            if not float(said.abs().max()) > 1e-4:
+                raise UserError(f"recorded digits: {speaker} is silent where {NUMBERS[digit]!r} is to be said: take it out")
             if varied and c.trim_db is not None:
                 said = trimmed(said, rng.uniform(*c.trim_db))
             level = 10 ** (rng.uniform(*c.level_db) / 20) if varied else 1.0
