@@ -90,6 +90,7 @@ class Lookout:
             if loop.watch is not None or _is_seen_through():
                 self._within(plain, loop, step)
                 return
+            self._drop()  # its backward is none of the loop's
             watch = vars(loop).setdefault("lookout", Watch(loop.objective, loop.optimizer, loop.parts.idle))
             take = functools.partial(self._within, plain, loop)
             self.found += watch.step(loop.position.step + 1, step, loop._used(), take)
