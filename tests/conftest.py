@@ -1,11 +1,89 @@
-"""One thread for every test: small tensors gain nothing from more, and sums are then the same in every process."""
+"""One thread for every test: small tensors gain nothing from more, and sums are then the same in every process.
+
+And `--guard`: the graph guard looks on while tests train (tests/guarded.py).
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in what the tests start
 
 import torch
 
 torch.set_num_threads(1)
+
+LOOKOUT = pytest.StashKey[Any]()
+COUNTS = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--guard", action="store_true", help="watch what the tests train with the graph guard (tests/guarded.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "untrained(*patterns): parameters (fnmatch) that this test leaves without gradient on purpose"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lookout(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("--guard"):
+        yield
+        return
+    from tests.guarded import Lookout
+
+    with Lookout() as looking:
+        request.config.stash[LOOKOUT] = looking
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A finding in what a test trained, its fixtures included, is that test's failure."""
+    looking = item.config.stash.get(LOOKOUT, None)
+    if looking is None:
+        return (yield)
+    looking.untrained = [pattern for mark in item.iter_markers("untrained") for pattern in mark.args]
+    try:
+        result = yield
+    finally:
+        found, counts = looking.take()
+        count(item.config, counts)
+    if found:
+        from omni.diagnostics import report
+
+        pytest.fail(f"the graph guard found\n{report(found)}", pytrace=False)
+    return result
+
+
+def count(config: pytest.Config, more: dict[str, int]) -> None:
+    """Add to what the guard has looked at."""
+    counts = config.stash.setdefault(COUNTS, {})
+    for name, number in more.items():
+        counts[name] = counts.get(name, 0) + number
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of pytest-xdist's processes
+        session.config.workeroutput["guard"] = session.config.stash.get(COUNTS, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    count(node.config, getattr(node, "workeroutput", {}).get("guard", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How much was looked at: no finding is no news where nothing was watched."""
+    if config.getoption("--guard"):
+        counts = {**dict.fromkeys(("tests", "steps", "windows", "updates", "findings"), 0), **config.stash.get(COUNTS, {})}
+        terminalreporter.write_line(
+            f"graph guard: {counts['steps']} steps of the loop, {counts['windows']} forward and backward passes and "
+            f"{counts['updates']} updates of optimizers watched in {counts['tests']} tests; {counts['findings']} findings"
+        )

@@ -1,5 +1,5 @@
-"""`python -m train bench`: the objective against the plain one, the training step, data made while training, and the
-balance of tasks.
+"""`python -m train bench`: the objective against the plain one, the training step, data made while training, the
+balance of tasks, and the graph guard.
 
 Every ratio compares two ways of doing the same work in one run, on one machine.
 """
@@ -12,7 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import jsonargparse
 import torch
@@ -28,6 +29,11 @@ from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
 from train.cross_entropy import LinearCrossEntropy
 from train.memory import PeakMemory
+
+if TYPE_CHECKING:
+    from train.config import FitConfig
+    from train.feed import Step
+    from train.loop import Loop
 
 GIB = 1 << 30
 WARM_UP = 6
@@ -45,19 +51,20 @@ class Row:
     unit: str = ""
 
 
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """How long it takes, with all that it gives the device to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def timed(work: Callable[[], Any], device: torch.device, repeat: int) -> float:
     """Median seconds of `work` after one warm-up."""
-    seconds = []
-    for turn in range(repeat + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if turn:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median([seconds_of(work, device) for _ in range(repeat + 1)][1:])
 
 
 # --- objective ---------------------------------------------------------------------------------------------------------
@@ -250,6 +257,30 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
     ]
 
 
+# --- runs with batches at hand ------------------------------------------------------------------------------------------
+
+
+def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -> tuple[Loop, list[Step]]:
+    """A run in one process that writes into `folder`, and the batches of its first steps."""
+    from train.fit import prepare
+    from train.parallel import build_fabric
+    from train.stop import Stop
+
+    config = replace(
+        config,
+        run_folder=str(folder),
+        resume="restart",
+        fabric=replace(config.fabric, accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, strategy="auto"),
+        data=replace(config.data, workers=0),
+        validation=replace(config.validation, questions=0),
+        log=replace(config.log, progress="off", wandb=None),
+    )
+    loop = prepare(config, build_fabric(config.fabric), folder)
+    with Stop() as stop:
+        feed = loop.feed(stop)
+        return loop, [feed.next() for _ in range(count)]
+
+
 # --- balance -----------------------------------------------------------------------------------------------------------
 
 BALANCED = (("uncertainty", "loss"), ("dwa", "loss"), ("stch", "loss"), ("famo", "loss"), ("mgda", "features"))
@@ -263,13 +294,9 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -
     Weights change, work does not: all train one model.
     """
     import tempfile
-    from pathlib import Path
 
     from train.balance.section import BalanceSection
-    from train.fit import prepare
-    from train.parallel import build_fabric
     from train.parse import read_fit_config
-    from train.stop import Stop
 
     config = read_fit_config([file])[0]
     source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1T2": 1.0, "A1A2": 1.0}, stages=())
@@ -278,33 +305,24 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             config,
-            run_folder=folder,
-            resume="restart",
             balance=next(iter(sections.values())),
-            fabric=replace(config.fabric, accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, strategy="auto"),
-            data=replace(config.data, sources=(source,), workers=0),
+            data=replace(config.data, sources=(source,)),
             objective=replace(config.objective, align_first=0.0),
-            validation=replace(config.validation, questions=0),
-            log=replace(config.log, progress="off", wandb=None),
         )
-        loop = prepare(config, build_fabric(config.fabric), Path(folder))
-        with Stop() as stop:
-            feed = loop.feed(stop)
-            given = [feed.next() for _ in range(steps)]
+        loop, given = at_hand(config, device, Path(folder), steps)
+
+        def slice_of() -> None:
+            for step in given:
+                loop.train(step)
+
         ways = {"plain": None, **{name: loop.balancing(section) for name, section in sections.items()}}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(rounds + 1):
             for name, way in ways.items() if turn % 2 else reversed(ways.items()):
                 loop.balance = way
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
-                for step in given:
-                    loop.train(step)
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+                spent = seconds_of(slice_of, device)
                 if turn:
-                    seconds[name].append((time.perf_counter() - start) / steps)
+                    seconds[name].append(spent / steps)
         if loop.logs is not None:
             loop.logs.close()
     plain = seconds.pop("plain")
@@ -315,7 +333,7 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -
 
 # --- the command -------------------------------------------------------------------------------------------------------
 
-SECTIONS = ("objective", "step", "data", "balance")
+SECTIONS = ("objective", "step", "data", "balance", "guard")
 
 
 def sections(device: torch.device, only: Sequence[str], positions: int, config: str) -> Iterator[tuple[str, list[Row]]]:
@@ -329,6 +347,10 @@ def sections(device: torch.device, only: Sequence[str], positions: int, config: 
         yield f"data: {config}", data(config, device)
     if "balance" in only:
         yield f"balance of three tasks: {config}", balance(config, device)
+    if "guard" in only:
+        from train.bench_guard import guard
+
+        yield f"graph guard: {config}", guard(config, device)
     if "objective" in only:
         for text, audio in ((0.2, 0.6), (1.0, 1.0)):
             title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"
@@ -340,10 +362,15 @@ def main(argv: Sequence[str]) -> int:
     parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
-        "--only", type=list[Literal["objective", "step", "data", "balance"]], default=list(SECTIONS), help="which tables"
+        "--only",
+        type=list[Literal["objective", "step", "data", "balance", "guard"]],
+        default=list(SECTIONS),
+        help="which tables",
     )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
-    parser.add_argument("--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data and balance")
+    parser.add_argument(
+        "--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data, balance and guard"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a table instead of tables")
     try:
         options = parser.parse_args(list(argv))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +19,7 @@ from omni.diagnostics.source import definition
 if TYPE_CHECKING:
     from omni.diagnostics.guard import Guard
 
+_FSDP = "/torch/distributed/fsdp/"
 HOOK = (
     "add the edit to the module's output in a forward hook (out + scale * (x @ A.T) @ B): it runs wherever the module is called"
 )
@@ -35,7 +38,8 @@ class Expectation:
         )
         self.wants_call = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
         self.called = False
-        self.mode = _Seen()
+        self.sharded = _is_sharded(module)
+        self.mode = _Seen(module if self.sharded else None)
         self.found: list[Finding] = []
 
     def __enter__(self) -> Expectation:
@@ -55,7 +59,7 @@ class Expectation:
     def _findings(self) -> list[Finding]:
         path = self.guard.names().get(id(self.module), type(self.module).__name__)
         forward = vars(self.module).get("forward")
-        unused = [(name, t) for name, t in self.tensors if storage_of(_local(t)) not in self.mode.storages]
+        unused = [(name, t) for name, t in self.tensors if not self.mode.has_used(t)]
         if unused:
             names = some([name for name, _ in unused])
             tensor = f"{unused[0][0]} {shape_of(unused[0][1])}" if len(unused) == 1 else names
@@ -68,17 +72,17 @@ class Expectation:
         return []
 
     def _why(self, names: str, forward: Any) -> tuple[str, str]:
-        sharded = any(isinstance(p, DTensor) for p in self.module.parameters())
+        elsewhere = HOOK if self.sharded else FUNCTIONAL
         if forward is not None and not any(m is self.module for m in _bound(forward)):
             return (
                 f"{names} takes no part in forward: the instance has a `forward` of its own, bound to another module, whose "
                 "weights are used",
-                FUNCTIONAL,
+                elsewhere,
             )
-        if sharded:
-            return f"{names} takes no part in forward: FSDP2 gathers its own shards, whatever functional_call was given", HOOK
         if not self.called:
-            return f"{names} takes no part in forward: the module is not called", FUNCTIONAL
+            return f"{names} takes no part in forward: the module is not called", elsewhere
+        if self.sharded and any(id(t) not in self.mode.names for _, t in self.tensors):
+            return f"{names} takes no part in forward: FSDP2 gathers its own shards, whatever functional_call was given", HOOK
         return f"{names} takes no part in forward", HOOK
 
     def _place(self, forward: Any) -> Place | None:
@@ -100,16 +104,60 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Seen(TorchDispatchMode):
-    """Storages that operations read."""
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in module.parameters())
 
-    def __init__(self) -> None:
+
+def _in_fsdp() -> bool:
+    """Whether FSDP2 itself runs the operation."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if _FSDP in frame.f_code.co_filename.replace("\\", "/"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Seen(TorchDispatchMode):
+    """Storages that operations read.
+
+    Args:
+        sharded: a module of FSDP2's, of whose parameters shards are gathered whether anything uses them or not: such a shard
+            counts as used where the parameter that was gathered is read.
+    """
+
+    def __init__(self, sharded: nn.Module | None = None) -> None:
         super().__init__()
+        self.sharded = sharded
         self.storages: set[int] = set()
+        self.gathered: set[int] = set()
+        self.names = {} if sharded is None else {id(p): name for name, p in sharded.named_parameters()}
+        self.whole: dict[int, tuple[str, torch.Size]] | None = None
+        self.read: set[tuple[str, torch.Size]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for _, tensor in tensors_in([*args, *(kwargs or {}).values()]):
-            self.storages.add(storage_of(_local(tensor)))
+        read = {storage_of(_local(tensor)) for _, tensor in tensors_in([*args, *(kwargs or {}).values()])}
+        if self.sharded is not None and _in_fsdp():
+            self.gathered |= read
+            self.whole = None
+        else:
+            self.storages |= read
+            self._note_whole(read)
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         return func(*args, **(kwargs or {}))
+
+    def _note_whole(self, read: set[int]) -> None:
+        """Which of the module's parameters, as they stand now, an operation reads."""
+        if self.sharded is None:
+            return
+        if self.whole is None:  # FSDP2 has done something since
+            self.whole = {storage_of(_local(p)): (name, p.shape) for name, p in self.sharded.named_parameters()}
+        self.read |= {self.whole[storage] for storage in read if storage in self.whole}
+
+    def has_used(self, tensor: Tensor) -> bool:
+        """Whether a tensor was read; of a gathered one, whether its parameter was (where it is none yet, one of its shape)."""
+        storage, name = storage_of(_local(tensor)), self.names.get(id(tensor))
+        if storage in self.storages or storage not in self.gathered:
+            return storage in self.storages
+        return any(tensor.shape == shape and name in (None, other) for other, shape in self.read)

@@ -155,7 +155,7 @@ def watch_checkpoints(
     `names`: paths by id of parameters and modules.
     """
     function_class, regions = library.CheckpointFunction, list[Region]()
-    original = function_class.apply
+    original, outer = function_class.apply, vars(function_class).get("apply")  # the latter is another guard's around this
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
         if torch.is_grad_enabled() and not any(isinstance(a, Tensor) and a.requires_grad for a in args):
@@ -205,7 +205,10 @@ def watch_checkpoints(
     try:
         yield regions
     finally:
-        del function_class.apply
+        if outer is None:
+            del function_class.apply
+        else:
+            function_class.apply = outer  # type: ignore[method-assign]
         if generator is not None and name is not None:
             setattr(library, name, generator)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from omni.diagnostics import Guard
+from omni.diagnostics.held import held_by, held_in
 from omni.model.kv_cache import FunctionalKVCache
 from omni.model.speech_model import SpeechModel
 from tests.diagnostics import programs
@@ -103,6 +106,36 @@ def test_a_traced_step_learns_what_a_plain_one_learns():
     for other in runs[1:]:
         for (name, a), (_, b) in zip(runs[0].model.named_parameters(), other.model.named_parameters(), strict=True):
             assert torch.equal(a, b), name
+
+
+class Count(TorchDispatchMode):
+    """Operations of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_watched_step_is_cheap():
+    """It copies buffers and batch, and leaves the step's own operations as they are; `train bench` measures the time."""
+    counts = []
+    for watched in (False, True):
+        run = Run("codec2", False, ["*"])
+        guard = Guard(run.objective, run.optimizer, idle=run.idle)
+        with Count() as count:
+            if watched:
+                with guard.step(run.batches):
+                    run.step(0)
+            else:
+                run.step(0)
+        counts.append(count.operations)
+    plain, watched = counts
+    held = 2 + sum(1 for _ in [*held_by(run.objective), *held_in(run.batches, "")])
+    assert plain < watched <= plain + 3 * held < 1.3 * plain
 
 
 def test_gradient_accumulation_over_steps_of_the_guard():

@@ -145,6 +145,28 @@ def test_a_run_goes_on_with_another_number_of_processes(runs: Path, name: str) -
         torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
 
 
+def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
+    strategies = ("ddp", "fsdp")
+    process = start(
+        {
+            "runs": [
+                {"folder": str(tmp_path / f"{strategy}-{guard}"), "fabric": {"devices": 2, "strategy": strategy}, "steps": 3}
+                | ({"guard": True} if guard else {})
+                for strategy in strategies
+                for guard in (0, 1)
+            ]
+        },
+        environment(),
+    )
+    out, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert (out + said).count("finished: 3 steps") == 4 and "guard, step" not in out + said
+    for strategy in strategies:
+        guarded = final_tensors(tmp_path / f"{strategy}-1")
+        for name, tensor in final_tensors(tmp_path / f"{strategy}-0").items():
+            assert tensor.equal(guarded[name]), name
+
+
 def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> None:
     """kill -9 of one in step 5: the other notices. Started under torchrun, gone on with under srun."""
     options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}}

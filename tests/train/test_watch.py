@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.errors import UserError
 from omni.model.adapter import Adapter
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
+from train.bench import Row
+from train.bench_guard import guard
 from train.cli import main
 from train.config import LogConfig
 from train.doctor import examine
+from train.loop import Loop
 from train.parse import read_fit_config
 
 SMALL = [
@@ -93,6 +99,42 @@ def test_what_is_found_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     toy_fit(config, toy_parts(objective=Deaf(ToyModel())))
     said = "".join(capsys.readouterr())
     assert said.count("guard, step") == 1 and "received no gradient" in said and "text_embedding.weight" in said
+
+
+# --- the cost ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both phases of a recipe that aligns first, each way timed; what a ratio is, is for a quiet machine to say."""
+    data = yaml.safe_load(Path("configs/nano.yaml").read_text())
+    data["model"] = {"preset": "nano", "decoder": {"layers": 1}, "encoder": {"layers": 1}}
+    data["data"]["packing"] = {"rows": 1, "length": 256, "buffer": 4}
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(data))
+    taken: list[tuple[float, bool, bool]] = []
+    plain = Loop.train
+
+    def train(self: Loop, step: Any) -> None:
+        taken.append((self._used(), *under_guard(self)))
+        plain(self, step)
+
+    monkeypatch.setattr(Loop, "train", train)
+    rows = guard(str(file), torch.device("cpu"), steps=1, rounds=1)
+    assert [row.name for row in rows] == [
+        f"{way}, {phase}"
+        for phase in ("aligning", "all of the model")
+        for way in ("plain step", "watched / plain step", "traced / plain step")
+    ]
+    assert all(isinstance(row, Row) and row.value > 0 for row in rows)
+    quiet, looked, traced = (False, False), (True, False), (True, True)
+    turns = [looked, quiet, looked, traced], [quiet, looked, looked, traced]
+    assert taken == [(used, *state) for used in (0.0, 0.5) for turn in turns for state in turn]
+
+
+def under_guard(loop: Loop) -> tuple[bool, bool]:
+    """Whether a guard watches the run's parameters now, and whether it traces."""
+    watched = any(p._post_accumulate_grad_hooks for p in loop.objective.parameters())
+    return watched, _get_current_dispatch_mode() is not None
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

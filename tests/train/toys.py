@@ -188,9 +188,9 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes. Options of a run: folder, fabric (its fields), steps, every
-    (steps between checkpoints), lora, kill: [signal, step] (the first process sends itself a signal before that step), block:
-    [path, step] (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends
-    in `writing`, a file in place of the folder)."""
+    (steps between checkpoints), lora, guard, kill: [signal, step] (the first process sends itself a signal before that step),
+    block: [path, step] (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the
+    path ends in `writing`, a file in place of the folder)."""
     code = 0
     for run in options.get("runs", [options]):
         kill, block = run.get("kill"), run.get("block")
@@ -212,6 +212,7 @@ def main(options: dict[str, Any]) -> int:
         config = toy_config(
             run["folder"],
             lora=lora,
+            guard=run.get("guard", False),
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
             budget=BudgetConfig(steps=run.get("steps", 8)),
             checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None),

@@ -1,0 +1,107 @@
+"""`pytest --guard`: what it watches, what it counts, whom it fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.train.test_parallel import environment
+from train.loop import Loop
+from train.objective import Objective
+
+SUITE = """
+import pytest, torch
+from omni.config import DecoderConfig
+from omni.layout import Layout
+from omni.model.decoder import Decoder
+from tests.model.conftest import random_tokens
+from tests.train.test_watch import Deaf
+from tests.train.toys import ToyModel, toy_config, toy_fit, toy_parts
+
+LAYOUT = Layout.build([12, 12], 20, specials=8)
+
+
+def train(steps=1, keep=False):
+    decoder = Decoder(DecoderConfig(width=16, layers=1, heads=2, kv_heads=2, mlp_width=16, context=32), LAYOUT)
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = decoder(random_tokens(LAYOUT, 1, 4)).audio.square().mean()
+        if keep:
+            decoder.kept = loss
+        loss.backward()
+    if steps == 1:
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def deaf(tmp_path_factory):
+    return toy_fit(toy_config(tmp_path_factory.mktemp("deaf")), toy_parts(objective=Deaf(ToyModel())))
+
+
+def test_sound(tmp_path):
+    toy_fit(toy_config(tmp_path))
+
+def test_deaf_loop(deaf):
+    pass
+
+def test_its_own_guard(tmp_path):
+    toy_fit(toy_config(tmp_path, guard=True), toy_parts(objective=Deaf(ToyModel())))
+
+def test_kept_graph():
+    train(steps=2, keep=True)
+
+def test_left_out():
+    train()
+
+@pytest.mark.untrained("*_head.weight")
+def test_left_out_on_purpose():
+    train()
+
+def test_nothing():
+    with torch.no_grad():
+        Decoder(DecoderConfig(width=16, layers=1, heads=2, kv_heads=2, mlp_width=16, context=32), LAYOUT)(
+            random_tokens(LAYOUT, 1, 4))
+
+@pytest.mark.untrained("*")
+def test_an_error_of_autograd_stays_the_tests_own():
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        loss = torch.ones(1, requires_grad=True).exp().sum()
+        loss.backward()
+        loss.backward()
+    assert type(caught.value) is RuntimeError
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("suite") / "test_some.py"
+    file.write_text(SUITE)
+    options = ["-p", "tests.conftest", "--guard", "-rA", "-p", "no:cacheprovider", "-c", "pyproject.toml", str(file)]
+    process = subprocess.run([sys.executable, "-m", "pytest", *options], env=environment(), capture_output=True, text=True)
+    assert process.returncode == 1, process.stdout + process.stderr
+    return process.stdout
+
+
+def test_a_finding_fails_the_test_that_made_it(said: str) -> None:
+    outcomes = dict(reversed(pair) for pair in re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\w+)", said, re.MULTILINE))
+    failed = {name.removeprefix("test_") for name, outcome in outcomes.items() if outcome != "PASSED"}
+    assert failed == {"deaf_loop", "kept_graph", "left_out"} and len(outcomes) == 8
+    assert "kept keeps the graph of an earlier step" in said and "audio_head.weight" in said
+    assert said.count("received no gradient") >= 2 and "text_embedding.weight" in said
+
+
+def test_what_was_watched_is_counted(said: str) -> None:
+    line = next(line for line in said.splitlines() if line.startswith("graph guard:"))
+    assert line == (
+        "graph guard: 16 steps of the loop, 4 forward and backward passes and 2 updates of optimizers watched in 5 tests; "
+        "3 findings"
+    )
+
+
+def test_without_the_option_nothing_is_watched(pytestconfig: pytest.Config) -> None:
+    patched = [hasattr(function, "__wrapped__") for function in (Loop.train, Objective.forward, torch.autograd.backward)]
+    assert patched == [pytestconfig.getoption("--guard")] * 3

@@ -1,0 +1,58 @@
+"""Patches under FSDP2: whatever torch makes of one, the guard's word is true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.diagnostics.sharded import MOMENTS
+from tests.train.test_parallel import environment, free_port
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[Any]]:
+    """Of each case what torch did and what the guard found, from two processes that were launched once."""
+    main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "tests.diagnostics.sharded"]
+    both = [
+        subprocess.Popen(command, env=environment(**main, RANK=rank), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], outputs
+    return json.loads(outputs[0][0])
+
+
+def test_functional_call_is_reported_exactly_where_it_is_ignored(said: dict[str, list[Any]]) -> None:
+    cases = {name: result for name, result in said.items() if name.startswith("functional_call")}
+    assert len(cases) == 24
+    for name, (outcome, findings) in cases.items():
+        assert outcome in ("taken", "ignored", "refused"), name
+        assert bool(findings) == (outcome == "ignored"), (name, outcome, findings)
+        assert all("FSDP2 gathers its own shards, whatever functional_call was given" in what for what in findings), name
+    assert "ignored" in [outcome for outcome, _ in cases.values()], "the trap is gone: say so in docs/gradients.md"
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_patches_of_an_inner_module(said: dict[str, list[Any]], where: str, moment: str) -> None:
+    """Hooks and a forward around the module's own take part, gathered or not; one of another module does not."""
+    for how in ("hook", "forward", "none"):
+        assert said[f"{how}, {where}, {moment}"] == ["taken", []], how
+    outcome, findings = said[f"forward of another, {where}, {moment}"]
+    assert outcome == "ignored" and len(findings) == 1 and "bound to another module" in findings[0]
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_a_module_that_is_not_called(said: dict[str, list[Any]], where: str) -> None:
+    """That its weights were gathered for it is no use of them."""
+    outcome, findings = said[f"not called, {where}, after evaluation"]
+    assert outcome == "other" and findings == ["weight, bias takes no part in forward: the module is not called"]
