@@ -153,14 +153,15 @@ def test_training_never_meets_the_cache_and_can_step_twice(decoder, layout):
 
 
 def test_gradients_flow_through_the_functional_cache(decoder, layout):
+    """In float64: gradients of key biases all but cancel, and how fp32 rounds what is left depends on the processor."""
     tokens = random_tokens(layout, 1, 7)
-    plain, through = copy.deepcopy(decoder), decoder
+    plain, through = copy.deepcopy(decoder).double(), decoder.double()
     plain(tokens).audio.square().sum().backward()
     _, audio = run(through, tokens, FunctionalKVCache(4, window=decoder.config.window), [3, 2, 2])
     audio.square().sum().backward()
     for (name, a), b in zip(plain.named_parameters(), through.parameters(), strict=True):
         if a.grad is not None:
-            assert_near(b.grad, a.grad, 1e-5, name)
+            assert_near(b.grad, a.grad, 1e-8, name)
 
 
 @pytest.mark.parametrize("give", ["input_pos", "cache"])
