@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from omni.config import ModelConfig
 from omni.model.speech_model import SpeechModel
-from train.adapters import on_paper
 from train.config import FitConfig
 from train.data.batch import Batch
 from train.objective import Objective
 from train.optim import Average, Optimizers, build_optimizer, set_trainable
+from train.plan.quantized import adapt
 
 
 @dataclass
@@ -32,8 +32,13 @@ class Workbench:
         return [p for p in self.objective.parameters() if p.requires_grad]
 
 
-def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> Workbench:
+def build_workbench(
+    config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu", paper: bool = False
+) -> Workbench:
     """Model, objective, optimizer and running average of a run, in its precision, with random weights.
+
+    Args:
+        paper: the tensors are fake ones.
 
     Raises:
         UserError: patterns that name nothing, or settings that do not fit each other.
@@ -44,7 +49,7 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
         model = SpeechModel(shape)  # in its type from the beginning: fake tensors cannot be converted in place
     finally:
         torch.set_default_dtype(usual)
-    on_paper(model, config.lora)
+    adapt(model, config.lora, paper)
     model.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(model, config.objective)
     if torch.device(device).type != "cpu":

@@ -28,6 +28,7 @@ from omni.model.blocks import Attention, RMSNorm
 from train.config import FitConfig
 from train.data.batch import Batch
 from train.objective import targets
+from train.plan.quantized import PaperLinear
 from train.plan.step import Workbench, build_workbench, take_step
 
 PARTS = ("weights", "gradients", "optimizer", "average", "activations", "objective", "working", "batch")
@@ -111,7 +112,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
     """
     fake, ledger, counts = FakeTensorMode(), Ledger(), targets(batch)  # counted while there is something to count
     with fake:
-        bench = build_workbench(config, shape)
+        bench = build_workbench(config, shape, paper=True)
         if cuda:
             _as_on_cuda(bench.objective)
         given = [_faked(batch, fake) for _ in range(min(2, micro_batches))]
@@ -232,10 +233,13 @@ class _Kept(torch.autograd.Function):
 
 
 def _as_on_cuda(objective: nn.Module) -> None:
-    """Norms as one kernel, and keys and values of grouped heads copied for every head, as `omni.model.blocks` does there."""
+    """Norms as one kernel, products of integers, and keys and values of grouped heads copied for every head, as
+    `omni.model.blocks` does there."""
     for module in objective.modules():
         if isinstance(module, RMSNorm):
             module.forward = MethodType(lambda self, x: _FusedNorm.apply(x, self.weight), module)  # type: ignore[method-assign]
         elif isinstance(module, Attention) and module.heads > module.kv_heads:
             extra = 2 * (module.heads - module.kv_heads) * module.head_dim
             module.out.register_forward_pre_hook(lambda _, args, extra=extra: (_Kept.apply(args[0], extra),))
+        elif isinstance(module, PaperLinear):
+            module.on_cuda = True
