@@ -14,6 +14,7 @@ from omni.model.quantize import Kind, numels
 from omni.model.speech_model import SpeechModel
 from train.config import FitConfig
 from train.data.loader import process_lanes
+from train.plan.balanced import lanes_of
 from train.plan.parameters import paper_model
 from train.plan.quantized import MAKING, PaperLinear, dense_bytes, packed_bytes
 from train.plan.trace import Snapshot, trace
@@ -99,7 +100,7 @@ def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: b
         config,
         run_folder="",
         fabric=replace(config.fabric, strategy="auto", devices=1, num_nodes=1),
-        data=replace(config.data, micro_batches=min(2, micro_batches)),
+        data=replace(config.data, micro_batches=lanes_of(config, micro_batches)),
     )
     return _phases_of(_Question(repr((alone, shape, cuda)), alone, shape, cuda))
 
@@ -165,12 +166,12 @@ def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: i
     learning = sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) not in inside)
     largest = max(sizes)
     extra = 0.0
-    if phase not in ("optimizer", "average"):
+    if phase not in ("optimizer", "average", "balance"):
         extra = float(root + min(2 * largest, sum(sizes)))
     if phase.startswith("backward"):
         extra += learning + largest * any(p.requires_grad for block in blocks for p in block.parameters())
     out = dict(parts)
-    shared = ["weights", "gradients", "optimizer", "average"]
+    shared = ["weights", "gradients", "optimizer", "average", "balance"]
     for part in shared + ["working"] * (phase in ("optimizer", "average")):
         out[part] = parts[part] / world
     packed = packed_bytes(model)
