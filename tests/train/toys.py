@@ -199,10 +199,13 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 
 def main(options: dict[str, Any]) -> int:
-    """One run, or `runs`, one after another in the same processes. Options of a run: folder, fabric (its fields), steps, every
-    (steps between checkpoints), lora (true, or how the base is quantised), kill: [signal, step] (the first process sends itself
-    a signal before that step), block: [path, step] (before that step it puts a folder that is not empty where a checkpoint's file
-    belongs, or, where the path ends in `writing`, a file in place of the folder)."""
+    """One run, or `runs`, one after another in the same processes.
+
+    Options of a run: folder, fabric (its fields), steps, every (steps between checkpoints), lora (true, or how the base is
+    quantised), kill: [signal, step] (the first process sends itself a signal before that step), block: [path, step] (before
+    that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a
+    file in place of the folder).
+    """
     code = 0
     for run in options.get("runs", [options]):
         kill, block = run.get("kill"), run.get("block")
