@@ -110,7 +110,7 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
     coded = [part for part in module.modules() if is_quantized(part)]
     for part in coded:  # what is not sharded is not moved either
         part.to(torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else mesh.device_type)
-    whole = {part.weight for part in coded}
+    whole: Any = {part.weight for part in coded}
     for part in module.modules():
         if isinstance(part, nn.ModuleList):
             for block in part:
