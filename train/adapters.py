@@ -72,12 +72,6 @@ def apply(model: nn.Module, section: LoRASection) -> int:
     return base
 
 
-def on_paper(model: nn.Module, section: LoRASection | None) -> None:
-    """The same for a model without values; what is quantised counts as if it were not."""
-    if section is not None:
-        add_adapter(model, section)
-
-
 def learning(trainable: tuple[str, ...], section: LoRASection | None) -> tuple[str, ...]:
     """Names of the parameters that learn, as patterns."""
     return trainable if section is None else (LEARNT, *section.trainable)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from omni.model.quantize import numels
 from omni.model.speech_model import SpeechModel
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ class StepFlops:
     encoder costs its forward pass only. Recomputation by checkpointing is not counted as work."""
 
     def __init__(self, model: SpeechModel) -> None:
-        decoder, encoder = model.decoder, model.encoder
+        decoder, encoder, sizes = model.decoder, model.encoder, numels(model)
         self.widths = [s.vocabulary * decoder.config.width for s in model.layout.streams]
-        self.per_position = sum(p.numel() for n, p in decoder.named_parameters() if "blocks." in n and p.ndim == 2)
+        self.per_position = sum(sizes[f"decoder.{n}"] for n, p in decoder.named_parameters() if "blocks." in n and p.ndim == 2)
         c = decoder.config
         self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
-        matrices = sum(p.numel() for p in encoder.parameters() if p.ndim >= 2)
-        self.per_frame = matrices + sum(p.numel() for p in model.adapter.parameters() if p.ndim >= 2)
+        matrices = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
+        self.per_frame = matrices + sum(sizes[f"adapter.{n}"] for n, p in model.adapter.named_parameters() if p.ndim >= 2)
         self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
         self.encoder_pair = model.config.encoder.layers * model.config.encoder.width
 

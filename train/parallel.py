@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
+from omni.model.quantize import is_quantized
 from train.config import FabricConfig
 
 T = TypeVar("T")
@@ -96,7 +97,8 @@ def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | s
 
 
 def shard(module: nn.Module, mesh: Any) -> nn.Module:
-    """FSDP2: every block of a module list by itself, and the rest as the root.
+    """FSDP2: every block of a module list by itself, and the rest as the root. Quantised weights are packed in shapes of their
+    library's and cannot be sliced: every process holds all of them.
 
     Fabric hands over a mesh of nodes x devices meant for tensor parallelism within a node; here parameters are sharded over
     all processes alike.
@@ -105,11 +107,15 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     flat = init_device_mesh(mesh.device_type, (dist.get_world_size(),))
+    coded = [part for part in module.modules() if is_quantized(part)]
+    for part in coded:  # what is not sharded is not moved either
+        part.to(torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else mesh.device_type)
+    whole: Any = {part.weight for part in coded}
     for part in module.modules():
         if isinstance(part, nn.ModuleList):
             for block in part:
-                fully_shard(block, mesh=flat)
-    fully_shard(module, mesh=flat)
+                fully_shard(block, mesh=flat, ignored_params=whole)
+    fully_shard(module, mesh=flat, ignored_params=whole)
     return module
 
 

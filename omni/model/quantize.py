@@ -19,7 +19,16 @@ Kind = Literal["nf4", "int8"]
 
 def is_quantized(linear: nn.Module) -> bool:
     """Whether its weight is not a plain matrix of numbers."""
-    return type(linear).__name__ in ("Linear4bit", "Linear8bitLt")
+    return type(linear).__name__ in ("Linear4bit", "Linear8bitLt", "PaperLinear")  # the last: `train.plan.quantized`
+
+
+def numels(model: nn.Module) -> dict[str, int]:
+    """How many numbers each parameter stands for, by name: of a quantised weight those that are packed into it."""
+    found = {name: p.numel() for name, p in model.named_parameters()}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and is_quantized(part) and f"{name}.weight" in found:
+            found[f"{name}.weight"] = part.in_features * part.out_features
+    return found
 
 
 @torch.no_grad()
@@ -28,6 +37,8 @@ def dense_weight(linear: nn.Module) -> Tensor:
     weight: Any = linear.weight
     if not is_quantized(linear):
         return weight.detach()
+    if type(linear).__name__ == "PaperLinear":
+        return linear.dequantize()  # type: ignore[operator]
     import bitsandbytes.functional as bits
 
     if type(linear).__name__ == "Linear4bit":
@@ -52,24 +63,30 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
         import bitsandbytes as bnb
     except ImportError as error:
         raise UserError("a quantised base needs the package bitsandbytes: pip install bitsandbytes") from error
-    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    chosen = match_names(patterns, list(linears), "lora.quantize_targets", what="linear")
-    for name, linear in linears.items():
-        if name not in chosen:
-            continue
-        if is_quantized(linear):
-            raise UserError(f"{name} is quantised already")
+    names = chosen_linears(model, patterns)
+    for name in names:  # one at a time: each weight is freed before the next is quantised
+        linear: Any = model.get_submodule(name)
         device, bias = linear.weight.device, linear.bias is not None
         new: Any
         if kind == "nf4":
             new = bnb.nn.Linear4bit(
-                linear.in_features, linear.out_features, bias, compute_dtype=dtype, quant_type="nf4", compress_statistics=True
+                linear.in_features,
+                linear.out_features,
+                bias,
+                compute_dtype=dtype,
+                quant_type="nf4",
+                compress_statistics=True,
+                device="meta",
             )
+            # In eval mode bitsandbytes would repack the weight for a faster, rounded product, through which nothing learns.
+            new.support_avx512bf16_for_cpu = False
             new.weight = bnb.nn.Params4bit(
                 linear.weight.detach().to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=True
             )
         else:
-            new = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias, has_fp16_weights=False, threshold=0.0)
+            new = bnb.nn.Linear8bitLt(
+                linear.in_features, linear.out_features, bias, has_fp16_weights=False, threshold=0.0, device="meta"
+            )
             new.weight = bnb.nn.Int8Params(
                 linear.weight.detach().to(torch.float16), requires_grad=False, has_fp16_weights=False
             )
@@ -77,4 +94,14 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
         new = new.to(device)
         place, _, last = name.rpartition(".")
         setattr(model.get_submodule(place), last, new)
+    return names
+
+
+def chosen_linears(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The linears that are to be quantised, in the model's order; UserError as `quantize` raises it."""
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    chosen = match_names(patterns, list(linears), "lora.quantize_targets", what="linear")
+    for name in chosen:
+        if is_quantized(linears[name]):
+            raise UserError(f"{name} is quantised already")
     return [name for name in linears if name in chosen]

@@ -228,6 +228,11 @@ def test_on_a_quantised_base_it_adds_to_the_dequantised_weights(kind: str) -> No
     model(x).sum().backward()
     grads = {name for name, p in model.named_parameters() if p.grad is not None}
     assert grads >= {f"{n}.lora.default.{h}" for n in quantized for h in "ab"} and "0.weight" not in grads
+    wanted = model(x)
+    with torch.no_grad():
+        model.eval()(x)  # answers, as validation has it, change nothing of what follows
+    assert torch.equal(model.train()(x), wanted) and model(x).requires_grad
+    assert all(dense_weight(model.get_submodule(n)).equal(weights[n]) for n in quantized)
     with pytest.raises(UserError, match="quantised"):
         merge(model)
     with pytest.raises(UserError, match="quantised already"):

@@ -14,12 +14,12 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.text import Tokenizer
-from train.adapters import on_paper
 from train.config import CheckpointConfig, FitConfig, ModelSection, OptimizerConfig, ValidationConfig
 from train.fit import plain_config
 from train.initial import build_initial, changed, check_fits, choose_tokenizer
 from train.optim import parameter_groups
 from train.parse import read_fit_config
+from train.plan.quantized import adapt
 from train.shelf import clear
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -52,7 +52,7 @@ def test_every_recipe_can_be_read_and_names_parameters_that_exist(recipe: Path) 
     section = dataclasses.replace(config.model, init_from=None, preset=base)
     with torch.device("meta"):
         model = SpeechModel(changed(preset(base), section))
-        on_paper(model, config.lora)
+        adapt(model, config.lora, paper=True)
     names = [name for name, _ in model.named_parameters()]
     learning = match_names(config.learns, names, "trainable")
     assert learning

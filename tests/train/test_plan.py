@@ -12,16 +12,19 @@ import torch
 
 from omni.config import AdapterConfig, ModelConfig, preset
 from omni.errors import UserError
+from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
+from train.adapters import LoRASection
 from train.config import BudgetConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig
 from train.data.config import DataConfig, SourceConfig
 from train.data.pipeline import PackingConfig
 from train.objective import Objective, targets
 from train.plan.attempt import attempt
 from train.plan.command import main, make_plan
-from train.plan.estimate import Estimate, estimate, phases_of
+from train.plan.estimate import Estimate, estimate, phases_of, sharded
 from train.plan.knobs import turn_knobs
 from train.plan.parameters import count_parameters, paper_model
+from train.plan.quantized import dense_bytes, packed_bytes
 from train.plan.trace import trace
 from train.plan.worst import tasks_of, worst_batch
 
@@ -64,6 +67,49 @@ def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) ->
     found = estimate(config, model).total
     assert wanted.peak > 60 * MIB  # enough to be seen beside what a process holds anyway
     assert found == pytest.approx(wanted.peak, rel=0.15), (found / MIB, wanted.peak / MIB)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(("width", "layers", "rows", "checkpointing"), [(512, 5, 2, False), (384, 4, 4, True)])
+def test_a_quantised_base_takes_what_is_said(kind: Any, width: int, layers: int, rows: int, checkpointing: bool) -> None:
+    model = shape(width=width, layers=layers)
+    config = replace(run(rows=rows, length=128, checkpointing=checkpointing), lora=LoRASection(rank=4, quantize=kind))
+    wanted, found = attempt(config, model, 1, "cpu").peak, estimate(config, model).total
+    assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("nf4", 0.5 + 1 / 64), ("int8", 1.0)])
+def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> None:
+    """What bitsandbytes really holds, every storage once."""
+    config, model = replace(run(), lora=LoRASection(rank=4, quantize=kind)), shape(width=192)
+    paper, real = paper_model(config, model), SpeechModel(model)
+    names = quantize(real, kind, ("decoder.blocks.*",))
+    held: dict[int, int] = {}
+    for linear in map(real.get_submodule, names):
+        for tensor in _tensors(linear.weight):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert packed_bytes(paper) == sum(held.values())
+    assert packed_bytes(paper) == pytest.approx(more * sum(numels(real)[f"{n}.weight"] for n in names), rel=0.04)  # and tables
+    full = count_parameters(paper_model(replace(config, lora=None), model))
+    assert [c.total for c in count_parameters(paper) if c.part != "LoRA"] == [c.total for c in full]
+    plain = phases_of(replace(config, lora=LoRASection(rank=4)), model, 1, cuda=False)["optimizer"]["weights"]
+    few = phases_of(config, model, 1, cuda=False)["optimizer"]["weights"]
+    assert plain - few == 4 * sum(numels(real)[f"{n}.weight"] for n in names) - sum(held.values())
+
+
+def _tensors(weight: Any) -> list[torch.Tensor]:
+    state = getattr(weight, "quant_state", None)
+    parts = vars(weight) if state is None else {**vars(state), **{f"2.{k}": v for k, v in vars(state.state2).items()}}
+    return [weight.data, *(v for v in parts.values() if isinstance(v, torch.Tensor))]
+
+
+def test_quantised_weights_are_whole_in_every_process() -> None:
+    config, model = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4")), shape()
+    packed, one = packed_bytes(paper_model(config, model)), phases_of(config, model, 1, cuda=False)["optimizer"]
+    spread = sharded("optimizer", one, paper_model(config, model), 4, 4)
+    assert spread["weights"] == pytest.approx(packed + (one["weights"] - packed) / 4)
+    phase = estimate(config, model)
+    assert phase.total >= dense_bytes(paper_model(config, model))  # a CPU's process reads the base whole
 
 
 @pytest.mark.parametrize(("layers", "encoder_layers", "checkpointing"), [(6, 1, True), (4, 4, False)])

@@ -150,6 +150,18 @@ def toy_parts(before: Callable[[int], None] = lambda step: None, **changes: Any)
     return replace(parts, **changes)
 
 
+def toy_lora(base: Any = True) -> LoRASection:
+    """Adapters on the blocks and a head that learns, on a base that is quantised where `base` says how."""
+    quantize = base if isinstance(base, str) else None
+    return LoRASection(
+        ("blocks.*",),
+        rank=2,
+        trainable=("audio_head.*",),
+        quantize=quantize,
+        quantize_targets=("blocks.*",),  # type: ignore[arg-type]
+    )
+
+
 def adapted_parts(section: LoRASection, before: Callable[[int], None] = lambda step: None) -> Parts:
     """The same model with adapters."""
     parts = toy_parts(before)
@@ -187,10 +199,13 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 
 def main(options: dict[str, Any]) -> int:
-    """One run, or `runs`, one after another in the same processes. Options of a run: folder, fabric (its fields), steps, every
-    (steps between checkpoints), lora, guard, kill: [signal, step] (the first process sends itself a signal before that step),
-    block: [path, step] (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the
-    path ends in `writing`, a file in place of the folder)."""
+    """One run, or `runs`, one after another in the same processes.
+
+    Options of a run: folder, fabric (its fields), steps, every (steps between checkpoints), lora (true, or how the base is
+    quantised), guard, kill: [signal, step] (the first process sends itself a signal before that step), block: [path, step]
+    (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a
+    file in place of the folder).
+    """
     code = 0
     for run in options.get("runs", [options]):
         kill, block = run.get("kill"), run.get("block")
@@ -208,7 +223,7 @@ def main(options: dict[str, Any]) -> int:
                 else:
                     (path / "in the way").mkdir(parents=True)
 
-        lora = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",)) if run.get("lora") else None
+        lora = toy_lora(run["lora"]) if run.get("lora") else None
         config = toy_config(
             run["folder"],
             lora=lora,

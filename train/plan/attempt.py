@@ -19,6 +19,8 @@ from omni.hardware import synchronize
 from train.config import FitConfig
 from train.memory import PeakMemory
 from train.objective import targets
+from train.plan.balanced import lanes_of, spread
+from train.plan.balanced_trial import balance_of
 from train.plan.step import build_workbench, take_step
 from train.plan.worst import worst_batch
 
@@ -51,7 +53,7 @@ def attempt(config: FitConfig, shape: ModelConfig, micro_batches: int, device: s
     Raises:
         UserError: there is not enough memory.
     """
-    count = min(2, micro_batches)
+    count = lanes_of(config, micro_batches)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             peak, seconds = pool.submit(_measure, config, shape, count, device, hoard).result()
@@ -68,7 +70,7 @@ def _measure(config: FitConfig, shape: ModelConfig, count: int, device: str, hoa
     small = replace(shape, decoder=replace(shape.decoder, layers=1), encoder=replace(shape.encoder, layers=1))
     packing = replace(config.data.packing, rows=1, length=min(32, config.data.packing.length))
     tiny = replace(config, data=replace(config.data, packing=packing))
-    _steps(tiny, _narrow(small), 1, device)  # libraries are loaded, kernels chosen
+    _steps(tiny, _narrow(small), lanes_of(config, 1), device)  # libraries are loaded, kernels chosen
     gc.collect()
     with PeakMemory(device) as memory:
         seconds = _steps(config, shape, count, device)
@@ -93,6 +95,9 @@ def _steps(config: FitConfig, shape: ModelConfig, count: int, device: str) -> fl
     torch.manual_seed(config.seed)
     bench = build_workbench(config, shape, device)
     batch = worst_batch(config.data, shape)
+    if config.balance is not None:
+        batch = replace(batch, task=spread(batch.task, config))
+        bench.balance = balance_of(bench, config, batch, count, torch.device(device))
     wanted = (targets(batch) * count).to(device)
     batches = [batch.to(device) for _ in range(count)]
     start = 0.0

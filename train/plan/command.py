@@ -30,8 +30,8 @@ CUDA_CONTEXT, CUDA_WASTE = 0.6 * GIB, 0.05
 loses to blocks of the wrong size."""
 
 CPU_WASTE = 0.25
-"""Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 13 to 30 % over what is in use
-without checkpointing, and up to 90 % with it in small models)."""
+"""Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 11 to 30 % over what is in use
+without checkpointing; with it at 35 % to twice what is in use, in small models)."""
 
 HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
 

@@ -10,10 +10,13 @@ from torch import nn
 
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.model.quantize import Kind, numels
 from omni.model.speech_model import SpeechModel
 from train.config import FitConfig
 from train.data.loader import process_lanes
+from train.plan.balanced import lanes_of
 from train.plan.parameters import paper_model
+from train.plan.quantized import MAKING, PaperLinear, dense_bytes, packed_bytes
 from train.plan.trace import Snapshot, trace
 from train.plan.worst import worst_batch
 
@@ -67,12 +70,23 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
     if strategy == "fsdp" and "muon" in rules:
         raise UserError("optimizer muon with fabric.strategy fsdp: use optimizer.name adamw, or strategy ddp")
     phases = phases_of(config, shape, config.data.micro_batches // world, cuda)
+    model = paper_model(config, shape)
     if world > 1 or strategy == "fsdp":
-        model = paper_model(config, shape)
         share = sharded if strategy == "fsdp" else replicated
         phases = {name: share(name, parts, model, world, _bytes_each(config)) for name, parts in phases.items()}
+    if not cuda and config.lora is not None and config.lora.quantize is not None:
+        phases["loading"] = loading(config.lora.quantize, model, phases)
     name, parts = max(phases.items(), key=lambda item: sum(item[1].values()))
     return Estimate(parts, name)
+
+
+def loading(kind: Kind, model: SpeechModel, phases: Mapping[str, Snapshot]) -> Snapshot:
+    """Before the first step on a CPU: the weights of a base that is about to be quantised, whole in every process, and what its
+    largest matrix is made into. On the way to a GPU that happens before anything is there."""
+    sizes, whole = numels(model), dense_bytes(model)
+    largest = max(sizes[f"{name}.weight"] for name, part in model.named_modules() if isinstance(part, PaperLinear))
+    empty = dict.fromkeys(next(iter(phases.values())), 0.0)
+    return {**empty, "weights": float(whole), "working": float(MAKING[kind] * largest)}
 
 
 def _bytes_each(config: FitConfig) -> int:
@@ -86,7 +100,7 @@ def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: b
         config,
         run_folder="",
         fabric=replace(config.fabric, strategy="auto", devices=1, num_nodes=1),
-        data=replace(config.data, micro_batches=min(2, micro_batches)),
+        data=replace(config.data, micro_batches=lanes_of(config, micro_batches)),
     )
     return _phases_of(_Question(repr((alone, shape, cuda)), alone, shape, cuda))
 
@@ -138,25 +152,28 @@ def replicated(phase: str, parts: Mapping[str, float], model: SpeechModel, world
 
 
 def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int) -> Snapshot:
-    """FSDP2 as `train.parallel.shard` sets it up: weights, gradients, optimizer and average in equal parts.
+    """FSDP2 as `train.parallel.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
+    quantised weights whole in every process.
 
     Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, adapter), which is not given
     back after its forward pass, and of two blocks, the one at work and the next. During the backward pass it also holds the
     root's gradients and one block's whole.
     """
     blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    root = sum(p.numel() for p in model.parameters()) - sum(sizes)
+    sizes = [sum(p.numel() for p in block.parameters() if p.is_floating_point()) for block in blocks]
+    root = sum(p.numel() for p in model.parameters() if p.is_floating_point()) - sum(sizes)
     inside = {id(p) for block in blocks for p in block.parameters()}
     learning = sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) not in inside)
     largest = max(sizes)
     extra = 0.0
-    if phase not in ("optimizer", "average"):
+    if phase not in ("optimizer", "average", "balance"):
         extra = float(root + min(2 * largest, sum(sizes)))
     if phase.startswith("backward"):
         extra += learning + largest * any(p.requires_grad for block in blocks for p in block.parameters())
     out = dict(parts)
-    shared = ["weights", "gradients", "optimizer", "average"]
+    shared = ["weights", "gradients", "optimizer", "average", "balance"]
     for part in shared + ["working"] * (phase in ("optimizer", "average")):
         out[part] = parts[part] / world
+    packed = packed_bytes(model)
+    out["weights"] += packed * (1 - 1 / world)
     return {**out, "communication": extra * size if world > 1 else 0.0}

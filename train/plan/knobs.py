@@ -134,7 +134,10 @@ def _alone(
 ) -> Iterator[Turned]:
     enough = False
     for turn in turns:
-        knob = turn(config)
+        try:
+            knob = turn(config)
+        except UserError:  # such as micro-batches that a balance cannot take apart
+            continue
         spread = knob is not None and knob.config.fabric.strategy == "fsdp" and config.fabric.strategy != "fsdp"
         if knob is None or (spread and enough):  # more devices than are enough are no better advice
             continue

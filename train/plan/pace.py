@@ -19,6 +19,7 @@ from train.data.lanes import Lane
 from train.flops import StepFlops
 from train.initial import choose_tokenizer
 from train.objective import targets
+from train.plan.balanced import passes_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Pace:
     Attributes:
         columns: columns of a step that examples stand in.
         examples: of a step; None where the data could not be read.
-        flops: of a step.
+        flops: of a step, with all passes of its balance.
+        forwards, backwards: passes of a step, in those of one that is not balanced.
         seconds: of a step; None where neither measured nor to be reckoned.
         steps, hours: to the budget; None where it follows from `seconds` and they are not known.
         source: where columns and examples come from; `clock`: where seconds come from.
@@ -42,6 +44,8 @@ class Pace:
     hours: float | None
     source: str
     clock: str
+    forwards: float = 1.0
+    backwards: float = 1.0
 
 
 def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[Batch], str]:
@@ -91,16 +95,18 @@ def pace(
         measured: seconds of a step of worst batches on one device; the sample's are less work, in proportion.
         speed: peak FLOP/s of a device, of which the run reaches the share `mfu`.
     """
-    count, flops = StepFlops(model), config.data.micro_batches
+    count, flops = StepFlops(model), float(config.data.micro_batches)
     batches, source = found
+    forwards, backwards = passes_of(config, len(model.layout))
+    flops *= (forwards + 2 * backwards) / 3  # as `StepFlops` counts them
     full = count(worst, targets(worst)) * flops
     if batches:
-        scale = flops / len(batches)
+        scale = config.data.micro_batches / len(batches)
         columns = scale * sum(b.positions for b in batches)
         examples: float | None = scale * sum(b.examples for b in batches)
-        work = scale * sum(count(b, targets(b)) for b in batches)
+        work = flops / len(batches) * sum(count(b, targets(b)) for b in batches)
     else:
-        columns, examples, work = float(flops * worst.positions), None, full
+        columns, examples, work = float(config.data.micro_batches * worst.positions), None, full
     if measured is not None:
         seconds: float | None = measured * work / full
         clock = "the step tried here, by the sample's share of its work"
@@ -114,4 +120,4 @@ def pace(
         limits.append(60 * budget.minutes / seconds)
     steps = min(limits) if limits else None
     hours = steps * seconds / 3600 if steps and seconds else budget.minutes / 60 if budget.minutes is not None else None
-    return Pace(columns, examples, work, seconds, steps, hours, source, clock)
+    return Pace(columns, examples, work, seconds, steps, hours, source, clock, forwards, backwards)

@@ -8,11 +8,12 @@ import torch
 
 from omni.checkpoint.folder import read_config
 from omni.config import ModelConfig, preset
+from omni.model.quantize import numels
 from omni.model.speech_model import SpeechModel
-from train.adapters import on_paper
 from train.config import FitConfig, ModelSection
 from train.initial import changed, check_fits
 from train.optim import set_trainable
+from train.plan.quantized import adapt
 
 PARTS = ("encoder", "adapter", "decoder blocks", "tables", "heads", "alignment head", "norms", "LoRA")
 
@@ -44,7 +45,7 @@ def paper_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
     """The model without values, on the meta device; what learns is marked."""
     with torch.device("meta"):
         model = SpeechModel(shape)
-    on_paper(model, config.lora)
+    adapt(model, config.lora, paper=True)
     set_trainable(model, config.learns)
     return model
 
@@ -66,8 +67,9 @@ def part_of(name: str) -> str:
 def count_parameters(model: SpeechModel) -> list[Count]:
     """Every part that there is, in the order of `PARTS`."""
     found: dict[str, list[int]] = {}
+    sizes = numels(model)
     for name, p in model.named_parameters():
         count = found.setdefault(part_of(name), [0, 0])
-        count[0] += p.numel()
-        count[1] += p.numel() * p.requires_grad
+        count[0] += sizes[name]
+        count[1] += sizes[name] * p.requires_grad
     return [Count(part, *found[part]) for part in PARTS if part in found]

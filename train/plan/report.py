@@ -22,6 +22,7 @@ WORDS = {
     "activations": "activations",
     "objective": "heads and losses",
     "working": "in work for a while",
+    "balance": "gradients by task",
     "communication": "exchange between devices",
     "batch": "batches",
 }
@@ -71,6 +72,8 @@ def _pace(plan: Plan) -> Table:
     table.add_row("columns a step", f"{run.columns:,.0f}")
     table.add_row("examples a step", "unknown" if run.examples is None else f"{run.examples:,.1f}")
     table.add_row("work a step", f"{run.flops / 1e12:.3g} TFLOP")
+    if (run.forwards, run.backwards) != (1, 1):
+        table.add_row("passes a step", f"{run.forwards:g} forward, {run.backwards:g} backward")
     table.add_row("time a step", "unknown" if run.seconds is None else f"{run.seconds:.3g} s")
     table.add_row("steps to the budget", "unknown" if run.steps is None else f"{run.steps:,.0f}")
     table.add_row("time to the budget", "unknown" if run.hours is None else duration(3600 * run.hours))

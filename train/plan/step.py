@@ -11,29 +11,46 @@ from torch import Tensor, nn
 
 from omni.config import ModelConfig
 from omni.model.speech_model import SpeechModel
-from train.adapters import on_paper
 from train.config import FitConfig
 from train.data.batch import Batch
 from train.objective import Objective
 from train.optim import Average, Optimizers, build_optimizer, set_trainable
+from train.plan.quantized import adapt
+
+HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Types that products are made in, by precision."""
+
+Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]
+"""All passes of a balanced step: given the batches, what is wanted, a forward and a backward pass."""
 
 
 @dataclass
 class Workbench:
-    """What a step works on."""
+    """What a step works on; `balance` where its tasks are balanced."""
 
     objective: Objective
     optimizer: Optimizers
     average: Average | None
     config: FitConfig
+    balance: Balance | None = None
 
     @property
     def learning(self) -> list[nn.Parameter]:
-        return [p for p in self.objective.parameters() if p.requires_grad]
+        return [p for _, p in self.named]
+
+    @property
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """What learns, by the model's names."""
+        return [(n.removeprefix("model."), p) for n, p in self.objective.named_parameters() if p.requires_grad]
 
 
-def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> Workbench:
+def build_workbench(
+    config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu", paper: bool = False
+) -> Workbench:
     """Model, objective, optimizer and running average of a run, in its precision, with random weights.
+
+    Args:
+        paper: the tensors are fake ones.
 
     Raises:
         UserError: patterns that name nothing, or settings that do not fit each other.
@@ -44,7 +61,7 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
         model = SpeechModel(shape)  # in its type from the beginning: fake tensors cannot be converted in place
     finally:
         torch.set_default_dtype(usual)
-    on_paper(model, config.lora)
+    adapt(model, config.lora, paper)
     model.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(model, config.objective)
     if torch.device(device).type != "cpu":
@@ -66,13 +83,25 @@ def take_step(
         enter: told the name of each phase when it begins.
     """
     config, kind = bench.config, wanted.device.type
-    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.fabric.precision)
-    for batch in batches:
+    half = HALVES.get(config.fabric.precision)
+
+    def forward(batch: Batch) -> Tensor:
         enter("forward")
         with torch.autocast(kind, half) if half is not None else nullcontext():
-            losses = bench.objective(batch, wanted, 1.0)
+            total: Tensor = bench.objective(batch, wanted, 1.0).total
+        return total
+
+    def backward(loss: Tensor) -> None:
         enter("backward")
-        losses.total.backward()
+        loss.backward()
+        if bench.balance is not None:
+            enter("balance")
+
+    if bench.balance is not None:
+        bench.balance(batches, wanted, forward, backward)
+    else:
+        for batch in batches:
+            backward(forward(batch))
     enter("optimizer")
     norm = nn.utils.clip_grad_norm_(bench.learning, config.clip if config.clip is not None else float("inf"))
     bench.optimizer.skip = (~norm.isfinite()).float()

@@ -28,17 +28,26 @@ from omni.model.blocks import Attention, RMSNorm
 from train.config import FitConfig
 from train.data.batch import Batch
 from train.objective import targets
+from train.plan.balanced import PaperBalance, lanes_of, tapped
+from train.plan.quantized import PaperLinear
 from train.plan.step import Workbench, build_workbench, take_step
 
-PARTS = ("weights", "gradients", "optimizer", "average", "activations", "objective", "working", "batch")
+PARTS = ("weights", "gradients", "optimizer", "average", "activations", "objective", "working", "balance", "batch")
 """What memory holds: `activations` are kept for the backward pass (and in use during the forward pass), under mixed precision
 with them the weights' copies in half precision; `objective` are the buffers of heads and losses; `working` is what the
-backward pass, clipping and the optimizer's step need for a while."""
+backward pass, clipping and the optimizer's step need for a while; `balance` are gradients by task, and
+what its method keeps."""
 
 Snapshot = dict[str, float]
 """Bytes by part."""
 
-_MADE_IN = {"forward": "activations", "objective": "objective", "average": "working", "optimizer": "working"}
+_MADE_IN = {
+    "forward": "activations",
+    "objective": "objective",
+    "average": "working",
+    "optimizer": "working",
+    "balance": "balance",
+}
 
 
 class Ledger(TorchDispatchMode):
@@ -111,10 +120,10 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
     """
     fake, ledger, counts = FakeTensorMode(), Ledger(), targets(batch)  # counted while there is something to count
     with fake:
-        bench = build_workbench(config, shape)
+        bench = build_workbench(config, shape, paper=True)
         if cuda:
             _as_on_cuda(bench.objective)
-        given = [_faked(batch, fake) for _ in range(min(2, micro_batches))]
+        given = [_faked(batch, fake) for _ in range(lanes_of(config, micro_batches))]
         wanted = fake.from_tensor(counts)
     for tensor in [*bench.objective.parameters(), *bench.objective.buffers()]:
         ledger.enter(tensor, "weights")
@@ -126,6 +135,8 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
     _watch(bench, ledger)
     with fake, ledger, _apart(fake):
         _make_state(bench, ledger)
+        if config.balance is not None:
+            _balance(bench, ledger, len(shape.layout))
         ledger.peaks.clear()
         take_step(bench, given, wanted, 2, ledger.begin)
     return ledger.peaks
@@ -141,6 +152,15 @@ def _make_state(bench: Workbench, ledger: Ledger) -> None:
         for value in state.values():
             if isinstance(value, Tensor):
                 ledger.enter(value, "optimizer", move=True)
+
+
+def _balance(bench: Workbench, ledger: Ledger, streams: int) -> None:
+    """Let the step be a balanced one; what its method keeps is there."""
+    paper = PaperBalance(bench.config, bench.named, streams, lambda tensor, part: ledger.enter(tensor, part, move=True))
+    if paper.section.at == "features":
+        tapped(bench.objective.model.adapter)
+    paper.prepare()
+    bench.balance = lambda batches, wanted, forward, backward: paper.take(batches, forward, backward)
 
 
 def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
@@ -232,10 +252,13 @@ class _Kept(torch.autograd.Function):
 
 
 def _as_on_cuda(objective: nn.Module) -> None:
-    """Norms as one kernel, and keys and values of grouped heads copied for every head, as `omni.model.blocks` does there."""
+    """Norms as one kernel, products of integers, and keys and values of grouped heads copied for every head, as
+    `omni.model.blocks` does there."""
     for module in objective.modules():
         if isinstance(module, RMSNorm):
             module.forward = MethodType(lambda self, x: _FusedNorm.apply(x, self.weight), module)  # type: ignore[method-assign]
         elif isinstance(module, Attention) and module.heads > module.kv_heads:
             extra = 2 * (module.heads - module.kv_heads) * module.head_dim
             module.out.register_forward_pre_hook(lambda _, args, extra=extra: (_Kept.apply(args[0], extra),))
+        elif isinstance(module, PaperLinear):
+            module.on_cuda = True

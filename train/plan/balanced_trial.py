@@ -1,0 +1,70 @@
+"""A balanced step for real, without Fabric: the run's own `train.balance.run.Balancing` in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni.tasks import TASKS
+from train.balance.feed import CountedStep
+from train.balance.run import Balanced, Balancing
+from train.balance.section import BILEVEL, balanced_tasks
+from train.config import FitConfig
+from train.data.batch import Batch
+from train.objective import cells, targets
+from train.parallel import Team
+from train.plan.step import HALVES, Balance, Workbench
+
+
+class _Fabric:
+    """As much of Fabric as a balance asks for."""
+
+    global_rank, world_size = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def no_backward_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Wrapped(nn.Module):
+    """The objective in the run's precision."""
+
+    def __init__(self, objective: nn.Module, kind: str, precision: str) -> None:
+        super().__init__()
+        self.objective, self.kind, self.products = objective, kind, HALVES.get(precision)
+
+    def forward(self, *args: Any) -> Any:
+        with torch.autocast(self.kind, self.products) if self.products is not None else nullcontext():
+            return self.objective(*args)
+
+
+def balance_of(bench: Workbench, config: FitConfig, batch: Batch, lanes: int, device: torch.device) -> Balance:
+    """What takes the passes of a step; `batch` stands for held-out ones too, where they are asked for."""
+    section = config.balance
+    assert section is not None
+    outer = (batch,) if section.method in BILEVEL else ()
+    given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.listening, outer)
+    fabric: Any = _Fabric(device)
+    streams = bench.objective.model.layout.names
+    aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0
+    module = _Wrapped(bench.objective, device.type, config.fabric.precision)
+    team = Team(fabric)
+    balancing = Balancing(section, given, fabric, module, bench.named, tuple(TASKS), streams, targets, team, lanes, aligned)
+
+    def take(
+        batches: Sequence[Batch], wanted: Tensor, forward: Callable[[Batch], Tensor], backward: Callable[[Tensor], None]
+    ) -> None:
+        counts = torch.stack([cells(b.to("cpu")) for b in batches]).sum(0).double()
+        step = CountedStep(batches, wanted, positions=0, flops=0, seconds=0, stop=0, cells=counts)
+        balancing.take(step, wanted, 1.0, config.optimizer.lr, lambda losses: None)
+
+    return take

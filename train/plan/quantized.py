@@ -1,0 +1,124 @@
+"""A run's adapters for a plan, and linears in few bits on paper: what bitsandbytes holds and makes of them, without it.
+
+What a quantised linear holds, of n = in * out weights (read off bitsandbytes 0.50; Dettmers et al. 2023, section 3):
+
+    nf4     n / 2 bytes; for every 64 weights a scale in 8 bits; for every 256 scales one in fp32, and the scales' mean;
+            tables of the 16 values of a weight and the 256 of a scale
+    int8    n bytes, and for every row [in] a scale in fp32
+
+Beside that the matrix is there whole, in the inputs' type, while a forward or a backward product is made of it. int8 keeps its
+inputs outside of what checkpointing drops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.model.lora import add_adapter
+from omni.model.quantize import Kind, chosen_linears, quantize
+from train.adapters import LoRASection
+
+BLOCK, BLOCKS = 64, 256
+"""Weights to a scale, and scales to one of the second level."""
+
+MAKING = {"nf4": 8, "int8": 11}
+"""Bytes for each weight of a matrix while it is quantised on a CPU: its scaled copy and the codes, or rows in fp32 and fp16."""
+
+
+def adapt(model: nn.Module, section: LoRASection | None, paper: bool) -> None:
+    """Adapters as a run has them, on a base in few bits where asked; on `paper` without values, and without bitsandbytes.
+
+    Raises:
+        UserError: a pattern that matches no linear, or no bitsandbytes where it is needed.
+    """
+    if section is None:
+        return
+    if section.quantize is not None:
+        (_on_paper if paper else quantize)(model, section.quantize, section.quantize_targets)
+    add_adapter(model, section)
+
+
+def _on_paper(model: nn.Module, kind: Kind, patterns: tuple[str, ...]) -> None:
+    names = chosen_linears(model, patterns)
+    for name in names:
+        linear: Any = model.get_submodule(name)
+        place, _, last = name.rpartition(".")
+        setattr(model.get_submodule(place), last, PaperLinear(linear, kind))
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Bytes of the quantised weights of a model on paper, scales and tables included."""
+    held = {t for part in model.modules() if isinstance(part, PaperLinear) for t in (part.weight, *part.buffers(recurse=False))}
+    return sum(t.numel() * t.element_size() for t in held)
+
+
+def dense_bytes(model: nn.Module) -> int:
+    """Bytes of a model on paper before its weights were quantised and adapters came."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    own = {f"{name}." for name, part in model.named_modules() if isinstance(part, PaperLinear)}
+    plain = [t for name, t in tensors if ".lora." not in name and f"{name.rpartition('.')[0]}." not in own]
+    whole = sum(part.in_features * part.out_features for part in model.modules() if isinstance(part, PaperLinear))
+    biases = sum(part.bias.numel() for part in model.modules() if isinstance(part, PaperLinear) and part.bias is not None)
+    return sum(t.numel() * t.element_size() for t in plain) + 4 * (whole + biases)
+
+
+class PaperLinear(nn.Linear):
+    """A quantised linear of fake or meta tensors, in the place of `linear`."""
+
+    def __init__(self, linear: nn.Linear, kind: Kind) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.kind, self.on_cuda, device = kind, False, linear.weight.device
+        count = self.in_features * self.out_features
+
+        def hold(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+            self.register_buffer(name, torch.empty(shape, device=device, dtype=dtype))
+
+        if kind == "nf4":
+            blocks = -(-count // BLOCK)
+            packed = torch.empty(-(-count // 2), 1, device=device, dtype=torch.uint8)
+            hold("scales", blocks, dtype=torch.uint8)
+            hold("scales_of_scales", -(-blocks // BLOCKS))
+            hold("mean")
+            hold("values", 16)
+            hold("values_of_scales", 256)
+        else:
+            packed = torch.empty(self.out_features, self.in_features, device=device, dtype=torch.int8)
+            hold("scales", self.out_features)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[out, in], and beside it for a moment the first scales in fp32."""
+        scales = torch.empty(self.scales.numel(), device=self.weight.device) if self.kind == "nf4" else None  # type: ignore[operator]
+        dense = torch.empty(self.out_features, self.in_features, device=self.weight.device, dtype=dtype)
+        del scales
+        return dense
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _Product.apply(x, self, bias).to(x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x W', of which nothing is kept but by int8 (`MatMul8bitFp` and `MatMul8bitLt` hold x in plain attributes)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: PaperLinear, bias: Tensor | None) -> Tensor:
+        ctx.linear, ctx.dtype = linear, x.dtype
+        ctx.x = x if linear.kind == "int8" else None
+        if linear.kind == "int8" and linear.on_cuda:  # a product of integers
+            codes = torch.empty_like(x.to(torch.float16), dtype=torch.int8)
+            product = codes.new_empty(*x.shape[:-1], linear.out_features, dtype=torch.int32)
+            return torch.empty_like(product, dtype=x.dtype)
+        return F.linear(x, linear.dequantize(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+        linear: PaperLinear = ctx.linear
+        dense = linear.dequantize(ctx.dtype if linear.kind == "int8" else torch.float32).to(grad.dtype)
+        bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ dense, None, bias
