@@ -31,17 +31,12 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a module can be edited."""
     weight = getattr(module, "weight", None)
     plain = isinstance(module, nn.Linear) or is_transposed(module)
-    return holds_fewer_bits(module) or (plain and isinstance(weight, Tensor) and weight.ndim == 2)
+    return is_quantized(module) or (plain and isinstance(weight, Tensor) and weight.ndim == 2)
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether the weight is [I, O] (`transformers.pytorch_utils.Conv1D`)."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
-
-
-def holds_fewer_bits(module: nn.Module) -> bool:
-    """Whether its weight is quantised."""
-    return is_quantized(module) or callable(getattr(module, "dequantize", None))
 
 
 def find_linears(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -95,8 +90,6 @@ def shape_of(module: Any) -> tuple[int, int]:
 
 def weight_of(module: nn.Module) -> Tensor:
     """The weight [O, I], dequantised where it is held in fewer bits; a view of it where it is plain. Without graph."""
-    if not is_quantized(module) and holds_fewer_bits(module):
-        return module.dequantize().detach()  # type: ignore[operator]
     weight = dense_weight(module)
     if weight.is_meta:  # offloaded (accelerate keeps what is not running in its hook)
         kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni.edit.deltas import Edits
-from omni.edit.linears import checksum, find_linears, holds_fewer_bits, is_transposed, shape_of, weight_of
+from omni.edit.linears import checksum, find_linears, is_transposed, shape_of, weight_of
 from omni.edit.storage import Place, read_tensors, write_tensors
 from omni.errors import UserError
+from omni.model.quantize import is_quantized
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
     edits.check_base(model)
     found = find_linears(model, edits.deltas)
     for name, part in found.items():
-        if holds_fewer_bits(part) and next(part.children(), None) is not None:
+        if is_quantized(part) and next(part.children(), None) is not None:
             raise UserError(f"{name} is quantised and has adapters; remove them, merge the edits, and add them again")
     originals: dict[str, Tensor | nn.Module] = {}
     for name, part in found.items():
         change = edits.deltas[name].weight()
-        if holds_fewer_bits(part):
+        if is_quantized(part):
             originals[name] = part
             _replace(model, name, _plain(part, change))
         else:

@@ -18,8 +18,8 @@ Kind = Literal["nf4", "int8"]
 
 
 def is_quantized(linear: nn.Module) -> bool:
-    """Whether its weight is not a plain matrix of numbers."""
-    return type(linear).__name__ in ("Linear4bit", "Linear8bitLt", "PaperLinear")  # the last: `train.plan.quantized`
+    """Whether its weight is not a plain matrix of numbers: bitsandbytes' linears, and others that can `dequantize()`."""
+    return type(linear).__name__ in ("Linear4bit", "Linear8bitLt") or callable(getattr(linear, "dequantize", None))
 
 
 def numels(model: nn.Module) -> dict[str, int]:
@@ -34,11 +34,11 @@ def numels(model: nn.Module) -> dict[str, int]:
 @torch.no_grad()
 def dense_weight(linear: nn.Module) -> Tensor:
     """The weight [out, in] of a linear, dequantised where it is held in fewer bits."""
+    if hasattr(linear, "dequantize"):
+        return linear.dequantize().detach()  # type: ignore[operator]
     weight: Any = linear.weight
     if not is_quantized(linear):
         return weight.detach()
-    if type(linear).__name__ == "PaperLinear":
-        return linear.dequantize()  # type: ignore[operator]
     import bitsandbytes.functional as bits
 
     if type(linear).__name__ == "Linear4bit":

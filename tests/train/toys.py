@@ -203,8 +203,8 @@ def main(options: dict[str, Any]) -> int:
 
     Options of a run: folder, fabric (its fields), steps, every (steps between checkpoints), lora (true, or how the base is
     quantised), guard, kill: [signal, step] (the first process sends itself a signal before that step), block: [path, step]
-    (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a
-    file in place of the folder).
+    (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends in
+    `writing`, a file in place of the folder).
     """
     code = 0
     for run in options.get("runs", [options]):
