@@ -21,7 +21,7 @@ from train.data.augment import (
     change_speed,
     coloured_noise,
 )
-from train.data.warp import shape, soften_hiss
+from train.data.warp import shape
 
 OFF = AugmentConfig()
 MILD = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(10, 30), freq_masks=1, time_masks=2)
@@ -235,8 +235,6 @@ def test_masks_are_runs_of_the_mean_within_the_sound(frames: int | None) -> None
         ({"feature_echo": (0, 5)}, "feature_echo"),
         ({"feature_echo_probability": 2.0}, "feature_echo_probability=2.0"),
         ({"feature_range": (3, 9)}, "feature_range"),
-        ({"feature_hiss_db": 50}, "feature_hiss_db=50"),
-        ({"feature_hiss_probability": -0.5}, "feature_hiss_probability=-0.5"),
         ({"noise_probability": 1.5}, "noise_probability=1.5"),
         ({"time_fraction": -0.1}, "time_fraction=-0.1"),
         ({"freq_masks": -1}, "freq_masks=-1"),
@@ -264,22 +262,3 @@ def test_the_shape_of_features_is_a_smooth_filter_of_the_sound() -> None:
     assert torch.equal(augment_mel(before, config, seeded(0), frames=20), before)
     with pytest.raises(UserError, match="feature_shape_db=-1"):
         AugmentConfig(feature_shape_db=-1)
-
-
-@pytest.mark.parametrize("bands", [80, 128])
-def test_a_softer_hiss_is_the_hiss_of_a_softer_sound(bands: int) -> None:
-    """A hum, then noise of 2 to 4 kHz: the features of the noise are those of noise 15 dB below it, the hum's stay."""
-    time = torch.arange(8000) / 16000
-    hum = sum(torch.sin(2 * torch.pi * 150 * k * time) / k for k in (1, 2, 3, 4))
-    spectrum = torch.fft.rfft(torch.randn(8000, generator=seeded(3)))
-    place = torch.arange(len(spectrum)) * 2  # Hz
-    hiss = torch.fft.irfft(spectrum * ((place > 2000) & (place < 4000)))
-    loud, soft = (log_mel(torch.cat([hum, level * hiss]), bands) for level in (1.0, 10 ** (-15 / 20)))
-    softened = soften_hiss(loud, 15.0)
-    assert torch.allclose(softened[:, :45], loud[:, :45], atol=0.01)
-    heard = slice(bands * 50 // 80, bands * 60 // 80)
-    apart = 40 * (softened - soft)[heard, 55:95]  # dB
-    assert float(apart.abs().max()) < 0.5 and float((40 * (loud - soft)[heard, 55:95]).min()) > 14
-    config = replace(OFF, feature_hiss_db=20.0)
-    changed = [not torch.equal(augment_mel(loud, config, seeded(seed)), loud) for seed in range(100)]
-    assert 30 < sum(changed) < 70

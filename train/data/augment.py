@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 
 from omni.audio.io import SAMPLE_RATE, read_audio, resample
 from omni.errors import UserError
-from train.data.warp import add_echo, add_feature_noise, shape, soften_hiss, warp
+from train.data.warp import add_echo, add_feature_noise, shape, warp
 
 Range = tuple[float, float]
 
@@ -71,10 +71,6 @@ class AugmentConfig:
     """Part of the clips that echo."""
     feature_range: Range | None = None
     """Another recorder's floor: what lies further below the loudest band, in log10 of power, is raised to it: (3.4, 5.4)."""
-    feature_hiss_db: float | None = None
-    """Careless or badly recorded consonants: what hisses is weakened, by 0 to so many dB in a clip."""
-    feature_hiss_probability: float = 0.5
-    """Part of the clips in which it is."""
     freq_masks: int = 0
     """Number of masks over mel bands, each of 0 to `freq_width` bands."""
     freq_width: int = 12
@@ -103,15 +99,13 @@ class AugmentConfig:
                 continue
             if len(drawn) != 2 or not all(isfinite(x) for x in drawn) or not low <= drawn[0] <= drawn[1] <= high:
                 raise UserError(f"augment.{key}={drawn}: give lowest and highest, between {low:g} and {high:g}")
-        for key in ("feature_shape_db", "feature_hiss_db"):
-            if getattr(self, key) is not None and not 0 <= getattr(self, key) <= 40:
-                raise UserError(f"augment.{key}={getattr(self, key)}: give a number from 0 to 40")
+        if self.feature_shape_db is not None and not 0 <= self.feature_shape_db <= 40:
+            raise UserError(f"augment.feature_shape_db={self.feature_shape_db}: give a number from 0 to 40")
         for key in (
             "noise_probability",
             "noise_file_probability",
             "feature_noise_probability",
             "feature_echo_probability",
-            "feature_hiss_probability",
             "time_fraction",
         ):
             if not 0.0 <= getattr(self, key) <= 1.0:
@@ -194,13 +188,10 @@ def _vary(mel: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
     """The speaker, the noise and the loudness of features `[M, F]` without their sound: `[M, F']`."""
     varied = (config.warp_speed, config.warp_bands, config.feature_shape_db, config.feature_noise, config.feature_gain_db)
     rooms = (config.feature_echo, config.feature_range)
-    if not any((*varied, *rooms, config.feature_hiss_db)):
+    if not any(varied + rooms):
         return mel
     # All at once, which costs a seventh of one by one.
-    count = 13 if config.feature_hiss_db else 11 if any(rooms) else 7
-    places = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
-    if config.feature_hiss_db and places[11] < config.feature_hiss_probability:
-        mel = soften_hiss(mel, places[12] * config.feature_hiss_db)
+    places = torch.rand(11 if any(rooms) else 7, generator=generator, dtype=torch.float64).tolist()
     if config.warp_speed is not None or config.warp_bands is not None:
         speed = _between(config.warp_speed, places[0]) if config.warp_speed else 1.0
         bands = _between(config.warp_bands, places[1]) if config.warp_bands else 1.0

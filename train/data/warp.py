@@ -15,8 +15,6 @@ import torch
 from torch import Generator, Tensor
 
 _LN10 = log(10.0)
-_VOICE, _HISS = (3 / 80, 17 / 80), (35 / 80, 62 / 80)
-"""Shares of Whisper's bands: 0.15 to 0.7 kHz, and 1.4 to 4 kHz."""
 
 
 def warp(mel: Tensor, speed: float, bands: float) -> Tensor:
@@ -78,18 +76,6 @@ def add_echo(mel: Tensor, frames: float, decibels: float) -> Tensor:
     power = np.exp((x - 1) * np.float32(4 * _LN10))
     power += power @ weights.astype(np.float32)
     return torch.from_numpy(1 + np.log(power, out=power) * np.float32(0.25 / _LN10))
-
-
-def soften_hiss(mel: Tensor, decibels: float) -> Tensor:
-    """Weaken what hisses in features [M, F] by up to so many dB: of some people, and at 8 kHz, an s is hardly heard.
-
-    A frame hisses where its loudest band of 1.4 to 4 kHz is about as loud as the loudest of 0.15 to 0.7 kHz: it loses half of
-    the decibels where that is 3 dB softer, and nearly all where it is 10 dB louder. Nothing falls below Whisper's floor.
-    """
-    x = mel.numpy()
-    high, low = (x[round(a * len(x)) : round(b * len(x))].max(0) for a, b in (_HISS, _VOICE))
-    share = 1 / (1 + np.exp(-4 * (4 * (high - low) + 0.3)))  # a feature is log10 of power, over 4
-    return torch.from_numpy(np.maximum(x - (share * (decibels / 40)).astype(np.float32), x.max() - 2))
 
 
 def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generator) -> Tensor:
