@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -380,7 +381,7 @@ def main(argv: Sequence[str]) -> int:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but this machine has no GPU that PyTorch can use; leave it out")
-    console = Console()
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     for title, rows in sections(device, options.only, options.positions, options.config):
         if options.json:
             print(json.dumps({"table": title, "rows": {row.name: row.value for row in rows}}), flush=True)

@@ -8,6 +8,7 @@ seed: so few draws as there are seeds say little about the tails, which the pict
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -210,6 +211,6 @@ def main(argv: Sequence[str]) -> int:
     out = Path(options.out)
     found = compare(config, methods, range(options.first_seed, options.first_seed + options.seeds), out, fit)
     write(found, out)
-    Console().print(shown(found))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(shown(found))
     print(f"{out / JSON}\n{out / PICTURE}")
     return 0
