@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -39,7 +40,8 @@ HELP = """usage: python -m train COMMAND [options]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. A user's mistake is one line and exit code 2; an interrupt is 130."""
+    """Run a command. A user's mistake is one line and exit code 2; an interrupt is 130, and
+    141 where nobody reads what is printed any more."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
@@ -48,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     try:
         check_command(arguments[0], COMMANDS)
-        return importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+        code: int = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+        sys.stdout.flush()
+        return code
     except UserError as error:
         if debug:
             raise
@@ -56,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the exit flushes what is left
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if debug or (error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)):
             raise

@@ -74,8 +74,9 @@ def test_weights_stored_in_half_precision(folder: Path) -> None:
     change(folder, lambda name, tensor: tensor.bfloat16())
     half = MimiCodec.from_folder(folder)
     change(folder, lambda name, tensor: tensor.float())
-    codes = random_codes(half, 5)
-    assert torch.equal(half.decode(codes), MimiCodec.from_folder(folder).decode(codes))
+    codes, full = random_codes(half, 5), MimiCodec.from_folder(folder)
+    # Not bit for bit: some processors add up otherwise where tensors lie otherwise in memory.
+    assert torch.allclose(half.decode(codes), full.decode(codes), rtol=0, atol=1e-6)
 
 
 class Malicious:

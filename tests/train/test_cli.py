@@ -38,6 +38,20 @@ def test_help_is_quick_and_names_the_commands() -> None:
     assert all(name in done.stdout for name in COMMANDS)
 
 
+@pytest.mark.parametrize("letters", [10, 1_000_000])
+def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
+    code = (
+        "import sys, types; import train.cli as cli; sys.modules['wordy'] = module = types.ModuleType('wordy'); "
+        f"module.main = lambda words: print('x' * {letters}) or 0; cli.COMMANDS['wordy'] = ('wordy', ''); "
+        "sys.exit(cli.main(['wordy']))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

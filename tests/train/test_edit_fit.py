@@ -62,13 +62,20 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(place, capsys):
 def test_an_editor_edits(place, tmp_path):
     if not (place / "run" / "editor").exists():
         fit(place)
-    facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab"}])
+    lines = [{"question_text": "one", "answer_text": "ab"}, {"question_text": "two", "answer_text": "ba"}]
+    facts = write(tmp_path / "facts.jsonl", lines[:1])
     editor = ("--method", "mend", "--editor", str(place / "run" / "editor"), "--tasks", "[T1T2]")
     assert main(["apply", str(place / "model"), str(facts), str(tmp_path / "edits"), *QUICK, *editor]) == 0
     lm = SpeechLM.from_pretrained(place / "model")
     edits = load_edits(tmp_path / "edits", lm.model)
     assert list(edits.deltas) == ["decoder.blocks.1.mlp.up"] and edits.deltas["decoder.blocks.1.mlp.up"].b.any()
     assert json.loads((tmp_path / "edits" / "edits.json").read_text())["extra"]["method"] == "mend"
+    several = []
+    for name, chosen in (("second", lines[1:]), ("both", lines)):  # several facts are several edits together
+        write(facts, chosen)
+        assert main(["apply", str(place / "model"), str(facts), str(tmp_path / name), *QUICK, *editor]) == 0
+        several.append(load_edits(tmp_path / name, lm.model).deltas["decoder.blocks.1.mlp.up"].weight())
+    torch.testing.assert_close(several[1], several[0] + edits.deltas["decoder.blocks.1.mlp.up"].weight())
 
 
 @pytest.mark.parametrize(

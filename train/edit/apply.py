@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from omni.edit.deltas import Edits
+from omni.edit.deltas import Edits, stack
 from omni.edit.finetune import finetune
 from omni.edit.linears import is_linear, mlp_linears
 from omni.edit.mend import load_mend
@@ -81,8 +81,9 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     if not taught:
         raise UserError(f"{facts.place}: no fact can be asked as {', '.join(tasks)}; give questions as texts or recordings")
     if mend is not None:
-        first = lessons.pieces([rows[0] for rows in fact_rows(facts, speakers, 1, rephrased=False)], tasks)
-        edits = mend.edit(lm.model, first, lessons.loss)
+        # One after another, as the editor has learnt them: their mean gradient is no correction that it has ever seen.
+        first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, rephrased=False)]
+        edits = stack([mend.edit(lm.model, pieces, lessons.loss) for pieces in first if pieces])
         return Taught(edits, len(facts.facts), time.monotonic() - started, _after(lessons, edits, taught), None)
     others = _untouched(lm, lessons, facts, config, tasks)
     mixture = _Mixture(lessons, taught, others, config)
