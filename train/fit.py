@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor
 
@@ -35,7 +34,7 @@ from train.initial import Initial, build_initial
 from train.loop import Loop, Outcome, Parts
 from train.objective import Objective, cells, targets
 from train.optim import describe
-from train.parallel import build_fabric, launch
+from train.parallel import build_fabric, launch, leave
 from train.parse import read_fit_config
 from train.shelf import write_text
 from train.validation import build_validator
@@ -69,8 +68,7 @@ def fit(config: FitConfig) -> Outcome | None:
         outcome = loop.run()
         return outcome if fabric.global_rank == 0 else None
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
 
 
 def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -24,6 +26,9 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(hours=4)
 """How long processes wait for each other, validation by one of them included; a process that dies is noticed at once."""
+
+GRACE = 0.2
+"""Seconds a process that leaves gives the threads of its group."""
 
 
 def build_fabric(config: FabricConfig) -> Fabric:
@@ -63,6 +68,19 @@ def launch(fabric: Fabric) -> None:
     """Start the run's other processes, unless somebody has: under `fabric run` they are there already."""
     if not _by_fabric_run():
         fabric.launch()
+
+
+def leave() -> None:
+    """End the process group, if there is one, and let its threads finish their last work.
+
+    A thread of gloo that still wants the interpreter's lock when the interpreter ends, to free a tensor, aborts
+    the process after all its work is done (PyTorch issue 190489). Ending the group waits for its threads only
+    where nothing else holds the group, and wrappers as DDP do, in cycles.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(GRACE)
 
 
 def _by_fabric_run() -> bool:

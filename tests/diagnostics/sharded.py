@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni.diagnostics import Guard
+from train.parallel import leave
 
 WIDTH = 8
 X = torch.ones(3, WIDTH)
@@ -105,7 +106,7 @@ def processes() -> Iterator[DeviceMesh]:
     try:
         yield init_device_mesh("cpu", (int(dist.get_world_size()),))
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def main() -> None:

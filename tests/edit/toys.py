@@ -161,6 +161,7 @@ def main(folder: Path, name: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from omni.edit.merge import merge, revert
+    from train.parallel import leave
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -179,7 +180,7 @@ def main(folder: Path, name: str) -> None:
     if dist.get_rank() == 0:
         torch.save(out, folder / f"{name}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

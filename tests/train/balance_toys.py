@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from train.data.mixture import TaskMixture
 from train.data.pipeline import PackingConfig, Pipeline
 from train.loop import Parts
 from train.objective import Objective, ObjectiveConfig, cells, targets
+from train.parallel import leave
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)
@@ -195,5 +195,4 @@ if __name__ == "__main__":
     try:
         main(json.loads(sys.argv[1]))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.close import assert_near
 from train.balance import BalanceConfig, Balancer
 from train.balance.tap import Tap
+from train.parallel import leave
 
 NAMES = ["a", "b", "c"]
 METHODS = ("mgda", "pcgrad", "nashmtl", "excessmtl", "dbmtl", "moco", "gradnorm")
@@ -121,7 +122,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     check(rank)
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_processes_are_one() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from _thread import start_new_thread
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.toys import adapted_parts, final_tensors, toy_config, toy_fit, toy_parts
-from train import shelf
+from train import parallel, shelf
 from train.adapters import LoRASection
 from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig
 from train.logs import METRICS, read_table
@@ -186,6 +187,21 @@ def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, bl
     assert two_processes(options, "torchrun", seconds=60) == [2, 2]
     newest = shelf.newest(tmp_path / "checkpoints")
     assert newest is not None and shelf.read_state(newest)["step"] == int(newest.name[5:])
+
+
+def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the interpreter's lock when the group ends gets it before the process goes on to its end."""
+    ended: list[str] = []
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel.dist, "destroy_process_group", lambda: ended.append("group"))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # nobody gets the lock but from one who waits
+    try:
+        start_new_thread(lambda: ended.append("thread"), ())
+        parallel.leave()
+    finally:
+        sys.setswitchinterval(before)
+    assert ended == ["group", "thread"]
 
 
 def test_only_the_decoders_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

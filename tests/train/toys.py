@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,7 +34,7 @@ from train.config import (
 )
 from train.loop import Loop, Outcome, Parts
 from train.objective import Losses
-from train.parallel import build_fabric
+from train.parallel import build_fabric, leave
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
 
@@ -246,6 +245,5 @@ if __name__ == "__main__":
     try:
         code = main(json.loads(sys.argv[1]))
     finally:
-        if dist.is_initialized():  # as `train.fit.fit` does: threads that wait for the others must not outlive them
-            dist.destroy_process_group()
+        leave()
     sys.exit(code)
