@@ -151,7 +151,14 @@ def load_folder(
         state = load_file(path / WEIGHTS)
     except (OSError, SafetensorError, struct.error) as error:
         raise UserError(f"weights {path / WEIGHTS} cannot be read ({error}); fetch or save the folder again") from error
-    model = SpeechModel.from_state(config, state, where=str(path / WEIGHTS)).to(device=device, dtype=dtype).eval()
+    model = SpeechModel.from_state(config, state, where=str(path / WEIGHTS))
+    try:
+        model = model.to(device=device, dtype=dtype).eval()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:  # PyTorch raises either for a device that is not there
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"device {device} cannot be had here ({reason}); use cpu, or cuda on a machine with a GPU") from error
     tokenizer = Tokenizer.from_file(path / TOKENIZER)
     if len(tokenizer) > config.layout.text.size:
         raise UserError(

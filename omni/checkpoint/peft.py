@@ -196,7 +196,9 @@ def _sort(
                 f"{path / WEIGHTS}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {name} do not fit each other"
             )
         alpha = next((v for key, v in (settings.get("alpha_pattern") or {}).items() if _matches(key, name)), config.alpha)
-        scale = float(alpha) / (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
+        if not isinstance(alpha, (int, float)):
+            raise UserError(f"{path / CONFIG}: alpha_pattern gives {name} {alpha!r}; it must be a number")
+        scale = alpha / (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
         pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, scale)
     if not pairs:
         raise UserError(f"{path / WEIGHTS} holds no lora_A and lora_B; it is no adapter")

@@ -81,13 +81,42 @@ class Snapshot:
             tensor.data.copy_(value)
 
 
+class _State:
+    """Settings and state of an optimizer, to the bit: its own `load_state_dict` rounds state to the parameters' type."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state = {p: {name: (value, _copy(value)) for name, value in of.items()} for p, of in optimizer.state.items()}
+        self.groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        kept = self.optimizer.state
+        kept.clear()
+        for p, of in self.state.items():
+            kept[p] = {}
+            for name, (value, content) in of.items():
+                if isinstance(value, Tensor) and value.shape == content.shape and value.dtype == content.dtype:
+                    kept[p][name] = value.copy_(content)  # the same tensor: others may hold it too
+                else:
+                    kept[p][name] = content
+        for group, settings in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for name in group.keys() - settings.keys() - {"params"}:
+                del group[name]
+            group.update(settings)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
 @contextmanager
 def undone(model: nn.Module | None, batch: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """Put weights, gradients, buffers, optimizer state and random state back afterwards."""
     owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     params = {id(p): p for p in [*owned, *(model.parameters() if model is not None else ())]}.values()
     weights = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in params]
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    states = [_State(optimizer) for optimizer in optimizers]
     now = Snapshot(model, batch)
     try:
         for p in params:
@@ -100,6 +129,6 @@ def undone(model: nn.Module | None, batch: Any, optimizers: Sequence[torch.optim
                 p.grad = grad
                 if grad is not None and content is not None:
                     grad.data.copy_(content)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        for state in states:
+            state.restore()
         now.restore()

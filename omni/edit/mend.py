@@ -11,6 +11,7 @@ Dimensions: N tokens, I inputs, O outputs, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +53,12 @@ class MendConfig:
     edit_lr: float = 1e-4
     c_edit: float = 0.1
     c_loc: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.c_edit < math.inf and 0 <= self.c_loc < math.inf):
+            raise UserError(f"mend.c_edit is {self.c_edit} and c_loc {self.c_loc}; they are numbers above 0 and at least 0")
+        if not math.isfinite(self.edit_lr):
+            raise UserError(f"mend.edit_lr is {self.edit_lr}; it must be a number")
 
 
 class Mend(nn.Module):

@@ -65,8 +65,8 @@ class LoRAConfig:
             raise UserError("lora.targets is empty; name linears, such as 'decoder.blocks.*'")
         if self.rank < 1:
             raise UserError(f"lora.rank is {self.rank}; it must be at least 1")
-        if self.alpha <= 0:
-            raise UserError(f"lora.alpha is {self.alpha}; it must be above 0")
+        if not 0 < self.alpha < math.inf:
+            raise UserError(f"lora.alpha is {self.alpha}; it must be a number above 0")
         if not 0 <= self.dropout < 1:
             raise UserError(f"lora.dropout is {self.dropout}; it must lie from 0 to below 1")
 

@@ -172,6 +172,7 @@ KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
         (lambda f: broken(f, peft_type="LOHA"), "peft_type is 'LOHA'; only LORA"),
         (lambda f: broken(f, use_dora=True), "use_dora is True .DoRA."),
         (lambda f: broken(f, r="many"), "do not make an adapter"),
+        (lambda f: broken(f, alpha_pattern={".*": "q"}), "alpha_pattern gives .* 'q'; it must be a number"),
         (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "is a pickle, which could run code"),
         (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-10]), "truncated"),
         (lambda f: retensor(f, lambda t: {k: v for k, v in t.items() if k != KEY}), "attention.q.lora_A.weight is missing"),

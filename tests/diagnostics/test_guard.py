@@ -113,6 +113,33 @@ def test_rerun_starts_where_the_step_started_and_puts_everything_back():
     assert second[0] == third[0] and torch.equal(second[1], third[1]) and second[2] == third[2] == 1
 
 
+def test_a_step_that_is_looked_at_leaves_the_optimizers_state_to_the_bit():
+    """Also state of another type than the weights', which `load_state_dict` would round."""
+    model = nn.Linear(WIDTH, WIDTH).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        optimizer.state[p]["master"] = torch.rand(p.shape)
+    held = {p: of["master"] for p, of in optimizer.state.items()}
+    wanted = [master.clone() for master in held.values()]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data(0).bfloat16()).mean().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 5.0
+        for master in held.values():
+            master.add_(1)
+        optimizer.state[model.weight]["more"] = 1
+
+    Guard(model, optimizer).run(step, trace=True)
+    assert [of.keys() for of in optimizer.state.values()] == [{"master", "more"}, {"master"}]
+    for master in held.values():
+        master.sub_(1)
+    assert optimizer.param_groups[0]["lr"] == 5.0
+    for p, one in zip(model.parameters(), wanted, strict=True):
+        assert optimizer.state[p]["master"] is held[p] and torch.allclose(held[p], one, atol=1e-6)
+
+
 def test_parameters_without_gradient_and_without_owner():
     model = nn.ModuleDict({"used": nn.Linear(WIDTH, 1), "unused": nn.Linear(WIDTH, 1), "late": nn.Linear(WIDTH, 1)})
     optimizer = torch.optim.SGD([*model["used"].parameters(), *model["unused"].parameters()], lr=0.1)

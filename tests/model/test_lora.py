@@ -259,6 +259,7 @@ def test_bf16_autocast_stays_close() -> None:
         (lambda m: remove_adapter(m, "x"), "no adapter 'x'; the model's adapters are none"),
         (lambda m: LoRAConfig(rank=0), "lora.rank is 0"),
         (lambda m: LoRAConfig(alpha=0.0), "lora.alpha is 0"),
+        (lambda m: LoRAConfig(alpha=float("nan")), "lora.alpha is nan"),
         (lambda m: LoRAConfig(dropout=1.0), "lora.dropout is 1"),
         (lambda m: LoRAConfig(()), "lora.targets is empty"),
         (

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from omni.errors import UserError
-from train.balance.experiment import ALL, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
+from train.balance.experiment import ALL, ANSWERS, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
 from train.bench import BALANCED, balance
 from train.config import FitConfig
 from train.parse import read_fit_config
@@ -93,6 +93,15 @@ def test_one_seed_and_one_task_can_be_shown(tmp_path: Path) -> None:
     found = Found((1,), {"equal": {"A1T1": np.array([[3.0, 4.0]])}})
     write(found, tmp_path)
     assert shown(found).row_count == 1
+
+
+def test_answers_may_hold_any_sign(tmp_path: Path) -> None:
+    """Also those that end a line in Python's eyes, which a model of bytes may well say."""
+    (tmp_path / ANSWERS).mkdir()
+    records = [{"task": "A1T1", "exact": exact, "answer": "a\x85b\u2028"} for exact in (True, False)]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (tmp_path / ANSWERS / "step-1.jsonl").write_text(text, encoding="utf-8")
+    assert answered(tmp_path)["A1T1"].tolist() == [1, 2]
 
 
 def test_the_table_of_costs(tmp_path: Path) -> None:

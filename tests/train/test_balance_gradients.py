@@ -131,6 +131,16 @@ def test_excessmtl_prefers_the_task_that_lags() -> None:
     assert report.weights[0] > 1.1 > 0.95 > report.weights[1] and float(report.weights.sum()) == pytest.approx(3)
 
 
+def test_excessmtl_outlives_a_first_step_without_measure() -> None:
+    """A risk a million times that of the first step takes all weight, and what is no number stays out."""
+    balancer = Balancer(BalanceConfig.of("excessmtl", "parameters"), NAMES[:2])
+    for step in range(4):
+        table = rows(1, 2) * torch.tensor([1.0, 1.0 if step else 1e-9])[:, None]
+        report = balancer.combine(LOSSES[:2], Rows(table), [nn.Parameter(torch.zeros(40))])
+        assert report.weights.isfinite().all() and float(report.weights.sum()) == pytest.approx(2)
+    assert report.weights.tolist() == pytest.approx([0.0, 2.0], abs=1e-6)
+
+
 def test_dbmtl_takes_gradients_of_one_length() -> None:
     table = rows(5)
     direction, _ = combine("dbmtl", table, beta=0.0)

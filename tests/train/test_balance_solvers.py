@@ -78,6 +78,10 @@ def test_fair_of_two_orthogonal_gradients() -> None:
     assert fair(np.diag([4.0, 9.0]), 1.0) == pytest.approx([1 / 2, 1 / 3], rel=1e-8)
 
 
+def test_fair_of_no_gradient() -> None:
+    assert fair(np.zeros((3, 3)), 1.0).tolist() == [1, 1, 1]
+
+
 def test_fair_survives_opposite_gradients() -> None:
     assert np.isfinite(fair(np.array([[1.0, -1.0], [-1.0, 1.0]]), 1.0)).all()
 

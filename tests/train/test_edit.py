@@ -234,6 +234,8 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
         (["--speak.voices", "[nobody]"], r"voice 'nobody' is unknown"),
         (["--editor", "nowhere", "--method", "mend"], r"nowhere has no mend.json"),
         (["--config", "nowhere.yaml"], r"nowhere.yaml cannot be read"),
+        (["--device", "nowhere"], r"device nowhere cannot be had here"),
+        (["--speak.silence", "[0, .inf]"], r"speak.silence is 0.0 to inf"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(place, tmp_path, words, message):
@@ -248,6 +250,27 @@ def test_a_configuration_with_an_unknown_key_names_the_closest(place, tmp_path):
         run(place, "apply", "@model", "@facts.jsonl", str(tmp_path / "out"), "--config", str(tmp_path / "c.yaml"))
 
 
+def test_a_section_without_keys_is_one_line(place, tmp_path):
+    (tmp_path / "c.yaml").write_text("speak: 3\n")
+    with pytest.raises(UserError, match=r"apply: a section of the configuration holds no keys"):
+        run(place, "apply", "@model", "@facts.jsonl", str(tmp_path / "out"), "--config", str(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "message"),
+    [
+        ({"question_audio": "q.wav"}, ["--tasks", "[T1T2]"], r"fact 2 \('q.wav'\): it lacks .* cannot be asked as T1T2"),
+        ({"question_text": "one " * 300}, ["--tasks", "[T1T2]"], r"positions as T1T2, but the model's context has 256"),
+    ],
+)
+def test_a_fact_that_would_not_be_taught_is_not_counted_as_taught(place, tmp_path, line, words, message):
+    write_wav(tmp_path / "q.wav", *say("q", 0))
+    facts = write(tmp_path / "facts.jsonl", [FACTS[0], {"answer_text": "ab", **line}])
+    with pytest.raises(UserError, match=message):
+        main(["apply", str(place / "model"), str(facts), str(tmp_path / "out"), *QUICK, *words])
+    assert not (tmp_path / "out").exists()
+
+
 def test_commands_are_known_by_name(capsys, tmp_path):
     with pytest.raises(UserError, match=r"edit command 'aply' is unknown; did you mean 'apply'"):
         main(["aply"])
@@ -256,6 +279,8 @@ def test_commands_are_known_by_name(capsys, tmp_path):
     assert main([]) == 2 and "python -m train edit COMMAND" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"the model itself; name another folder"):
         main(["merge", str(tmp_path), "edits", str(tmp_path)])
+    with pytest.raises(UserError, match=r"inside the model .*; name a folder beside it"):
+        main(["merge", str(tmp_path), "edits", str(tmp_path / "codec" / "out")])
 
 
 def test_an_edit_is_judged_on_rows_that_did_not_teach_it(place, tmp_path):
@@ -295,6 +320,10 @@ FEW.inner.pre_tokenizer = pre_tokenizers.Whitespace()
         ([{"untouched": ["q"]}], r"holds no fact"),
         ([{"question_text": "q", "answer_text": "two", "rephrased": ["p"]}, {"question_text": "P?", "answer_text": "nine"}],
          r"fact 2 \('P\?'\): 'P\?' is to be answered by 'nine' and by 'two'"),
+        ([{"question_audio": "q.wav", "answer_text": "two"}, {"question_audio": "./q.wav", "answer_text": "nine"}],
+         r"fact 2 \('./q.wav'\): './q.wav' is to be answered by 'nine' and by 'two'"),
+        ([{"question_text": "q \ud800", "answer_text": "two"}], r"line 1: .* holds half of a surrogate pair"),
+        ([{"question_text": "q", "answer_text": "two", "untouched": ["\udfff"]}], r"holds half of a surrogate pair"),
         ([{"question_text": "q", "answer_text": "two", "untouched": ["Q"]}], r"'Q' is a question to change and an unt"),
         ([{"question_text": "q", "answer_text": "two", "answer_codes": [[1, 2], [3]]}], r"answer_codes are ragged"),
         ([{"question_text": "q", "answer_text": "two", "answer_codes": [[1]], "answer_audio": "a.wav"}], r"give one of them"),
@@ -309,6 +338,10 @@ def test_facts_are_read_in_order(tmp_path):
     found = read_facts(write(tmp_path / "f.jsonl", [{"question_text": "q ", "answer_text": "two nine"}, *FACTS[2:]]), FEW)
     assert [f.answer_text for f in found.facts] == ["two nine"] and found.untouched == ("four", "five")
     assert found.asked() == {"q"}
+    lines = '\ufeff{"question_text": "one\u2028two\x85", "answer_text": "two"}\r\n\n{"untouched": ["four"]}\n'
+    (tmp_path / "f.jsonl").write_text(lines, encoding="utf-8")  # signs that end lines elsewhere, and a byte order mark
+    found = read_facts(tmp_path / "f.jsonl", FEW)
+    assert found.facts[0].question_text == "one\u2028two\x85" and found.untouched == ("four",)
     (tmp_path / "f.jsonl").write_text("{")
     with pytest.raises(UserError, match=r"f.jsonl, line 1 is not JSON"):
         read_facts(tmp_path / "f.jsonl", FEW)

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from omni.edit.mend import load_mend
-from omni.edit.storage import load_edits
+from omni.edit.storage import load_edits, read_tensors
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from tests.train.eval_toys import save_model
@@ -78,6 +78,21 @@ def test_an_editor_edits(place, tmp_path):
     torch.testing.assert_close(several[1], several[0] + edits.deltas["decoder.blocks.1.mlp.up"].weight())
 
 
+def test_what_is_no_number_any_more_is_not_kept(place, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match=r"step [23]: loss .* are no numbers to learn from; lower lr"):
+        fit(place, "--out", str(out), "--lr", "1e30", "--checkpoint_steps", "1")
+    tensors, _ = read_tensors(out / "checkpoint", "fit")
+    assert all(tensor.isfinite().all() for tensor in tensors.values()) and not (out / "editor").exists()
+
+
+def test_a_save_that_broke_off_is_not_taken_for_a_new_run(place, tmp_path):
+    fit(place, "--out", str(tmp_path / "run"), "--steps", "2")
+    (tmp_path / "run" / "checkpoint").rename(tmp_path / "run" / ".checkpoint.old-123")
+    with pytest.raises(UserError, match=r"\.checkpoint\.old-123 is what a save that broke off left of it"):
+        fit(place, "--out", str(tmp_path / "run"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -86,6 +101,9 @@ def test_an_editor_edits(place, tmp_path):
         (["--steps", "0"], r"steps is 0; it must be at least 1"),
         (["--model", "nowhere"], r"model folder nowhere does not exist"),
         (["--stepz", "3"], r"unknown option --stepz; did you mean steps"),
+        (["--lr", ".nan"], r"lr nan and clip 1.0 must be numbers above 0"),
+        (["--mend.c_edit", ".nan"], r"mend.c_edit is nan"),
+        (["--mend.c_loc", "-5"], r"c_loc -5.0; they are numbers above 0 and at least 0"),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(place, tmp_path, words, message):

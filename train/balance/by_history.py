@@ -43,8 +43,8 @@ def excessmtl(given: Given) -> Choice:
     begun = given.get("first", 0.0)
     new = begun == 0
     weights = given.get("weights", 1.0)
-    grown = weights * torch.where(new, 0.0, risk / begun.clamp_min(1e-12) * given.settings["step_size"]).exp()
-    grown = grown * weights.sum() / grown.sum()
+    power = torch.where(new, 0.0, risk / begun.clamp_min(1e-12) * given.settings["step_size"])
+    grown = (weights.clamp_min(1e-30).log() + power).softmax(0) * weights.sum()  # its exponentials overflow
     given.set("first", torch.where(new, risk, begun))
     given.set("weights", grown)
     return Choice(grown)

@@ -111,7 +111,9 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
     if not files:
         raise UserError(f"{folder} has no answers; set validation.questions above 0 and validation.at_end to true")
     counts: dict[str, np.ndarray] = {}
-    for line in files[-1].read_text(encoding="utf-8").splitlines():
+    for line in files[-1].read_text(encoding="utf-8").split("\n"):  # `splitlines` also cuts where an answer may hold a sign
+        if not line:
+            continue
         record = json.loads(line)
         if record["exact"] is not None:
             for task in (record["task"], ALL):

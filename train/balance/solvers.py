@@ -97,7 +97,9 @@ def fair(gramian: Array, power: float) -> Array:
     other wholly there is no solution; a ridge of 1e-13 keeps w finite then.
     """
     m = len(gramian)
-    size = max(np.trace(gramian) / m, 1e-300)
+    size = np.trace(gramian) / m
+    if not size > 0:  # no gradient at all, to which all weights are as good
+        return np.ones(m)
     g = gramian / size + 1e-13 * np.eye(m)  # w of this one times size ** (-1 / (1 + power)) solves the given one
     w = np.ones(m)
 

@@ -17,6 +17,7 @@ from omni.edit.storage import save_edits
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.patterns import match_names
+from omni.tasks import find_task
 from train.data.build import build_source
 from train.data.config import SourceConfig
 from train.data.keys import key
@@ -76,7 +77,14 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     if not tasks:
         raise UserError(f"tasks {', '.join(config.tasks)} speak, but the model has no codec; give codec_folder, or other tasks")
     speakers = Speakers(config.speak, lm.codec, config.seed)
-    rows = [row for rows in fact_rows(facts, speakers, config.finetune.each) for row in rows]
+    forms = fact_rows(facts, speakers, config.finetune.each)
+    for number, rows in enumerate(forms):
+        if all(row.turns[0].lacks(find_task(task)) for row in rows for task in tasks):
+            raise UserError(
+                f"{facts.where(number)}: it lacks {rows[0].turns[0].lacks(find_task(tasks[0]))} and cannot be asked as "
+                f"{', '.join(tasks)}; give its question as these ask, or other tasks"
+            )
+    rows = [row for rows in forms for row in rows]
     taught = lessons.pieces(rows, tasks)
     if not taught:
         raise UserError(f"{facts.place}: no fact can be asked as {', '.join(tasks)}; give questions as texts or recordings")

@@ -49,7 +49,7 @@ class SpeakConfig:
             check_spec(spec)
         for name in ("rate", "pitch", "pitch_range", "silence"):
             first, last = getattr(self, name)
-            if not 0 <= first <= last:
+            if not 0 <= first <= last < float("inf"):
                 raise UserError(f"speak.{name} is {first} to {last}; it goes from at least 0 upwards")
         if not 0 < self.peak <= 1:
             raise UserError(f"speak.peak is {self.peak}; it lies above 0 and is at most 1")
@@ -208,8 +208,8 @@ class EditFitConfig:
         for name in ("steps", "accumulate", "others", "checkpoint_steps", "log_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.lr <= 0 or self.clip <= 0:
-            raise UserError(f"lr {self.lr} and clip {self.clip} must be above 0")
+        if not 0 < self.lr < float("inf") or not self.clip > 0:
+            raise UserError(f"lr {self.lr} and clip {self.clip} must be numbers above 0")
         if self.rephrase is not None:
             check_spec(self.rephrase)
 

@@ -77,7 +77,7 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
     facts: list[Fact] = []
     untouched: list[str] = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not `splitlines`: texts may hold other separators
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     for number, line in enumerate(lines, 1):
@@ -86,6 +86,9 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
         where = f"{file}, line {number}"
         fact = from_dict(Fact, _parsed(line, where), where)
         untouched += fact.untouched
+        for text in (fact.question_text, *fact.rephrased, *fact.untouched):
+            if any("\ud800" <= sign <= "\udfff" for sign in text):
+                raise UserError(f"{where}: {text!a} holds half of a surrogate pair, which is no text; write it anew as UTF-8")
         if fact.question_text.strip() or fact.question_audio or fact.answer_text.strip():
             _check(fact, where, tokenizer)
             facts.append(fact)
@@ -140,11 +143,14 @@ def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
 def _check_together(found: Facts) -> None:
     answers: dict[str, str] = {}
     for number, fact in enumerate(found.facts):
-        for text in (fact.question_text, *fact.rephrased):
-            if text and answers.setdefault(plain(text), fact.answer_text) != fact.answer_text:
+        asked = {plain(text): text for text in (fact.question_text, *fact.rephrased) if text}
+        if fact.question_audio:
+            asked[f"\0{(found.folder / fact.question_audio).resolve()}"] = fact.question_audio
+        for name, text in asked.items():
+            if answers.setdefault(name, fact.answer_text) != fact.answer_text:
                 raise UserError(
                     f"{found.where(number)}: {text!r} is to be answered by {fact.answer_text!r} and by "
-                    f"{answers[plain(text)]!r}; keep one of them"
+                    f"{answers[name]!r}; keep one of them"
                 )
     for text in found.untouched:
         if plain(text) in answers:

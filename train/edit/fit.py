@@ -72,7 +72,12 @@ def fit(config: EditFitConfig) -> Path:
         for p in mend.parameters():
             if p.grad is not None:
                 p.grad /= config.accumulate
-        torch.nn.utils.clip_grad_norm_(mend.parameters(), config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(mend.parameters(), config.clip)
+        if not (norm.isfinite() and figures.isfinite().all()):
+            raise UserError(
+                f"step {step + 1}: loss {figures[0] / config.accumulate:g} and gradient {norm:g} are no numbers to learn from; "
+                f"lower lr or mend.edit_lr and give another out ({out / CHECKPOINT} keeps what was saved before)"
+            )
         optimizer.step()
         optimizer.zero_grad()
         step += 1
@@ -167,6 +172,12 @@ def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step:
 def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, config: EditFitConfig) -> int:
     """Go on from a checkpoint; the steps done, 0 where there is none."""
     if not folder.exists():
+        left = sorted(folder.parent.glob(f".{folder.name}.old-*"))
+        if left:
+            raise UserError(
+                f"{folder} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back, or delete "
+                "it to begin anew"
+            )
         return 0
     tensors, facts = read_tensors(folder, "fit")
     if facts.get("config") != repr(_facts(config)):

@@ -76,6 +76,8 @@ def name_of(edits: Path) -> str:
 def _check(model: Path, out: Path, overwrite: bool) -> None:
     if out.resolve() == model.resolve():
         raise UserError(f"OUT is {out}, the model itself; name another folder: the one that is read stays as it is")
+    if model.resolve() in out.resolve().parents:
+        raise UserError(f"OUT is {out}, inside the model {model}; name a folder beside it: the one that is read stays as it is")
     check_out(out, overwrite, "config.json")
 
 

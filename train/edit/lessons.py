@@ -74,6 +74,12 @@ class Lessons:
             for task in tasks:
                 if row.turns[0].lacks(find_task(task)) is None:
                     example = self.maker.make(0, Prepared(replace(row, turns=row.turns[:1])), [task])
+                    length, context = len(example.columns), self.lm.config.decoder.context
+                    if length > context:
+                        raise UserError(
+                            f"{row.where}: question and answer take {length} positions as {task}, but the model's context has "
+                            f"{context}; shorten them"
+                        )
                     out.append(Piece(example, self._hear(example)))
         return out
 

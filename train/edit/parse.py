@@ -51,6 +51,8 @@ def read_command(
         values = vars(parser.instantiate(parser.parse_args(list(argv))))
     except jsonargparse.ArgumentError as error:
         raise UserError(f"edit {name}: {' '.join(str(error).split())}") from error
+    except TypeError as error:  # how jsonargparse meets a section that holds no mapping
+        raise UserError(f"edit {name}: a section of the configuration holds no keys ({error}); write keys below it") from error
     paths = [values.pop(place) for place in places]
     values.pop("config", None)
     return paths, None if kind is None else kind(**values), values
