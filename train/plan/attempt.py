@@ -28,6 +28,9 @@ RETURN_ABOVE = 128 * 1024
 """Blocks from this many bytes on go back to the system when they are freed, in a measurement that asks for it. Left alone,
 the C library raises its own threshold as blocks are freed, keeps them, and cannot always use them again."""
 
+RETURNED, KEPT = "freed blocks returned", "freed blocks kept, the C library's default"
+"""How memory was measured on a CPU."""
+
 
 @dataclass(frozen=True)
 class Attempt:

@@ -15,7 +15,7 @@ from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.config import FitConfig
 from train.parse import read_fit_config
-from train.plan.attempt import Attempt, attempt
+from train.plan.attempt import KEPT, RETURNED, Attempt, attempt
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import Turned, turn_knobs
 from train.plan.pace import Pace, flops_of, pace, sample
@@ -57,6 +57,7 @@ class Plan:
         limit: bytes of a device that the run may fill; None where the device is not known.
         device: in words.
         process: bytes that a CPU's process holds besides (Python and its libraries); not part of the estimate.
+        kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
         attempts: measured here, by how the memory was measured.
         knobs: each alone; row: turned one after another.
     """
@@ -68,6 +69,7 @@ class Plan:
     device: str
     limit: float | None
     process: float
+    kept: float
     pace: Pace
     attempts: dict[str, Attempt]
     untried: str
@@ -164,6 +166,7 @@ def make_plan(
         device=words,
         limit=limit,
         process=0.0 if cuda else float(psutil.Process().memory_info().rss),
+        kept=0.0 if cuda else whole.kept(config.fabric.checkpointing),
         pace=run,
         attempts=attempts,
         untried=untried,
@@ -218,8 +221,8 @@ def _try(
     if cuda:
         return {"by CUDA's counters": attempt(config, shape, micro, "cuda")}, ""
     return {
-        "freed memory returned": attempt(config, shape, micro, "cpu"),
-        "freed memory kept, the C library's default": attempt(config, shape, micro, "cpu", hoard=True),
+        RETURNED: attempt(config, shape, micro, "cpu"),
+        KEPT: attempt(config, shape, micro, "cpu", hoard=True),
     }, ""
 
 
@@ -238,6 +241,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "limit": plan.limit,
         "fits": plan.fits,
         "process": plan.process,
+        "kept": plan.kept,
         "measured": {how: asdict(one) for how, one in plan.attempts.items()},
         "not_measured": plan.untried,
         "pace": asdict(plan.pace),

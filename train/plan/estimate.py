@@ -23,6 +23,13 @@ from train.plan.worst import worst_batch
 FEW = 2
 """Blocks of a stack that are traced where there are more: what each further one takes is the difference to one more."""
 
+STAYING = ("weights", "gradients", "optimizer", "average")
+
+KEPT = {False: 0.2, True: 1.4}
+"""What glibc keeps of freed blocks as a process trains on a CPU, as a share of all that comes and goes in a step; without
+checkpointing, and with it, whose blocks are freed between ones that stay. Measured with the nano model at rows of 10 x 256 and
+16 x 512: 0.21 and 0.14, with checkpointing 1.9 and 1.1. Blocks above 32 MiB are always given back."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -41,6 +48,10 @@ class Estimate:
     def total(self) -> float:
         """Bytes."""
         return sum(self.parts.values())
+
+    def kept(self, checkpointing: bool) -> float:
+        """Bytes that a process on a CPU holds besides, about: blocks that the C library (glibc) keeps when they are freed."""
+        return KEPT[checkpointing] * sum(size for part, size in self.parts.items() if part not in STAYING)
 
 
 def devices_of(config: FitConfig) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from train.plan.attempt import KEPT
 from train.progress import duration, short
 
 if TYPE_CHECKING:
@@ -60,9 +61,12 @@ def _memory(plan: Plan) -> Table:
     for part, words in WORDS.items():
         if size := plan.estimate.parts.get(part, 0.0):
             table.add_row(words, f"{size / GIB:.3f}")
-    table.add_row("estimate", f"{plan.estimate.total / GIB:.3f}")
+    total, held = plan.estimate.total, plan.estimate.total + plan.kept
+    table.add_row("estimate", f"{total / GIB:.3f}")
+    if plan.kept:
+        table.add_row("with freed blocks kept, about", f"{held / GIB:.3f}")
     for how, one in plan.attempts.items():
-        apart = plan.estimate.total / one.peak - 1
+        apart = (held if how == KEPT else total) / one.peak - 1
         table.add_row(f"measured ({how})", f"{one.peak / GIB:.3f}", f"the estimate is {apart:+.1%} from it")
     return table
 
@@ -89,8 +93,8 @@ def _verdict(plan: Plan, console: Console) -> None:
         console.print(f"not tried: {plan.untried}", markup=False)
     if plan.process:
         console.print(
-            f"on a CPU the process itself takes {plan.process / GIB:.2f} GiB besides, and the C library may keep freed memory; "
-            "MALLOC_MMAP_THRESHOLD_=131072 in the environment makes it return it",
+            f"on a CPU the process itself takes {plan.process / GIB:.2f} GiB besides, and the C library keeps freed blocks; "
+            "MALLOC_MMAP_THRESHOLD_=131072 in the environment makes it return them",
             markup=False,
         )
     if plan.limit is None:
