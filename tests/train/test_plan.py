@@ -256,10 +256,15 @@ def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFix
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and plan["pace"]["columns"] == 2 * 2 * 64 and plan["pace"]["examples"] is None
     assert "nowhere" in plan["pace"]["source"] and plan["pace"]["steps"] == 50
-    assert plan["memory"]["total"] == pytest.approx(sum(plan["memory"]["parts"].values()))
+    parts = plan["memory"]["parts"]
+    assert plan["memory"]["total"] == pytest.approx(sum(parts.values()))
+    staying = sum(parts[name] for name in ("weights", "gradients", "optimizer", "average"))
+    assert plan["kept"] == pytest.approx(0.2 * (plan["memory"]["total"] - staying)) and plan["kept"] > 0
+    assert main([file]) == 0
+    assert "with freed blocks kept, about" in capsys.readouterr().out
     assert main([file, "--gpu_gib", "0.63", "--gpu=H100", "--mfu", "0.5"]) == 1
     shown = capsys.readouterr().out
-    assert "IT DOES NOT FIT" in shown and "what makes it fit" in shown and "--fabric.precision bf16-true" in shown
+    assert "freed blocks" not in shown and "IT DOES NOT FIT" in shown and "what makes it fit" in shown and "--fabric.precision bf16-true" in shown
 
 
 def test_hours_follow_from_the_peak(file: str) -> None:
