@@ -264,7 +264,12 @@ def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFix
     assert "with freed blocks kept, about" in capsys.readouterr().out
     assert main([file, "--gpu_gib", "0.63", "--gpu=H100", "--mfu", "0.5"]) == 1
     shown = capsys.readouterr().out
-    assert "freed blocks" not in shown and "IT DOES NOT FIT" in shown and "what makes it fit" in shown and "--fabric.precision bf16-true" in shown
+    assert (
+        "freed blocks" not in shown
+        and "IT DOES NOT FIT" in shown
+        and "what makes it fit" in shown
+        and "--fabric.precision bf16-true" in shown
+    )
 
 
 def test_hours_follow_from_the_peak(file: str) -> None:
