@@ -32,15 +32,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def lookout(request: pytest.FixtureRequest) -> Iterator[None]:
+def lookout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if not request.config.getoption("--guard"):
         yield
         return
-    from tests.guarded import Lookout
+    from tests.guarded import CHILDREN, Lookout, children
 
+    place = tmp_path_factory.mktemp("guarded")
+    os.environ[CHILDREN] = str(place)
     with Lookout() as looking:
         request.config.stash[LOOKOUT] = looking
         yield
+    found = children(place)
+    found["processes"] = found.pop("tests", 0)
+    count(request.config, found)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,8 +87,10 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """How much was looked at: no finding is no news where nothing was watched."""
     if config.getoption("--guard"):
-        counts = {**dict.fromkeys(("tests", "steps", "windows", "updates", "findings"), 0), **config.stash.get(COUNTS, {})}
+        named = ("tests", "processes", "steps", "windows", "updates", "findings")
+        counts = {**dict.fromkeys(named, 0), **config.stash.get(COUNTS, {})}
         terminalreporter.write_line(
             f"graph guard: {counts['steps']} steps of the loop, {counts['windows']} forward and backward passes and "
-            f"{counts['updates']} updates of optimizers watched in {counts['tests']} tests; {counts['findings']} findings"
+            f"{counts['updates']} updates of optimizers watched in {counts['tests']} tests and {counts['processes']} processes "
+            f"that they started; {counts['findings']} findings"
         )

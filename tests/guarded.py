@@ -1,4 +1,4 @@
-"""`python -m pytest --guard`: the graph guard around whatever the tests train in pytest's own process.
+"""`python -m pytest --guard`: the graph guard around whatever the tests train, also in processes that they start (`child`).
 
 Three ways to look, each where nothing else guards already:
 
@@ -12,11 +12,16 @@ A test whose steps give a finding fails with the guard's report. What fails in a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import ExitStack
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase as fnmatch
+from pathlib import Path
 from typing import Any
 from unittest import mock
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -24,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.audio.encoder import SpeechEncoder
-from omni.diagnostics import Finding, Guard
+from omni.diagnostics import Finding, Guard, report
 from omni.diagnostics.held import tensors_in
 from omni.edit.mend import Mend
 from omni.edit.transform import GradientTransform
@@ -33,6 +38,9 @@ from omni.model.speech_model import SpeechModel
 from train.loop import Loop
 from train.objective import Objective
 from train.watch import Watch
+
+CHILDREN = "OMNI_GUARDED_TESTS"
+"""Environment variable: the folder where processes that tests start leave what was looked at there."""
 
 MODELS: tuple[type[nn.Module], ...] = (Objective, SpeechModel, Decoder, SpeechEncoder, Mend, GradientTransform)
 """Whose forward opens a window; of models within each other the outermost does."""
@@ -175,6 +183,33 @@ class Lookout:
         known = {finding.key for finding in guard.findings}
         step.__exit__(None, None, None)
         self.found += [finding for finding in guard.findings if finding.key not in known]
+
+
+@contextmanager
+def child() -> Iterator[None]:
+    """Look on in a process that a test has started, where pytest looks on; a finding ends it with exit code 3."""
+    place = os.environ.get(CHILDREN)
+    if place is None:
+        yield
+        return
+    with Lookout() as looking:
+        try:
+            yield
+        finally:
+            found, counts = looking.take()
+            (Path(place) / f"{uuid4().hex}.json").write_text(json.dumps(counts))
+    if found:
+        print(f"the graph guard found\n{report(found)}", file=sys.stderr)
+        sys.exit(3)
+
+
+def children(place: Path) -> dict[str, int]:
+    """What was looked at in the processes that left their counts there."""
+    counts: dict[str, int] = {}
+    for file in place.glob("*.json"):
+        for name, number in json.loads(file.read_text()).items():
+            counts[name] = counts.get(name, 0) + number
+    return counts
 
 
 def _in_backward() -> bool:

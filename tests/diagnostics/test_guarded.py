@@ -14,6 +14,7 @@ from train.loop import Loop
 from train.objective import Objective
 
 SUITE = """
+import subprocess, sys
 import pytest, torch
 from omni.config import DecoderConfig
 from omni.layout import Layout
@@ -50,6 +51,15 @@ def test_deaf_loop(deaf):
 
 def test_its_own_guard(tmp_path):
     toy_fit(toy_config(tmp_path, guard=True), toy_parts(objective=Deaf(ToyModel())))
+
+def test_process(tmp_path):
+    code = "\\n".join((
+        "import sys", "from tests.guarded import child", "from tests.train.test_watch import Deaf",
+        "from tests.train.toys import ToyModel, toy_config, toy_fit, toy_parts",
+        "with child():", "    toy_fit(toy_config(sys.argv[1]), toy_parts(objective=Deaf(ToyModel())))",
+    ))
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 def test_kept_graph():
     train(steps=2, keep=True)
@@ -89,7 +99,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_finding_fails_the_test_that_made_it(said: str) -> None:
     outcomes = dict(reversed(pair) for pair in re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\w+)", said, re.MULTILINE))
     failed = {name.removeprefix("test_") for name, outcome in outcomes.items() if outcome != "PASSED"}
-    assert failed == {"deaf_loop", "kept_graph", "left_out"} and len(outcomes) == 8
+    assert failed == {"deaf_loop", "process", "kept_graph", "left_out"} and len(outcomes) == 9
+    assert "(3, " in said  # how a process ends whose training gave a finding
     assert "kept keeps the graph of an earlier step" in said and "audio_head.weight" in said
     assert said.count("received no gradient") >= 2 and "text_embedding.weight" in said
 
@@ -97,8 +108,8 @@ def test_a_finding_fails_the_test_that_made_it(said: str) -> None:
 def test_what_was_watched_is_counted(said: str) -> None:
     line = next(line for line in said.splitlines() if line.startswith("graph guard:"))
     assert line == (
-        "graph guard: 16 steps of the loop, 4 forward and backward passes and 2 updates of optimizers watched in 5 tests; "
-        "3 findings"
+        "graph guard: 24 steps of the loop, 4 forward and backward passes and 2 updates of optimizers watched in 5 tests "
+        "and 1 processes that they started; 4 findings"
     )
 
 

@@ -23,6 +23,7 @@ from omni.edit.mend import Mend, MendConfig
 from omni.edit.transform import TransformConfig
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
+from tests.guarded import child
 
 WORDS = 24
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -185,4 +186,5 @@ def main(folder: Path, name: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    main(Path(sys.argv[1]), sys.argv[2])
+    with child():
+        main(Path(sys.argv[1]), sys.argv[2])

@@ -20,6 +20,7 @@ from omni.config import ModelConfig
 from omni.layout import IGNORE
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
+from tests.guarded import child
 from tests.train.data_toys import MODELS, pipeline_of
 from tests.train.toys import toy_config, toy_fit
 from train.adapters import LoRASection, apply
@@ -193,6 +194,7 @@ def main(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(json.loads(sys.argv[1]))
+        with child():
+            main(json.loads(sys.argv[1]))
     finally:
         leave()

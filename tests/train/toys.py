@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
+from tests.guarded import child
 from train.adapters import LoRASection, apply
 from train.config import (
     BudgetConfig,
@@ -243,7 +244,8 @@ def main(options: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     try:
-        code = main(json.loads(sys.argv[1]))
+        with child():
+            code = main(json.loads(sys.argv[1]))
     finally:
         leave()
     sys.exit(code)
