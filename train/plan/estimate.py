@@ -28,7 +28,8 @@ STAYING = ("weights", "gradients", "optimizer", "average")
 KEPT = {False: 0.2, True: 1.15}
 """What glibc keeps of freed blocks as a process trains on a CPU, as a share of all that comes and goes in a step; without
 checkpointing, and with it, whose blocks are freed between ones that stay. Measured with the nano model at rows of 4 x 128,
-10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00. Blocks above 32 MiB are always given back."""
+10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00. Blocks above 32 MiB are
+always given back."""
 
 
 @dataclass(frozen=True)
