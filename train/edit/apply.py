@@ -86,8 +86,6 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
             )
     rows = [row for rows in forms for row in rows]
     taught = lessons.pieces(rows, tasks)
-    if not taught:
-        raise UserError(f"{facts.place}: no fact can be asked as {', '.join(tasks)}; give questions as texts or recordings")
     if mend is not None:
         # One after another, as the editor has learnt them: their mean gradient is no correction that it has ever seen.
         first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, rephrased=False)]

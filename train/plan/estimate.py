@@ -25,7 +25,7 @@ FEW = 2
 
 STAYING = ("weights", "gradients", "optimizer", "average")
 
-KEPT = {False: 0.2, True: 1.15}
+KEPT_SHARE = {False: 0.2, True: 1.15}
 """What glibc keeps of freed blocks as a process trains on a CPU, as a share of all that comes and goes in a step; without
 checkpointing, and with it, whose blocks are freed between ones that stay. Measured with the nano model at rows of 4 x 128,
 10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00. Blocks above 32 MiB are
@@ -52,7 +52,7 @@ class Estimate:
 
     def kept(self, checkpointing: bool) -> float:
         """Bytes that a process on a CPU holds besides, about: blocks that the C library (glibc) keeps when they are freed."""
-        return KEPT[checkpointing] * sum(size for part, size in self.parts.items() if part not in STAYING)
+        return KEPT_SHARE[checkpointing] * sum(size for part, size in self.parts.items() if part not in STAYING)
 
 
 def devices_of(config: FitConfig) -> int:
