@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.config import from_dict
-from omni.edit.deltas import Delta, Edits, edited
+from omni.edit.deltas import Delta, Edits, edited, stack
 from omni.edit.factors import Factors, gradient_factors
 from omni.edit.linears import find_linears, mlp_linears, shape_of
 from omni.edit.metrics import kl_divergence
@@ -139,19 +139,32 @@ class FitLosses(NamedTuple):
 
 
 def fit_step(
-    model: nn.Module, mend: Mend, edit: Any, rephrased: Any | None, locality: Any, loss_of: LossOf, logits_of: LogitsOf
+    model: nn.Module,
+    mend: Mend,
+    edit: Any,
+    rephrased: Any | None,
+    locality: Any,
+    loss_of: LossOf,
+    logits_of: LogitsOf,
+    beside: Sequence[Any] = (),
 ) -> FitLosses:
-    """Losses of one correction; adds their gradients to the hypernetwork's, and to nothing else. The optimizer's step is the
-    caller's; the graph is gone when this returns.
+    """Losses of one correction, or of several that act together; adds their gradients to the hypernetwork's, and to nothing
+    else. The optimizer's step is the caller's; the graph is gone when this returns.
 
     Args:
         edit: the correction, as it will be given.
-        rephrased: other questions with the same answer, on which the edit is judged; None for `edit` itself.
+        rephrased: other questions with the same answers, on which the edit is judged; None for `edit` itself.
         locality: unrelated questions, whose answers should stay.
+        beside: further corrections, each an edit of its own; `rephrased` asks them too.
+
+    Raises:
+        ValueError: `beside` without `rephrased`.
     """
+    if beside and rephrased is None:
+        raise ValueError("several corrections are judged on `rephrased`, which asks all of them; it is None")
     with torch.no_grad():
         before = logits_of(model, locality)
-    edits = mend(gradient_factors(model, mend.shapes, edit, loss_of))
+    edits = stack([mend(gradient_factors(model, mend.shapes, one, loss_of)) for one in (edit, *beside)])
     learnt = [p for p in mend.parameters() if p.requires_grad]
     with torch.enable_grad(), edited(model, edits):
         edit_loss = loss_of(model, edit if rephrased is None else rephrased)

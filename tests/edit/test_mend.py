@@ -15,6 +15,7 @@ from omni.edit.factors import gradient_factors
 from omni.edit.finetune import FinetuneConfig, finetune, project
 from omni.edit.linears import find_linears, is_transposed, mlp_linears
 from omni.edit.mend import Mend, MendConfig, fit_step, load_mend, save_mend
+from omni.edit.metrics import kl_divergence
 from omni.edit.transform import SIDES, TransformConfig
 from omni.errors import UserError
 from tests.close import assert_near
@@ -190,6 +191,30 @@ def test_a_hypernetwork_learns_to_edit(model, name):
             with edited(model, mend.edit(model, edit, loss_of)):
                 after = loss_of(model, edit)
             assert float(after) < 0.9 * float(before)
+
+
+def test_corrections_that_act_together_are_judged_together(model, name):
+    mend = some_mend(model)
+    step(model, name, mend, 9)  # its statistics
+    mend.eval().zero_grad()
+    first, second, again, others = (batch_of(name, seed) for seed in range(4))
+    losses = fit_step(model, mend, first, again, others, loss_of, logits_of, [second])
+    got = {n: p.grad.clone() for n, p in mend.named_parameters() if p.grad is not None}
+    mend.zero_grad()
+    deltas = [mend(gradient_factors(model, mend.shapes, one, loss_of)) for one in (first, second)]
+    with torch.no_grad():
+        before = logits_of(model, others)
+    with edited(model, deltas[0]), edited(model, deltas[1]):
+        edit_loss, local = loss_of(model, again), kl_divergence(before, logits_of(model, others))
+        (mend.config.c_edit * edit_loss + mend.config.c_loc * local).backward(inputs=list(mend.parameters()))
+    assert_near(losses.edit, edit_loss.detach(), 1e-6)
+    assert_near(losses.locality, local.detach(), 1e-5)
+    assert got
+    for n, p in mend.named_parameters():
+        if p.grad is not None:
+            assert_near(got[n], p.grad, 1e-5, n)
+    with pytest.raises(ValueError, match=r"several corrections are judged on `rephrased`"):
+        fit_step(model, mend, first, None, others, loss_of, logits_of, [second])
 
 
 def test_a_step_under_autocast(model, name):

@@ -15,7 +15,12 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from tests.train.eval_toys import save_model
 from tests.train.test_edit import QUICK, VOICE, write
+from train.edit.apply import choose_linears
 from train.edit.command import main
+from train.edit.config import EditFitConfig
+from train.edit.fit import Corrections
+from train.edit.lessons import Lessons
+from train.edit.parse import read_command
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +83,31 @@ def test_an_editor_edits(place, tmp_path):
     torch.testing.assert_close(several[1], several[0] + edits.deltas["decoder.blocks.1.mlp.up"].weight())
 
 
+def test_several_corrections_act_together(place, tmp_path):
+    words = ["--config", str(place / "fit.yaml"), "--together", "3", "--others", "4", "--tasks", "[T1T2, A1T2]"]
+    _, config, _ = read_command(words, "fit", "", {}, EditFitConfig)
+    lm = SpeechLM.from_pretrained(config.model)
+    corrections = Corrections(lm, Lessons(lm, choose_linears(lm.model, config.linears)), config)
+    asked, sizes = [], set()
+    corrections.lessons.pieces = lambda rows, tasks: asked.append(([r.turns[0] for r in rows], tuple(tasks))) or list(rows)
+    for number in range(8):
+        asked.clear()
+        edits, _, stay = corrections.make(number)
+        sizes.add(len(edits))
+        first = [turns[0] for turns, _ in asked[: len(edits)]]
+        again, kinds = asked[len(edits)]
+        assert kinds == ("T1T2", "A1T2")
+        questions = [turn.question_text for turn in first]
+        assert len(set(questions)) == len(questions) == len(again)
+        assert [(t.question_text, t.answer_text) for t in again] == [(t.question_text, t.answer_text) for t in first]
+        voices = [[turn.question_audio.load(16000) for turn in turns] for turns in (first, again)]
+        assert not any(torch.equal(*pair) for pair in zip(*voices, strict=True))
+        assert stay and all(row.turns[0].question_text not in questions for row in stay)
+    assert sizes == {1, 2, 3}
+    assert fit(place, *words[2:], "--out", str(tmp_path / "run"), "--steps", "2") == 0
+    assert load_mend(tmp_path / "run" / "editor")
+
+
 def test_what_is_no_number_any_more_is_not_kept(place, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(UserError, match=r"step [23]: loss .* are no numbers to learn from; lower lr"):
@@ -98,6 +128,7 @@ def test_a_save_that_broke_off_is_not_taken_for_a_new_run(place, tmp_path):
     [
         (["--linears", "[decoder.blocks.9.*]"], r"matches no linear; the closest names are"),
         (["--mend.transform.sides", "both"], r"sides"),
+        (["--together", "0"], r"together is 0; it must be at least 1"),
         (["--steps", "0"], r"steps is 0; it must be at least 1"),
         (["--model", "nowhere"], r"model folder nowhere does not exist"),
         (["--stepz", "3"], r"unknown option --stepz; did you mean steps"),

@@ -178,6 +178,7 @@ class EditFitConfig:
         steps, lr: of Adam.
         accumulate: edits a step.
         others: unrelated questions beside each edit.
+        together: corrections that act together in one edit, from 1 to this many; as many as facts will be applied at once.
         clip: largest norm of the gradient.
         checkpoint_steps: steps between checkpoints.
         log_steps: steps between lines of the log.
@@ -196,6 +197,7 @@ class EditFitConfig:
     lr: float = 1e-3
     accumulate: int = 4
     others: int = 4
+    together: int = 1
     clip: float = 1.0
     checkpoint_steps: int = 100
     log_steps: int = 20
@@ -205,7 +207,7 @@ class EditFitConfig:
 
     def __post_init__(self) -> None:
         check_tasks(self.tasks)
-        for name in ("steps", "accumulate", "others", "checkpoint_steps", "log_steps"):
+        for name in ("steps", "accumulate", "others", "together", "checkpoint_steps", "log_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 < self.lr < float("inf") or not self.clip > 0:

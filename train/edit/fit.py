@@ -1,12 +1,14 @@
 """`python -m train edit fit CONFIG`: an editor (MEND) learnt on rows of data.
 
 A correction is made of two rows: the question of one with the answer of another. It is judged on the same question in another
-voice, and the unrelated questions beside it, with the model's own answers, are to stay. Everything of a step is a pure function
+voice, and the unrelated questions beside it, with the model's own answers, are to stay. Several may act together, as several
+facts that are applied do. Everything of a step is a pure function
 of seed and number, so a run that was stopped goes on as if it had not been.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
 from train.data.build import build_source
-from train.data.keys import key
+from train.data.keys import dice, key
 from train.data.mixture import Mixture
 from train.data.row import Row
 from train.edit.apply import choose_linears
@@ -66,8 +68,9 @@ def fit(config: EditFitConfig) -> Path:
         mend.train()
         figures = torch.zeros(3)
         for number in range(step * config.accumulate, (step + 1) * config.accumulate):
-            edit, again, others = corrections.make(number)
-            losses = fit_step(lm.model, mend, edit, again, others, corrections.lessons.loss, corrections.lessons.flat_logits)
+            edits, again, others = corrections.make(number)
+            lessons = corrections.lessons
+            losses = fit_step(lm.model, mend, edits[0], again, others, lessons.loss, lessons.flat_logits, edits[1:])
             figures += torch.stack(losses).cpu()
         for p in mend.parameters():
             if p.grad is not None:
@@ -103,45 +106,75 @@ class Corrections:
         again = SpeakConfig(voices=(config.rephrase,)) if config.rephrase is not None else None
         self.speakers = Speakers(again, lm.codec, config.seed) if again is not None else None
 
-    def make(self, number: int) -> tuple[list[Piece], list[Piece], list[Piece]]:
-        """A correction, the same question again, and questions that stay.
+    def make(self, number: int) -> tuple[list[list[Piece]], list[Piece], list[Piece]]:
+        """Corrections that act together, the same questions again, and questions that stay.
 
         Raises:
             UserError: the rows cannot be used for the task, or all have one answer.
         """
-        tasks, count = self.config.tasks, self.config.others
-        task = tasks[number % len(tasks)]
-        first = number * (TRIES + 2 * count)
-        drawn = self._draw(range(first, first + TRIES))
-        asked = next(drawn)
-        other = next((row for row in drawn if _differs(row, asked)), None)
-        if other is None:
-            raise UserError(
-                f"{asked.where}: {TRIES} other rows have the same answer; a correction needs another one: give more data"
-            )
-        answer = other.turns[0]
-        turn = replace(
-            asked.turns[0], answer_text=answer.answer_text, answer_codes=answer.answer_codes, answer_audio=answer.answer_audio
-        )
-        edit = replace(asked, turns=(turn,))
-        again = edit
-        if self.speakers is not None and turn.question_text and find_task(task).question == "audio":
-            sound, _ = self.speakers.ask(turn.question_text, number)
-            again = replace(edit, turns=(replace(turn, question_audio=sound),))
-        rows = [row for row in self._draw(range(first + TRIES, first + TRIES + 2 * count)) if not _asks_same(row, asked)][
-            :count
-        ]
-        stay = self.lessons.own_answers(rows, [task]) or rows
-        pieces = [self.lessons.pieces(part, [task]) for part in ([edit], [again], stay)]
-        for part, row in zip(pieces, (edit, again, rows[0] if rows else edit), strict=True):
-            if not part:
-                raise UserError(f"{row.where}: it lacks {row.turns[0].lacks(find_task(task))}, which task {task} needs")
-        return pieces[0], pieces[1], pieces[2]
+        tasks, count, most = self.config.tasks, self.config.others, self.config.together
+        size = most * TRIES + 2 * count
+        drawn = self._draw(range(number * size, number * size + most * TRIES))
+        wanted = dice(self.config.seed, "together", number).randint(1, most) if most > 1 else 1
+        asked: list[Row] = []
+        edits: list[Row] = []
+        for row in drawn:
+            if len(edits) == wanted:
+                break
+            if any(_asks_same(row, one) for one in asked):
+                continue
+            other = next((one for one in itertools.islice(drawn, TRIES - 1) if _differs(one, row)), None)
+            if other is not None:
+                asked.append(row)
+                edits.append(_answered(row, other))
+            elif not edits:
+                raise UserError(
+                    f"{row.where}: {TRIES} other rows have the same answer; a correction needs another one: give more data"
+                )
+        again = [self._again(edit, number * most + i) for i, edit in enumerate(edits)]
+        beside = range(number * size + most * TRIES, (number + 1) * size)
+        rows = [row for row in self._draw(beside) if not any(_asks_same(row, one) for one in asked)][:count]
+        if not rows:
+            raise UserError(f"{asked[0].where}: no other question is there to stay as it is; give more data")
+        for row in (*edits, *rows):
+            lacking = [row.turns[0].lacks(find_task(task)) for task in tasks]
+            if all(lacking):
+                raise UserError(f"{row.where}: it lacks {lacking[0]}, which task {tasks[0]} needs")
+        taught = [self.lessons.pieces(part, tasks) for part in (*([edit] for edit in edits), again)]
+        return taught[:-1], taught[-1], self._stay(rows)
+
+    def _stay(self, rows: list[Row]) -> list[Piece]:
+        """Questions with the model's own answers, each as one task that its row has all parts for, the tasks in turn."""
+        tasks = self.config.tasks
+        kinds = []
+        for i, row in enumerate(rows):
+            turn = row.turns[0]
+            kinds.append(next(t for t in (*tasks[i % len(tasks) :], *tasks) if turn.lacks(find_task(t)) is None))
+        rows = [replace(row, task=task) for row, task in zip(rows, kinds, strict=True)]
+        stay = self.lessons.own_answers(rows, kinds) or rows
+        return [piece for row in stay for piece in self.lessons.pieces([row], [row.task or kinds[0]])]
+
+    def _again(self, edit: Row, number: int) -> Row:
+        """A correction's question, asked by another voice where it can be spoken."""
+        turn = edit.turns[0]
+        if self.speakers is None or not turn.question_text or turn.question_audio is None:
+            return edit
+        sound, _ = self.speakers.ask(turn.question_text, number)
+        return replace(edit, turns=(replace(turn, question_audio=sound),))
 
     def _draw(self, numbers: Iterable[int]) -> Iterator[Row]:
         for number in numbers:
             draw = self.rows.draw(number)
             yield self.rows.sources[draw.source].row(draw.index)
+
+
+def _answered(row: Row, other: Row) -> Row:
+    """A row's question with the answer of another."""
+    answer = other.turns[0]
+    turn = replace(
+        row.turns[0], answer_text=answer.answer_text, answer_codes=answer.answer_codes, answer_audio=answer.answer_audio
+    )
+    return replace(row, turns=(turn,))
 
 
 def _differs(row: Row, other: Row) -> bool:
