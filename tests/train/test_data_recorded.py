@@ -156,6 +156,35 @@ def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch)
     assert 10 < accented < 30
 
 
+def test_words_are_also_said_otherwise(folder, monkeypatch):
+    import train.data.recorded as recorded
+
+    asked = []
+
+    def say(text, voice, *rest):
+        asked.append(text)
+        return (torch.zeros(800), 0) if text == "un" else synthesise(text, voice)
+
+    monkeypatch.setattr(recorded, "synthesise", say)
+    config = RecordedDigitsConfig(
+        str(folder),
+        ("anna",),
+        voices=1.0,
+        digit_weights=(0, 1, 0, 0, 0, 0, 3, 0, 0, 0),
+        english="zero one|un two three four five six|icks|ick seven eight nine",
+        otherwise=0.5,
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1",), rare=0.0), CODEC)
+    written = [word for i in range(100) for word in source.row(i).turns[0].question_text.split()]
+    said = {word: asked.count(word) for word in ("one", "un", "six", "icks", "ick")}
+    ones, sixes = written.count("one"), written.count("six")
+    assert ones + sixes == len(written) and 2.2 < sixes / ones < 4.2
+    assert said["one"] == ones and 0.3 < said["un"] / ones < 0.7  # a voice that keeps silent says it as usual
+    assert said["six"] + said["icks"] + said["ick"] == sixes and min(said["icks"], said["ick"]) > 0.15 * sixes
+    asked_of = {digit for row in source.held_out(40) for digit in row.turns[0].question_text.split()}
+    assert asked_of == set(NUMBERS[:10])  # who is examined says every digit equally often
+
+
 def test_voices_of_other_programs_say_their_share(folder, tmp_path):
     script, calls = tmp_path / "say.py", tmp_path / "calls"
     script.write_text(
@@ -234,6 +263,10 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and recorded.more 0.5 are shares of one whole"),
         ({"accented": 0.5}, "recorded.accents has no language"),
         ({"accents": {"es": "uno dos"}}, "recorded.accents.es has 2 words: write zero to nine"),
+        ({"accents": {"es": "a b|| c d e f g h i j"}}, r"recorded.accents.es has 'b\|\|': write a word before, between"),
+        ({"english": "zero one"}, "recorded.english has 2 words"),
+        ({"digit_weights": (1.0,) * 9}, "recorded.digit_weights .* give ten weights"),
+        ({"otherwise": -0.1}, "recorded.otherwise is -0.1; it is a share"),
         ({"accents": {"xx": "a b c d e f g h i j"}}, "xx"),
         ({"more": 0.5}, "recorded.more_voices names no voice"),
         ({"more": 0.5, "more_voices": {"en": ()}}, "recorded.more_voices names no voice"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,9 @@ from train.data.synthetic import NUMBERS, RATE, SpokenDigits, SpokenDigitsConfig
 from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
+
+SILENT = 1e-4
+"""The loudest sample of a word that was said is above this."""
 
 WHERE = "git clone https://github.com/Jakobovski/free-spoken-digit-dataset fetches such a folder, its recordings/"
 
@@ -51,8 +54,13 @@ class RecordedDigitsConfig:
         trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
             from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
         voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
+        digit_weights: how often zero, one, ... nine are said in training, relative to one another; none for equally often.
+            Digits that lose most when their edges are cut off ("six", "three", "two") want more examples.
+        english: zero to nine as voices that read English must read them; as they are written where it is empty.
         accents: zero to nine as espeak-ng's voices of other languages must read them to speak English with an accent, by
-            language: `{es: siro uan tu tri for faif siks seven eit nain}`.
+            language: `{es: siro uan tu tri for faif siks seven eit nain}`. Here and in `english`, other pronunciations follow
+            a word after bars: `six|icks|ick|seeks`.
+        otherwise: share of words that are said as one of their other pronunciations.
         accented: share of the synthetic voices' strings that have such an accent.
         more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
             what they read: `en` for English words, or a language of `accents`; each says the ten digits once, in every process.
@@ -68,8 +76,11 @@ class RecordedDigitsConfig:
     level_db: tuple[float, float] = (-3.0, 3.0)
     floor_db: tuple[float, float] = (-70.0, -45.0)
     trim_db: tuple[float, float] | None = None
+    digit_weights: tuple[float, ...] = ()
     voices: float = 0.0
+    english: str = ""
     accents: dict[str, str] = field(default_factory=dict)
+    otherwise: float = 0.0
     accented: float = 0.0
     more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     more: float = 0.0
@@ -83,7 +94,10 @@ class RecordedDigitsConfig:
                 raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
         if self.trim_db is not None and not -120 <= self.trim_db[0] <= self.trim_db[1] <= 0:
             raise UserError(f"recorded.trim_db is {self.trim_db[0]} to {self.trim_db[1]}; it goes upwards, from -120 to 0")
-        for name in ("voices", "more", "accented"):
+        weights = self.digit_weights
+        if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
+            raise UserError(f"recorded.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
+        for name in ("voices", "more", "accented", "otherwise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
         if self.voices + self.more > 1:
@@ -92,11 +106,13 @@ class RecordedDigitsConfig:
             raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
         if self.accented and not self.accents:
             raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
-        for language, words in self.accents.items():
+        spelled = {f"accents.{language}": words for language, words in self.accents.items()}
+        for name, words in {**spelled, **({"english": self.english} if self.english else {})}.items():
             if len(words.split()) != 10:
-                raise UserError(
-                    f"recorded.accents.{language} has {len(words.split())} words: write zero to nine, apart by spaces"
-                )
+                raise UserError(f"recorded.{name} has {len(words.split())} words: write zero to nine, apart by spaces")
+            for word in words.split():
+                if not all(word.split("|")):
+                    raise UserError(f"recorded.{name} has {word!r}: write a word before, between and behind bars")
         for language, specs in self.more_voices.items():
             if language != "en" and language not in self.accents:
                 raise UserError(
@@ -173,7 +189,11 @@ class RecordedDigits:
 
     def _row(self, rng: random.Random, speaker: str, number: int, where: str, varied: bool) -> Row:
         lengths = self.config.lengths
-        digits = [rng.randrange(10) for _ in range(rng.choices(range(1, len(lengths) + 1), lengths)[0])]
+        length = rng.choices(range(1, len(lengths) + 1), lengths)[0]
+        if varied and self.config.digit_weights:
+            digits = rng.choices(range(10), self.config.digit_weights, k=length)
+        else:
+            digits = [rng.randrange(10) for _ in range(length)]
         sound = self._joined(rng, speaker, digits, varied)
         words = " ".join(NUMBERS[d] for d in digits)
         written = words if self.answers.config.answer_text == "words" else "".join(map(str, digits))
@@ -190,7 +210,7 @@ class RecordedDigits:
             if place:
                 pieces.append(torch.zeros(round(rng.uniform(*c.pause) * RATE)))
             said = say(digit)
-            if not float(said.abs().max()) > 1e-4:
+            if not float(said.abs().max()) > SILENT:
                 raise UserError(f"recorded digits: {speaker} is silent where {NUMBERS[digit]!r} is to be said: take it out")
             if varied and c.trim_db is not None:
                 said = trimmed(said, rng.uniform(*c.trim_db))
@@ -211,20 +231,30 @@ class RecordedDigits:
             return lambda digit: _recording(str(rng.choice(self.files[speaker][digit])))
         c = self.answers.config
         if speaker in self.programs:
-            read = self._words(self.programs[speaker])
-            return lambda digit: _said(speaker, read[digit], c.question_rate)
+            spelled = self._words(self.programs[speaker])
+            return lambda digit: self._say(rng, spelled[digit], lambda word: _said(speaker, word, c.question_rate))
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
         words = self._words(speaker.partition("+")[0])
 
-        def say(digit: int) -> Tensor:
-            said = synthesise(words[digit], speaker, rate, pitch, pitch_range)[0]
+        def read(word: str) -> Tensor:
+            said = synthesise(word, speaker, rate, pitch, pitch_range)[0]
             return resample(resample(said, SAMPLE_RATE, c.question_rate), c.question_rate, RATE)
 
-        return say
+        return lambda digit: self._say(rng, words[digit], read)
 
-    def _words(self, language: str) -> Sequence[str]:
-        """Zero to nine as voices of a language read them."""
-        return self.config.accents[language].split() if language in self.config.accents else NUMBERS
+    def _words(self, language: str) -> list[list[str]]:
+        """Zero to nine as voices of a language read them, each with its other pronunciations."""
+        words = self.config.accents.get(language, self.config.english)
+        return [word.split("|") for word in words.split() or NUMBERS]
+
+    def _say(self, rng: random.Random, spelled: list[str], read: Callable[[str], Tensor]) -> Tensor:
+        """A word [S], perhaps otherwise; as usual where a voice lacks the sounds for that and keeps silent."""
+        usual, *others = spelled
+        if others and rng.random() < self.config.otherwise:
+            said = read(rng.choice(others))
+            if float(said.abs().max()) > SILENT:
+                return said
+        return read(usual)
 
 
 def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
