@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from omni.config import from_dict
 from omni.edit.deltas import Delta, Edits, edited, stack
 from omni.edit.factors import Factors, gradient_factors
-from omni.edit.linears import find_linears, mlp_linears, shape_of
+from omni.edit.linears import find_linears, mlp_linears, shape_of, signature
 from omni.edit.metrics import kl_divergence
 from omni.edit.storage import Place, read_tensors, write_tensors
 from omni.edit.transform import GradientTransform, TransformConfig
@@ -73,6 +73,7 @@ class Mend(nn.Module):
         if not shapes:
             raise UserError("MEND is given no linears to edit")
         self.config, self.shapes = config or MendConfig(), dict(shapes)
+        self.base: dict[str, int] | None = None  # checksum of each linear it was learnt for, where somebody took them (`tie`)
         self.places: dict[str, tuple[str, int | None]] = {}  # of a linear: its network, and its mode there
         modes: dict[str, int] = {}
         for name, (inputs, outputs) in shapes.items():
@@ -95,6 +96,11 @@ class Mend(nn.Module):
         names = mlp_linears(model) if linears is None else linears
         return cls({name: shape_of(part) for name, part in find_linears(model, names).items()}, config)
 
+    def tie(self, model: nn.Module) -> None:
+        """Remember the weights of a model's linears, so that `edit` refuses any other; in a sharded model all processes must
+        call it."""
+        self.base = {name: signature(name, part) for name, part in find_linears(model, self.shapes).items()}
+
     def forward(self, factors: Mapping[str, Factors]) -> Edits:
         """Factors of a gradient to edits, through which gradients flow back into the hypernetwork."""
         deltas = {}
@@ -111,7 +117,7 @@ class Mend(nn.Module):
         """The edit that makes `batch` come true, without graph, signed for the model. Statistics are left as they are.
 
         Raises:
-            UserError: a linear is not there, or has another shape.
+            UserError: a linear is not there, or has another shape, or other weights than those the editor is tied to.
         """
         for name, part in find_linears(model, self.shapes).items():
             if shape_of(part) != self.shapes[name]:
@@ -119,6 +125,11 @@ class Mend(nn.Module):
                 raise UserError(
                     f"the editor changes {name} from {own} features, the model's linear goes from {theirs}; it was learnt for "
                     "another model"
+                )
+            if self.base is not None and signature(name, part) != self.base[name]:
+                raise UserError(
+                    f"the editor was learnt for other weights of {name} than the model holds; take the model it was "
+                    "learnt for, or learn an editor for this one"
                 )
         training = self.training
         self.eval()
@@ -176,7 +187,7 @@ def fit_step(
 
 def save_mend(folder: Place, mend: Mend) -> None:
     """Write a hypernetwork with its statistics; UserError where the place cannot be written."""
-    write_tensors(folder, "mend", mend.state_dict(), {"config": asdict(mend.config), "linears": mend.shapes})
+    write_tensors(folder, "mend", mend.state_dict(), {"config": asdict(mend.config), "linears": mend.shapes, "base": mend.base})
 
 
 def load_mend(folder: Place) -> Mend:
@@ -186,6 +197,8 @@ def load_mend(folder: Place) -> Mend:
     try:
         mend = Mend({name: (int(i), int(o)) for name, (i, o) in facts["linears"].items()}, config)
         mend.load_state_dict(state)
+        if facts.get("base") is not None:
+            mend.base = {name: int(facts["base"][name]) for name in mend.shapes}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"{folder}/mend.json does not fit its tensors ({error}); fetch or make the folder again") from error
     return mend

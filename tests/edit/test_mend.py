@@ -255,6 +255,17 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
     assert read.config == mend.config and read.shapes == mend.shapes
     assert read.state_dict().keys() == mend.state_dict().keys()
     assert all(torch.equal(tensor, mend.state_dict()[key]) for key, tensor in read.state_dict().items())
+    ids = batch_of(name, 3)
+    assert read.base is None and read.edit(model, ids, loss_of).deltas
+    mend.tie(model)
+    save_mend(tmp_path / "tied", mend)
+    tied = load_mend(tmp_path / "tied")
+    assert tied.edit(model, ids, loss_of).deltas
+    last = list(mend.shapes)[-1]
+    with torch.no_grad():
+        model.get_submodule(last).weight[0, 0] += 1
+    with pytest.raises(UserError, match=rf"was learnt for other weights of {last} than the model holds"):
+        tied.edit(model, ids, loss_of)
     file = tmp_path / "mend" / "mend.json"
     facts = json.loads(file.read_text())
     facts["linears"].popitem()

@@ -161,6 +161,7 @@ def test_merged_edits_answer_as_lent_ones_and_come_out_bit_for_bit(place, tmp_pa
     before, wanted = lm.generate(question, **options), lm.generate(question, edits=edits, **options)
     assert run(place, "merge", "@model", "@edits", str(tmp_path / "merged")) == 0
     assert run(place, "merge", "@model", "@edits", str(tmp_path / "merged"), "--overwrite", "true") == 0
+    assert run(place, "merge", "--overwrite", "@model", "@edits", str(tmp_path / "merged")) == 0
     merged = SpeechLM.from_pretrained(tmp_path / "merged").generate(question, **options)
     assert merged.tokens == wanted.tokens and torch.equal(merged.codes, wanted.codes)
     assert not torch.equal(merged.codes, before.codes)

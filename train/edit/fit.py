@@ -61,6 +61,7 @@ def fit(config: EditFitConfig) -> Path:
     linears = choose_linears(lm.model, config.linears)
     torch.manual_seed(key(config.seed, "mend") % (1 << 31))
     mend = Mend.of(lm.model, linears, config.mend).to(lm.model.device)
+    mend.tie(lm.model)
     optimizer = torch.optim.Adam(mend.parameters(), lr=config.lr)
     step = _resume(out / CHECKPOINT, mend, optimizer, config)
     corrections = Corrections(lm, Lessons(lm, linears, config.stream_weights), config)

@@ -40,15 +40,13 @@ def read_command(
     for place, text in places.items():
         parser.add_argument(place, type=Path, help=text)
     if kind is None:
-        parser.add_argument(
-            "--overwrite", type=bool, nargs="?", const=True, default=False, help="replace a folder of that name"
-        )
+        parser.add_argument("--overwrite", type=bool, default=False, help="replace a folder of that name")
     else:
         parser.add_argument("--config", action="config", help="YAML file with any of the following")
         parser.add_class_arguments(kind, None)
     _check_words(argv, kind, name)
     try:
-        values = vars(parser.instantiate(parser.parse_args(list(argv))))
+        values = vars(parser.instantiate(parser.parse_args(_with_value(argv) if kind is None else list(argv))))
     except jsonargparse.ArgumentError as error:
         raise UserError(f"edit {name}: {' '.join(str(error).split())}") from error
     except TypeError as error:  # how jsonargparse meets a section that holds no mapping
@@ -56,6 +54,17 @@ def read_command(
     paths = [values.pop(place) for place in places]
     values.pop("config", None)
     return paths, None if kind is None else kind(**values), values
+
+
+def _with_value(argv: Sequence[str]) -> list[str]:
+    """`--overwrite` as `--overwrite=true`, unless a value stands behind it: what else does is a path."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] == "--overwrite=true" and word.lower() in ("true", "false"):
+            words[-1] = f"--overwrite={word.lower()}"
+        else:
+            words.append("--overwrite=true" if word == "--overwrite" else word)
+    return words
 
 
 def _check_words(argv: Sequence[str], kind: type | None, command: str) -> None:
