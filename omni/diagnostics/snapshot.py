@@ -18,6 +18,9 @@ from omni.diagnostics.held import MODULE_FIELDS, held_by, held_in
 MOST_BYTES = 1 << 28
 """Size of buffers and caches that are copied at the start of every step; what is beyond is not put back."""
 
+MOST_ITEMS = 1000
+"""Values of a module's attributes that are searched for containers."""
+
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -49,8 +52,7 @@ class Snapshot:
         self.values: list[tuple[Tensor, Tensor, Any]] = []
         for module in model.modules() if model is not None else ():
             own = {k: v for k, v in vars(module).items() if k not in MODULE_FIELDS}
-            inside = [(v, copy.copy(v)) for v in own.values() if type(v) in _CONTAINERS]
-            self.modules.append((module, own, dict(module._buffers), inside))
+            self.modules.append((module, own, dict(module._buffers), _containers(own)))
         room = MOST_BYTES
         for held in (*held_by(model), *held_in(batch, "batch")):
             tensor = held.tensor
@@ -104,6 +106,22 @@ class _State:
             for name in group.keys() - settings.keys() - {"params"}:
                 del group[name]
             group.update(settings)
+
+
+def _containers(own: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The containers in attributes, however deep, and what each holds; the first `MOST_ITEMS` values are looked at."""
+    found: dict[int, tuple[Any, Any]] = {}
+    left: deque[Any] = deque(own.values())
+    for _ in range(MOST_ITEMS):
+        if not left:
+            break
+        value = left.popleft()
+        if type(value) in _CONTAINERS and id(value) not in found:
+            found[id(value)] = value, copy.copy(value)
+            left.extend(value.values() if isinstance(value, dict) else value)
+        elif type(value) is tuple:
+            left.extend(value)
+    return list(found.values())
 
 
 def _copy(value: Any) -> Any:

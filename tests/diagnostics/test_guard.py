@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.diagnostics import GraphError, Guard
+from omni.diagnostics.snapshot import undone
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, data
 
@@ -111,6 +113,21 @@ def test_rerun_starts_where_the_step_started_and_puts_everything_back():
     assert float(optimizer.state_dict()["state"][0]["step"]) == before[2]
     (_, *_), second, third = seen
     assert second[0] == third[0] and torch.equal(second[1], third[1]) and second[2] == third[2] == 1
+
+
+def test_containers_in_containers_are_put_back():
+    model = nn.Linear(2, 2)
+    model.kept = {"rows": [1, 2], "more": (deque([3]), {"deep": {4}})}
+    model.kept["itself"] = model.kept
+    rows, more = model.kept["rows"], model.kept["more"]
+    with undone(model, None, []):
+        rows.append(5)
+        more[0].clear()
+        more[1]["deep"].add(6)
+        more[1]["new"] = 7
+        del model.kept["rows"]
+    assert model.kept["rows"] is rows and rows == [1, 2] and model.kept["itself"] is model.kept
+    assert more == (deque([3]), {"deep": {4}})
 
 
 def test_a_step_that_is_looked_at_leaves_the_optimizers_state_to_the_bit():
