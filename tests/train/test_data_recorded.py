@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,39 @@ def test_quiet_edges_are_cut_at_the_level_that_is_asked(folder):
     assert all(b < a for a, b in zip(*lengths, strict=True))
     same = [[len(row.turns[0].question_audio.samples) for row in s.held_out(8)] for s in (plain, cut)]
     assert same[0] == same[1]  # who is examined is heard as recorded
+
+
+def beside_the_tone(samples: torch.Tensor) -> torch.Tensor:
+    """Power spectrum [2001] of a digit's 4,000 samples without its strongest frequency."""
+    spectrum = torch.fft.rfft(samples * torch.hann_window(4000)).abs().square()
+    peak = int(spectrum.argmax())
+    spectrum[max(0, peak - 4) : peak + 5] = 0
+    return spectrum
+
+
+def test_a_recorders_noise_lies_under_the_digits_and_not_in_the_pauses(folder):
+    clean = RecordedDigitsConfig(
+        str(folder), ("anna",), pause=(0.3, 0.3), silence=(0.1, 0.1), floor_db=(-120, -120), speed=(1, 1), level_db=(0, 0)
+    )
+    noisy, some = (
+        RecordedDigits(replace(clean, noise_db=(-30.0, -30.0), noisy=share), SpokenDigitsConfig(question_rate=8000), CODEC)
+        for share in (1.0, 0.4)
+    )
+    for i in range(6):
+        sound = noisy.row(i).turns[0].question_audio.load(16000)
+        digit = sound[1600:5600]
+        spectrum = beside_the_tone(digit)
+        low, high = float(spectrum[:1000].sum()), float(spectrum[1050:].sum())  # below and above 4 kHz
+        power = 2 * (low + high) / 4000 / (4000 * 0.375)
+        assert 10 * math.log10(power / float(digit.abs().max()) ** 2) == pytest.approx(-30, abs=1.5)
+        assert high < 0.1 * low  # as a recording at 8 kHz has it
+        assert float(sound[:1500].abs().max()) < 1e-5 * float(sound.abs().max())
+    held = [row.turns[0].question_audio.load(16000)[1600:5600] for row in noisy.held_out(4)]
+    shares = [float(beside_the_tone(x).sum() / (x * x).sum()) for x in held]
+    assert max(shares) < 0.1  # who is examined is heard as recorded
+    drawn = [some.row(i).turns[0].question_audio.load(16000)[1600:5600] for i in range(60)]
+    shares = [float(beside_the_tone(x).sum() / (x * x).sum()) for x in drawn]
+    assert 12 <= sum(share > 0.5 for share in shares) <= 36
 
 
 def test_a_share_of_strings_is_said_by_synthetic_voices_digit_by_digit(folder):
@@ -259,6 +293,8 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"pause": (0.3, 0.1)}, "recorded.pause is 0.3 to 0.1"),
         ({"lengths": ()}, "recorded.lengths"),
         ({"trim_db": (-10.0, 3.0)}, "recorded.trim_db is -10.0 to 3.0"),
+        ({"noise_db": (-10.0, -30.0)}, "recorded.noise_db is -10.0 to -30.0"),
+        ({"noisy": 2.0}, "recorded.noisy is 2.0"),
         ({"voices": 1.5}, "recorded.voices is 1.5"),
         ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and recorded.more 0.5 are shares of one whole"),
         ({"accented": 0.5}, "recorded.accents has no language"),

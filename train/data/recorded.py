@@ -24,6 +24,7 @@ from torch import Tensor
 from omni.audio.codec import AudioCodec
 from omni.audio.io import read_audio, resample
 from omni.errors import UserError
+from train.data.augment import coloured_noise
 from train.data.keys import dice
 from train.data.prepare.voices import check_spec, make_voice
 from train.data.row import Codes, Row, RowTurn, Sound
@@ -54,6 +55,9 @@ class RecordedDigitsConfig:
         trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
             from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
         voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
+        noise_db: level of a recorder's noise under the digits of a string, white to pink, relative to the loudest sample of each,
+            from and to; the pauses have none of it. null for none.
+        noisy: share of strings that have it.
         digit_weights: how often zero, one, ... nine are said in training, relative to one another; none for equally often.
             Digits that lose most when their edges are cut off ("six", "three", "two") want more examples.
         english: zero to nine as voices that read English must read them; as they are written where it is empty.
@@ -76,6 +80,8 @@ class RecordedDigitsConfig:
     level_db: tuple[float, float] = (-3.0, 3.0)
     floor_db: tuple[float, float] = (-70.0, -45.0)
     trim_db: tuple[float, float] | None = None
+    noise_db: tuple[float, float] | None = None
+    noisy: float = 1.0
     digit_weights: tuple[float, ...] = ()
     voices: float = 0.0
     english: str = ""
@@ -92,12 +98,14 @@ class RecordedDigitsConfig:
             first, last = getattr(self, name)
             if not low <= first <= last:
                 raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
-        if self.trim_db is not None and not -120 <= self.trim_db[0] <= self.trim_db[1] <= 0:
-            raise UserError(f"recorded.trim_db is {self.trim_db[0]} to {self.trim_db[1]}; it goes upwards, from -120 to 0")
+        for name in ("trim_db", "noise_db"):
+            limits = getattr(self, name)
+            if limits is not None and not -120 <= limits[0] <= limits[1] <= 0:
+                raise UserError(f"recorded.{name} is {limits[0]} to {limits[1]}; it goes upwards, from -120 to 0")
         weights = self.digit_weights
         if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
             raise UserError(f"recorded.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
-        for name in ("voices", "more", "accented", "otherwise"):
+        for name in ("voices", "more", "accented", "otherwise", "noisy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
         if self.voices + self.more > 1:
@@ -206,6 +214,9 @@ class RecordedDigits:
         c = self.config
         pieces = [torch.zeros(round(rng.uniform(*c.silence) * RATE))]
         say = self._speaker(rng, speaker)
+        noisy = None
+        if varied and c.noise_db is not None and rng.random() < c.noisy:
+            noisy = rng.uniform(*c.noise_db), rng.random()
         for place, digit in enumerate(digits):
             if place:
                 pieces.append(torch.zeros(round(rng.uniform(*c.pause) * RATE)))
@@ -214,6 +225,8 @@ class RecordedDigits:
                 raise UserError(f"recorded digits: {speaker} is silent where {NUMBERS[digit]!r} is to be said: take it out")
             if varied and c.trim_db is not None:
                 said = trimmed(said, rng.uniform(*c.trim_db))
+            if noisy is not None:
+                said = said + self._noise(rng, len(said), *noisy) * said.abs().max()
             level = 10 ** (rng.uniform(*c.level_db) / 20) if varied else 1.0
             pieces.append(said * (level * 0.05 / max(float(said.square().mean().sqrt()), 1e-5)))
         pieces.append(torch.zeros(round(rng.uniform(*c.silence) * RATE)))
@@ -224,6 +237,13 @@ class RecordedDigits:
         joined = joined * (self.answers.config.peak / float(joined.abs().max()))
         rate = round(100 * rng.uniform(*c.speed)) if varied else 100
         return Sound(joined, RATE * rate // 100)
+
+    def _noise(self, rng: random.Random, samples: int, decibels: float, colour: float) -> Tensor:
+        """Noise of a recorder [S], at the bandwidth of the recordings."""
+        generator = torch.Generator().manual_seed(rng.getrandbits(62))
+        rate = self.answers.config.question_rate
+        noise = coloured_noise(-(-samples * rate // RATE) + 1, colour, generator)
+        return resample(noise, rate, RATE)[:samples] * 10 ** (decibels / 20)
 
     def _speaker(self, rng: random.Random, speaker: str) -> Callable[[int], Tensor]:
         """What says a digit [S]: somebody's recordings, or a synthetic voice in one mood for the whole string."""
