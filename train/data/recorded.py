@@ -55,7 +55,7 @@ class RecordedDigitsConfig:
         trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
             from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
         voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
-        noise_db: level of a recorder's noise under the digits of a string, white to pink, relative to each one's loudest sample,
+        noise_db: level of a recorder's noise under the digits of a string, white to pink, relative to its loudest sample,
             from and to; the pauses have none of it. null for none.
         noisy: share of strings that have it.
         digit_weights: how often zero, one, ... nine are said in training, relative to one another; none for equally often.
