@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,37 @@ class Broken(Objective):
         if self.calls == self.at:
             batch.mels = batch.mels * torch.nan
         return super().forward(batch, denominators, progress, shares)
+
+
+def poisoned(parts: Any, at: int) -> Any:
+    """Parts whose step `at` hears nothing but nan."""
+    steps = parts.steps
+
+    def some(*words: Any) -> Iterator[Any]:
+        for number, step in enumerate(steps(*words)):
+            for batch in step if number == at else ():
+                batch.mels.fill_(torch.nan)
+            yield step
+
+    return replace(parts, steps=some)
+
+
+@pytest.mark.parametrize(
+    "section", [{"method": name, "level": "parameters"} for name in ("upgrad", "nashmtl", "moco")] + [{"method": "forum"}],
+    ids=lambda s: s["method"],
+)  # fmt: skip
+def test_a_step_of_which_no_task_is_a_number_is_left_out(tmp_path: Path, section: dict[str, Any]) -> None:
+    weights = []
+    outers = {"outers": 1} if section["method"] == "forum" else {}
+    for steps in (1, 2):
+        config = balanced_config(tmp_path / str(steps), BalanceSection(**section), budget=BudgetConfig(steps=steps))
+        source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1A2": 1.0})
+        config = replace(config, data=replace(config.data, sources=(source,), micro_batches=1), clip=None)
+        parts = balanced_parts(config, tasks=source.tasks, **outers)
+        weights.append(toy_fit(config, poisoned(parts, 1))[1])
+    assert all(t.equal(weights[1][name]) for name, t in weights[0].items())
+    assert [row.get("steps_skipped", 0) == 1 for row in read_table(tmp_path / "2" / METRICS)] == [False, True]
+    assert all(row[f"absent/{task}"] == 1 for row in read_table(tmp_path / "2" / BALANCE)[1:] for task in source.tasks)
 
 
 @pytest.mark.parametrize(("section", "calls"), [(SECTIONS[0], 2), (SECTIONS[1], 2), (SECTIONS[3], 2)])

@@ -115,7 +115,9 @@ class Chooser:
                 choice = RULES[self.config.method](given)
             weights[present] = choice.weights.double()
         else:
-            empty = torch.zeros(0) if rows is None else rows.values.new_zeros(rows.values.shape[1])
+            # Tasks that are there, and of which none is a number: no number comes of it, so that the step is left out.
+            fill = torch.nan if counts is None or bool((counts > 0).any()) else 0.0
+            empty = torch.zeros(0) if rows is None else rows.values.new_full((rows.values.shape[1],), fill)
             choice = Choice(weights[:0], direction=empty)
         self.steps += 1
         self.absences += ~present

@@ -336,6 +336,9 @@ class Balancing:
             self._backward, self._reshard,
         )  # fmt: skip
         if balancer.config.method == "forum":
+            if bool(both.any()) and bool(report.absent.all()):  # no number comes of it, so that the step is left out
+                for p in (*self.shared, *self.own):
+                    p.grad = None if p.grad is None else p.grad * torch.nan
             self._note(seen[0], now)
             self._rest([batch], now, False)
         else:
