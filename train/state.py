@@ -159,7 +159,19 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, team
             writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
     elif team.first:
-        save_file({name: t.to("cpu").contiguous() for name, t in tensors.items()}, folder / "state.safetensors")
+        save_file(_apart(tensors), folder / "state.safetensors")
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, each with memory of its own, as the format wants it: 8-bit optimizers share one table among parameters."""
+    taken: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        here = tensor.to("cpu").contiguous()
+        place = here.untyped_storage().data_ptr()
+        found[name] = here.clone() if place in taken else here
+        taken.add(place)
+    return found
 
 
 def _cannot_write(target: Path, error: BaseException) -> UserError:
