@@ -32,7 +32,7 @@ from train.edit.apply import draw_untouched
 from train.edit.command import main
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
 from train.edit.facts import read_facts
-from train.edit.judge import Figure, _held_out
+from train.edit.judge import Figure, _held_out, judge_edits
 from train.edit.lessons import Draws, Lessons, Piece
 from train.edit.parse import read_command
 from train.edit.speak import Speakers, fact_rows
@@ -151,6 +151,27 @@ def test_edits_are_judged_in_a_table_a_file_and_a_picture(place, capsys, tmp_pat
     assert (tmp_path / "out" / "report.png").stat().st_size > 1000
     with pytest.raises(UserError, match=r"is there already; give --overwrite true"):
         run(place, "eval", "@model", "@edits", "@facts.jsonl", str(tmp_path / "out"), *JUDGE)
+
+
+def test_a_pronunciation_is_taught_and_told_from_the_one_before(place, tmp_path):
+    """A model that says "ab" in one way is taught another; without the edit its right text sounds wrong."""
+    assert run(place, "merge", "@model", "@edits", str(tmp_path / "model")) == 0
+    write_wav(tmp_path / "other.wav", 0.2 * torch.sin(torch.arange(4800) * 0.3), 16000)
+    facts = write(tmp_path / "facts.jsonl", [{**FACTS[0], "answer_audio": "other.wav"}, FACTS[1]])
+    model, edits, report = (str(tmp_path / name) for name in ("model", "edits", "report"))
+    harder = ("--finetune.rank", "16", "--finetune.kl", "0", "--finetune.steps", "150")
+    assert main(["apply", model, str(facts), edits, *QUICK, *harder]) == 0
+    assert main(["eval", model, edits, str(facts), report, *JUDGE]) == 0
+    taught = json.loads((tmp_path / "report" / "report.json").read_text())["figures"]["portability/speech"]
+    lm = SpeechLM.from_pretrained(model)
+    nothing = load_edits(edits, lm.model).map(torch.zeros_like)
+    config = EditEvalConfig(voices=2, max_seconds=0.4, speak=SpeakConfig(voices=(VOICE,), answer_voice=VOICE))
+    figures, asked = judge_edits(lm, nothing, read_facts(facts, lm.tokenizer), config)
+    right = [one for one in asked if one.wanted is not None and one.right]
+    share = sum(one.wanted == "c" for one in right) / len(right)
+    former = figures["portability/speech"].value
+    assert 0 < share < 1 and former <= share  # at best "c" sounds as it should, "ab" as before
+    assert taught["value"] > former + 0.3
 
 
 def test_merged_edits_answer_as_lent_ones_and_come_out_bit_for_bit(place, tmp_path):

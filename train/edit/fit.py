@@ -114,6 +114,7 @@ class Corrections:
             UserError: the rows cannot be used for the task, or all have one answer.
         """
         tasks, count, most = self.config.tasks, self.config.others, self.config.together
+        task = tasks[number % len(tasks)]
         size = most * TRIES + 2 * count
         drawn = self._draw(range(number * size, number * size + most * TRIES))
         wanted = dice(self.config.seed, "together", number).randint(1, most) if most > 1 else 1
@@ -132,33 +133,22 @@ class Corrections:
                 raise UserError(
                     f"{row.where}: {TRIES} other rows have the same answer; a correction needs another one: give more data"
                 )
-        again = [self._again(edit, number * most + i) for i, edit in enumerate(edits)]
+        again = [self._again(edit, task, number * most + i) for i, edit in enumerate(edits)]
         beside = range(number * size + most * TRIES, (number + 1) * size)
         rows = [row for row in self._draw(beside) if not any(_asks_same(row, one) for one in asked)][:count]
         if not rows:
             raise UserError(f"{asked[0].where}: no other question is there to stay as it is; give more data")
-        for row in (*edits, *rows):
-            lacking = [row.turns[0].lacks(find_task(task)) for task in tasks]
-            if all(lacking):
-                raise UserError(f"{row.where}: it lacks {lacking[0]}, which task {tasks[0]} needs")
-        taught = [self.lessons.pieces(part, tasks) for part in (*([edit] for edit in edits), again)]
-        return taught[:-1], taught[-1], self._stay(rows)
+        stay = self.lessons.own_answers(rows, [task]) or rows
+        pieces = [self.lessons.pieces(part, [task]) for part in (*([edit] for edit in edits), again, stay)]
+        for part, row in zip(pieces, (*edits, again[0], rows[0]), strict=True):
+            if not part:
+                raise UserError(f"{row.where}: it lacks {row.turns[0].lacks(find_task(task))}, which task {task} needs")
+        return pieces[:-2], pieces[-2], pieces[-1]
 
-    def _stay(self, rows: list[Row]) -> list[Piece]:
-        """Questions with the model's own answers, each as one task that its row has all parts for, the tasks in turn."""
-        tasks = self.config.tasks
-        kinds = []
-        for i, row in enumerate(rows):
-            turn = row.turns[0]
-            kinds.append(next(t for t in (*tasks[i % len(tasks) :], *tasks) if turn.lacks(find_task(t)) is None))
-        rows = [replace(row, task=task) for row, task in zip(rows, kinds, strict=True)]
-        stay = self.lessons.own_answers(rows, kinds) or rows
-        return [piece for row in stay for piece in self.lessons.pieces([row], [row.task or kinds[0]])]
-
-    def _again(self, edit: Row, number: int) -> Row:
-        """A correction's question, asked by another voice where it can be spoken."""
+    def _again(self, edit: Row, task: str, number: int) -> Row:
+        """A correction's question, asked by another voice where it is spoken and there is one."""
         turn = edit.turns[0]
-        if self.speakers is None or not turn.question_text or turn.question_audio is None:
+        if self.speakers is None or not turn.question_text or find_task(task).question != "audio":
             return edit
         sound, _ = self.speakers.ask(turn.question_text, number)
         return replace(edit, turns=(replace(turn, question_audio=sound),))

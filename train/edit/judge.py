@@ -5,7 +5,8 @@
     generalisation/rephrased in other words, spoken in these voices
     portability/written      asked in writing
     portability/speech       of answers with the right text, those that also sound nearest to it, among the right answers of
-                             all facts and the former ones of other texts (dynamic time warping, `train.ear`)
+                             all facts and the former ones of other texts, and of the same text where a fact brings its own
+                             sound (dynamic time warping, `train.ear`); none where there is nothing to tell it from
     locality                 untouched questions whose written answer is the same, letter by letter
     locality/speech          those whose codes are the same, or sound nearest to their former answer
     locality/kl              divergence of these answers, in nats a position
@@ -174,14 +175,21 @@ def _heard(
         return describe(codec.decode(codes), codec.sample_rate)
 
     known: dict[str, Tensor] = {}
+    pronounced: set[str] = set()  # texts that are to sound otherwise than before
     for number, fact in enumerate(facts.facts):
         codes = speakers.answer(fact, facts, facts.where(number))
         assert codes is not None
-        known[normalise(fact.answer_text)] = portrait(codes.frames)
+        text = normalise(fact.answer_text)
+        known[text] = portrait(codes.frames)
+        if fact.answer_audio is not None or fact.answer_codes is not None:
+            pronounced.add(text)
     for one, answer in zip(asked, before, strict=True):
         said = normalise(one.before)
-        if one.wanted is not None and said and said not in known and answer.codes is not None and answer.codes.shape[1]:
-            known[said] = portrait(answer.codes)
+        if one.wanted is None or not said or answer.codes is None or not answer.codes.shape[1]:
+            continue
+        name = f"{said} (before)" if said in pronounced and said == normalise(one.wanted) else said
+        if name not in known:
+            known[name] = portrait(answer.codes)
 
     def sounds_as(answer: Answer, text: str, those: Mapping[str, Tensor]) -> bool:
         if answer.codes is None or not answer.codes.shape[1]:
@@ -191,7 +199,7 @@ def _heard(
     spoken: list[bool] = []
     stayed: list[bool] = []
     for one, b, a in zip(asked, before, after, strict=True):
-        if one.wanted is not None and one.right:
+        if one.wanted is not None and one.right and len(known) > 1:
             spoken.append(sounds_as(a, normalise(one.wanted), known))
         elif one.wanted is None and b.codes is not None and b.codes.shape[1]:
             same = a.codes is not None and torch.equal(a.codes, b.codes)
