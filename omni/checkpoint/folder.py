@@ -53,7 +53,8 @@ def save_folder(
     codec_folder: str | os.PathLike[str] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model folder beside its name, then rename; an older folder of that name is replaced only then.
+    """Write a model folder beside its name, then rename; an older folder of that name is replaced only then. Where the name is
+    a symbolic link, what it points at is replaced.
 
     Args:
         state: the `state_dict` of a `SpeechModel` (tied tensors once).
@@ -63,7 +64,7 @@ def save_folder(
     Raises:
         UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
-    target = Path(folder)
+    target = real_place(folder)
     beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +89,17 @@ def save_folder(
         raise UserError(f"model folder {target} cannot be written ({error}); {way_out}") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def real_place(folder: str | os.PathLike[str]) -> Path:
+    """Where a folder that is to be written stands, links followed; UserError where it has no name to be renamed to."""
+    try:
+        place = Path(folder).resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{folder} cannot be followed ({error}); mend the link, or give another place") from error
+    if not place.name:
+        raise UserError(f"{folder} is the root of a disk; give a folder in it")
+    return place
 
 
 def replace_folder(source: Path, target: Path) -> None:
@@ -145,7 +157,8 @@ def load_folder(
     config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model")
     if _is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
         raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
-    for name, wanted in _files(data, path / CONFIG).items():
+    extra = stored_extra(data, path / CONFIG)
+    for name, wanted in listed_files(data, path / CONFIG).items():
         _check(path / name, wanted)
     try:
         state = load_file(path / WEIGHTS)
@@ -168,7 +181,7 @@ def load_folder(
     own = path / CODEC
     place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
     codec = load_codec(config.codec, place, device=device) if place is not None or config.codec == "codec2" else None
-    return LoadedFolder(model, tokenizer, config, codec, data.get("extra", {}))
+    return LoadedFolder(model, tokenizer, config, codec, extra)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -193,7 +206,8 @@ def _no_folder(path: Path) -> str:
     if path.is_file():
         kind = "a pickle, which could run code; convert it to safetensors, and" if _is_pickle(path) else "a file, not a folder;"
         return f"model {path} is {kind} give {wanted}"
-    left = sorted(path.parent.glob(f".{glob.escape(path.name)}.old-*"))
+    place = real_place(path)
+    left = sorted(place.parent.glob(f".{glob.escape(place.name)}.old-*"))
     if left:
         return f"model folder {path} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back"
     return f"model folder {path} does not exist; give {wanted}"
@@ -211,7 +225,15 @@ def _is_pickle(file: Path) -> bool:
     return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in PROTOCOLS and head[4:] != b"\0\0\0\0{")
 
 
-def _files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, int]]:
+def stored_extra(data: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """The plain data that the configuration at `place` holds."""
+    extra = data.get("extra", {})
+    if not isinstance(extra, dict):
+        raise UserError(f"{place}: extra is {extra!r}; it must be an object; fetch or save the folder again")
+    return extra
+
+
+def listed_files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, int]]:
     """Size and CRC-32 of each file that the configuration at `place` lists."""
     listed = data.get("files", {})
     if not isinstance(listed, dict):

@@ -191,6 +191,16 @@ class Foreign:
         return sum(t.nbytes for t in self.tensors.values())
 
 
+def kept_files(source: Foreign, kind: str) -> dict[str, dict[str, Any]]:
+    """The files of a format that a model has kept in `extra` since it came in; UserError where they are no objects."""
+    kept = source.extra.get(kind, {})
+    if not isinstance(kept, dict) or not all(isinstance(data, dict) for data in kept.values()):
+        raise UserError(
+            f"{source.place}: extra: {kind} is {kept!r}; it must hold files as objects; fetch or save the folder again"
+        )
+    return kept
+
+
 # --- refusing what does not fit -----------------------------------------------------------------------------------------
 
 

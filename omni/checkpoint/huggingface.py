@@ -8,16 +8,17 @@ layout of weights, so tensors are renamed and never reshuffled.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, check_tokenizer, closest, match, text_shapes
+from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, check_tokenizer, closest, kept_files, match, text_shapes
 from omni.checkpoint.safe import Written, beside, read_json, read_weights, write_file, write_safetensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
 from omni.errors import UserError
@@ -26,23 +27,25 @@ from omni.text import Tokenizer
 
 @dataclass(frozen=True)
 class Family:
-    """What a family leaves unsaid in `config.json`; `window` is the usual one, `windows` whether it can have any."""
+    """What a family leaves unsaid in `config.json`; `windows`: whether it has them, where asked only for some."""
 
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None
-    window: int | None = None
-    windows: bool = True
+    windows: Literal["never", "asked", "always"] = "asked"
 
 
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
-    "llama": Family("LlamaForCausalLM", windows=False),
-    "mistral": Family("MistralForCausalLM", window=4096),
+    "llama": Family("LlamaForCausalLM", windows="never"),
+    "mistral": Family("MistralForCausalLM", windows="always"),
 }
 """By `model_type`; Qwen2.5 calls itself qwen2, Llama 3.x llama."""
+
+WINDOW, FULL_LAYERS = 4096, 28
+"""What transformers takes where `sliding_window` and `max_window_layers` are left out."""
 
 COMPANIONS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 """Small files that are kept with a model (under `extra`) and handed out again with it."""
@@ -105,10 +108,7 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
     family = FAMILIES[kind]
 
     def need(key: str) -> int:
-        value = settings.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{where}: {key} is {value!r}; a {kind} model needs a whole number there")
-        return value
+        return _whole(settings, key, where)
 
     for key, usual in _USUAL.items():
         if settings.get(key) not in (None, usual):
@@ -116,7 +116,7 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
     if settings.get("quantization_config"):
         raise UserError(f"{where}: the weights are quantised (quantization_config); fetch the original model")
     heads = need("num_attention_heads")
-    head_dim = settings.get("head_dim") or family.head_dim or 0
+    head_dim = family.head_dim or 0 if settings.get("head_dim") is None else need("head_dim")
     base, scaling = _rope(settings, where)
     return TextConfig(
         DecoderConfig(
@@ -124,7 +124,7 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
             layers=need("num_hidden_layers"),
             heads=heads,
             kv_heads=heads if settings.get("num_key_value_heads") is None else need("num_key_value_heads"),
-            head_dim=0 if head_dim * heads == settings["hidden_size"] else head_dim,
+            head_dim=0 if head_dim * heads == need("hidden_size") else head_dim,
             mlp_width=need("intermediate_size"),
             context=need("max_position_embeddings"),
             rope_base=base,
@@ -132,7 +132,7 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             window=_window(settings, family, where),
-            norm_eps=float(settings.get("rms_norm_eps", 1e-6)),
+            norm_eps=_number({"rms_norm_eps": 1e-6, **settings}, "rms_norm_eps", where),
             tie_text=bool(settings.get("tie_word_embeddings", tied)),
             combine="sum",
         ),
@@ -144,9 +144,28 @@ _USUAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "par
 """Settings that have one value here."""
 
 
+def _whole(settings: Mapping[str, Any], key: str, where: Path | str, least: int = 1) -> int:
+    value = settings.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{where}: {key} is {value!r}; it must be a whole number from {least} on; fetch the file again")
+    return value
+
+
+def _number(settings: Mapping[str, Any], key: str, where: Path | str) -> float:
+    value = settings[key]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"{where}: {key} is {value!r}; it must be a number above 0; fetch the file again")
+    return float(value)
+
+
 def _rope(settings: Mapping[str, Any], where: Path | str) -> tuple[float, RopeScaling | None]:
-    rope = {**(settings.get("rope_scaling") or {}), **(settings.get("rope_parameters") or {})}
-    base = float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))
+    rope = {"rope_theta": settings.get("rope_theta", 10000.0)}
+    for key in ("rope_scaling", "rope_parameters"):
+        found = settings.get(key)
+        if not isinstance(found, dict | None):
+            raise UserError(f"{where}: {key} is {found!r}; it must be an object of settings, or null; fetch the file again")
+        rope |= found or {}
+    base = _number(rope, "rope_theta", where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return base, None
@@ -154,10 +173,10 @@ def _rope(settings: Mapping[str, Any], where: Path | str) -> tuple[float, RopeSc
         raise UserError(f"{where}: rotary scaling {kind!r} is not known here; known: default, llama3")
     try:
         return base, RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_context=int(rope["original_max_position_embeddings"]),
+            factor=_number(rope, "factor", where),
+            low_freq_factor=_number(rope, "low_freq_factor", where),
+            high_freq_factor=_number(rope, "high_freq_factor", where),
+            original_context=int(_number(rope, "original_max_position_embeddings", where)),
         )
     except KeyError as error:
         raise UserError(f"{where}: rotary scaling llama3 lacks {error}; fetch the file again") from error
@@ -165,20 +184,43 @@ def _rope(settings: Mapping[str, Any], where: Path | str) -> tuple[float, RopeSc
 
 def _window(settings: Mapping[str, Any], family: Family, where: Path | str) -> int | None:
     """The sliding window that all layers share, None for none."""
-    window = settings.get("sliding_window", family.window)
-    layers = int(settings["num_hidden_layers"])
-    if family.window is None and not settings.get("use_sliding_window", False):
+    asked = settings.get("use_sliding_window")
+    if not isinstance(asked, bool | None):
+        raise UserError(f"{where}: use_sliding_window is {asked!r}; it must be true or false; fetch the file again")
+    if family.windows == "never" or (family.windows == "asked" and not asked):
         return None
-    if window is None:
+    settings = {"sliding_window": WINDOW, **settings}
+    if settings["sliding_window"] is None:
         return None
-    kinds = settings.get("layer_types")
-    if kinds is None:
-        full = layers if family.window is None else 0
-        first = min(int(settings.get("max_window_layers", full)), layers)
-        kinds = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
+    window = _whole(settings, "sliding_window", where)
+    kinds = _layer_kinds(settings, family, where)
     if len(set(kinds)) > 1:
-        raise UserError(f"{where}: some layers have a sliding window and some none (layer_types); that is not known here")
-    return int(window) if kinds[0] == "sliding_attention" else None
+        slide = kinds.count(_SLIDING)
+        raise UserError(
+            f"{where}: some layers have a sliding window and some none ({slide} of {len(kinds)} have it: max_window_layers, "
+            "layer_types); that is not known here"
+        )
+    return window if kinds[0] == _SLIDING else None
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _layer_kinds(settings: Mapping[str, Any], family: Family, where: Path | str) -> list[str]:
+    """How each layer attends, in a model that has a window."""
+    layers = _whole(settings, "num_hidden_layers", where)
+    kinds = settings.get("layer_types")
+    if kinds is None and family.windows == "always":
+        return [_SLIDING] * layers
+    if kinds is None:
+        first = min(_whole({"max_window_layers": FULL_LAYERS, **settings}, "max_window_layers", where, least=0), layers)
+        return [_FULL] * first + [_SLIDING] * (layers - first)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+        raise UserError(
+            f"{where}: layer_types is {kinds!r}; it must list {_FULL} or {_SLIDING} for each of the {layers} layers; fetch the "
+            "file again"
+        )
+    return kinds
 
 
 def _tokenizer(path: Path, settings: Mapping[str, Any], size: int) -> Tokenizer:
@@ -258,9 +300,9 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
     tied = config.decoder.tie_text and not folded
     if not tied:
         tensors[HEAD] = head
-    kept = source.extra.get("hf", {})
+    kept = kept_files(source, "hf")
     before = kept.get(CONFIG, {})
-    settings = their_config(config.decoder, size, tied, f"{source.place}/{CONFIG}", before.get("model_type"))
+    settings = their_config(config.decoder, size, tied, f"{source.place}/{CONFIG}", str(before.get("model_type")))
     settings |= {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in before}
     settings["dtype"] = str(head.dtype).removeprefix("torch.")
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
@@ -323,7 +365,7 @@ def their_config(
 
 def _fits(family: Family, decoder: DecoderConfig) -> bool:
     alike = (family.qkv_bias, family.qk_norm) == (decoder.qkv_bias, decoder.qk_norm)
-    return alike and (decoder.window is None or family.windows)
+    return alike and (decoder.window is None or family.windows != "never")
 
 
 def _silent_embedding(source: Foreign, config: ModelConfig, size: int) -> tuple[Lazy, bool]:

@@ -26,7 +26,7 @@ from omni.audio.encoder import SpeechEncoder
 from omni.audio.encoder_config import EncoderConfig
 from omni.checkpoint import whisper_weights
 from omni.checkpoint.folder import TOKENIZER
-from omni.checkpoint.foreign import Foreign, Lazy, Watch, cast, check_tokenizer, match, one_dtype
+from omni.checkpoint.foreign import Foreign, Lazy, Watch, cast, check_tokenizer, kept_files, match, one_dtype
 from omni.checkpoint.grow import fresh
 from omni.checkpoint.huggingface import COMPANIONS
 from omni.checkpoint.litgpt import (
@@ -161,7 +161,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
     shapes = our_shapes(config)
     tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.place, lambda name: name not in shapes)
     weights = join(tensors, config)
-    kept = source.extra.get("mini-omni", {})
+    kept = kept_files(source, "mini-omni")
     tied = config.decoder.tie_text and not config.decoder.post_layers and same(tensors[AUDIO_EMBEDDING], tensors[AUDIO_HEAD])
     settings = their_settings(config, tied, kept.get(SETTINGS, {}))
     whisper = _openai(source, config.encoder)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from omni.checkpoint.folder import replace_folder
+from omni.checkpoint.folder import real_place, replace_folder
 from omni.checkpoint.foreign import Lazy, Watch
 from omni.errors import UserError
 
@@ -68,21 +68,31 @@ def read_safetensors(path: Path) -> dict[str, Lazy]:
     try:
         header = json.loads(_read(handle, 8, length))
         header.pop("__metadata__", None)
-        entries = {name: (DTYPES[e["dtype"]], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+        entries = {name: (DTYPES[e["dtype"]], e["shape"], e["data_offsets"]) for name, e in header.items()}
     except KeyError as error:
         raise UserError(f"{path}: a tensor's header has no known {error}; fetch the file again") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} has a broken header ({error}); fetch it again") from error
-    end = max((e[3] for e in entries.values()), default=0)
+    for name, (_, shape, place) in entries.items():
+        _check_place(path, name, shape, place)
+    end = max((place[1] for _, _, place in entries.values()), default=0)
     if 8 + length + end != size:
         kind = "truncated" if 8 + length + end > size else "longer than its header says"
         raise UserError(f"{path} is {kind}: {size} bytes of {8 + length + end}; fetch it again")
     out = {}
-    for name, (dtype, shape, low, high) in entries.items():
-        if low < 0 or high - low != prod(shape) * dtype.itemsize:
-            raise UserError(f"{path}: tensor {name} {list(shape)} does not fill its {high - low} bytes; fetch the file again")
-        out[name] = _from_file(handle, path, 8 + length + low, shape, dtype)
+    for name, (dtype, shape, (low, high)) in entries.items():
+        if high - low != prod(shape) * dtype.itemsize:
+            raise UserError(f"{path}: tensor {name} {shape} does not fill its {high - low} bytes; fetch the file again")
+        out[name] = _from_file(handle, path, 8 + length + low, tuple(shape), dtype)
     return out
+
+
+def _check_place(path: Path, name: str, shape: Any, place: Any) -> None:
+    """Refuse a shape or a place in the file that are no lists of whole numbers (UserError)."""
+    for key, value, wanted in (("shape", shape, "list"), ("data_offsets", place, "list two")):
+        whole = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+        if not whole or (key == "data_offsets" and len(value) != 2):
+            raise UserError(f"{path}: tensor {name}: {key} is {value!r}; it must {wanted} whole numbers; fetch the file again")
 
 
 def _from_file(handle: BinaryIO, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Lazy:
@@ -287,23 +297,26 @@ def copy_file(source: Path, target: Path) -> Written:
 def beside(target: Path, needed: int = 0) -> Iterator[Path]:
     """A fresh folder to fill, renamed to `target` when the block ends well; nothing is left when it does not.
 
+    Where `target` is a symbolic link, what it points at is replaced, on its own disk; the link stays.
+
     Args:
         needed: bytes that will be written; a disk that is too small is refused before anything is.
 
     Raises:
         UserError: no space left, or a place that cannot be written.
     """
-    folder = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    place = real_place(target)
+    folder = place.with_name(f".{place.name}.writing-{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
+        place.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(place.parent).free
         if needed > free:
             raise UserError(f"{target} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; free some space")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         yield folder
-        replace_folder(folder, target)
-        _sync(target.parent)
+        replace_folder(folder, place)
+        _sync(place.parent)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way_out = "free some space and convert again" if full else "choose a place that can be written"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from omni.checkpoint import codec_weights
-from omni.checkpoint.folder import CODEC, CONFIG, TOKENIZER, WEIGHTS, read_config
+from omni.checkpoint.folder import CODEC, CONFIG, TOKENIZER, WEIGHTS, listed_files, read_config, stored_extra
 from omni.checkpoint.foreign import Foreign, Watch, check_tokenizer, match
 from omni.checkpoint.safe import Written, beside, copy_file, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
@@ -35,18 +35,17 @@ def read(path: Path) -> Foreign:
     """
     config = read_config(path)
     data = read_json(path / CONFIG)
-    for name, wanted in data.get("files", {}).items():
+    extra = stored_extra(data, path / CONFIG)
+    for name, (wanted, _) in listed_files(data, path / CONFIG).items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != wanted["bytes"]:
-            what = "missing" if size is None else f"{size} bytes long instead of {wanted['bytes']}"
+        if size != wanted:
+            what = "missing" if size is None else f"{size} bytes long instead of {wanted}"
             raise UserError(f"{path / name} is {what}; fetch or save the folder again")
     shapes = model_shapes(config)
     tensors = match(read_safetensors(path / WEIGHTS), {name: name for name in shapes}, shapes, path / WEIGHTS)
     tokenizer = Tokenizer.from_file(path / TOKENIZER)
     codec = path / CODEC
-    return Foreign(
-        "omni", path, config, tensors, tokenizer, extra=data.get("extra", {}), codec_folder=codec if codec.is_dir() else None
-    )
+    return Foreign("omni", path, config, tensors, tokenizer, extra=extra, codec_folder=codec if codec.is_dir() else None)
 
 
 def write(source: Foreign, target: Path, watch: Watch | None = None, *, codec: Foreign | None = None) -> dict[str, Written]:

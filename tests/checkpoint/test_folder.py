@@ -68,6 +68,21 @@ def test_a_second_save_replaces_the_first(saved):
     assert sorted(p.name for p in place.parent.iterdir()) == ["model"]
 
 
+def test_a_save_through_a_link_keeps_the_link(saved, tmp_path):
+    model, place = saved
+    (tmp_path / "disk").mkdir()
+    os.rename(place, tmp_path / "disk" / "real")
+    place.symlink_to(tmp_path / "disk" / "real")
+    with torch.no_grad():
+        model.decoder.norm.weight.fill_(3.0)
+    save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
+    assert load_folder(tmp_path / "disk" / "real").model.decoder.norm.weight[0] == 3.0
+    assert place.is_symlink() and sorted(p.name for p in tmp_path.iterdir()) == ["disk", "model"]
+    os.rename(tmp_path / "disk" / "real", tmp_path / "disk" / ".real.old-123")
+    with pytest.raises(UserError, match=r"does not exist, but .*/disk/\.real\.old-123 is what a save that broke off left"):
+        load_folder(place)
+
+
 @pytest.mark.parametrize("file", [WEIGHTS, TOKENIZER])
 def test_a_truncated_file_is_refused(saved, file):
     _, place = saved
@@ -182,6 +197,7 @@ def edit(place, change) -> None:
         (lambda c: c["files"].update({WEIGHTS: {"crc32": 1}}), r"files: model.safetensors is \{'crc32': 1\}; it must hold"),
         (lambda c: c["files"].update({TOKENIZER: 7}), "files: tokenizer.json is 7; it must hold"),
         (lambda c: c["files"][TOKENIZER].update(bytes="9"), "files: tokenizer.json is .*'9'"),
+        (lambda c: c.update(extra=None), "config.json: extra is None; it must be an object"),
         (lambda c: c["model"].update(codec="snak"), r"model.codec: unknown codec 'snak': did you mean 'snac'\?"),
     ],
 )

@@ -6,6 +6,7 @@ import errno
 import json
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,18 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header({"x": ONE | {"shape": [3]}}, b"\0" * 8), "tensor x [3] does not fill its 8 bytes"),
         (header({"x": ONE | {"dtype": "F4"}}, b"\0" * 8), "no known 'F4'"),
         (header({"x": {"shape": [2]}}, b"\0" * 8), "no known 'dtype'"),
+        (
+            header({"x": ONE | {"data_offsets": [0]}}, b"\0" * 8),
+            "a.safetensors: tensor x: data_offsets is [0]; it must list two",
+        ),
+        (header({"x": ONE | {"data_offsets": [0, 8, 8]}}, b"\0" * 8), "tensor x: data_offsets is [0, 8, 8]"),
+        (header({"x": ONE | {"data_offsets": ["0", "8"]}}, b"\0" * 8), "tensor x: data_offsets is ['0', '8']"),
+        (header({"x": ONE | {"data_offsets": "08"}}, b"\0" * 8), "tensor x: data_offsets is '08'"),
+        (header({"x": ONE | {"data_offsets": [-8, 0]}}), "tensor x: data_offsets is [-8, 0]"),
+        (header({"x": ONE | {"data_offsets": None}}, b"\0" * 8), "tensor x: data_offsets is None"),
+        (header({"x": ONE | {"shape": ["2"]}}, b"\0" * 8), "tensor x: shape is ['2']; it must list whole numbers"),
+        (header({"x": ONE | {"shape": [-1, -2]}}, b"\0" * 8), "tensor x: shape is [-1, -2]"),
+        (header({"x": ONE | {"shape": 2}}, b"\0" * 8), "tensor x: shape is 2"),
         (header({"x": []}, b"\0" * 8), "broken header"),
         (struct.pack("<Q", 4) + b"{abc", "broken header"),
     ],
@@ -141,6 +154,16 @@ def test_a_header_that_begins_like_a_pickle_is_read(tmp_path):
     text = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}).encode().ljust(640)
     (tmp_path / "a").write_bytes(struct.pack("<Q", 640) + text + tensor.numpy().tobytes())
     assert torch.equal(read_safetensors(tmp_path / "a")["x"](), tensor)
+
+
+def test_a_place_without_a_name_is_found_or_refused(monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with beside(Path("../out/.")) as folder:
+        (folder / "w").write_text("w")
+    assert (tmp_path / "out" / "w").read_text() == "w"
+    with pytest.raises(UserError, match="/ is the root of a disk"), beside(Path("/")):
+        pass
 
 
 @pytest.mark.parametrize("there", [False, True])

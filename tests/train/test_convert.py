@@ -265,6 +265,93 @@ def test_a_target_is_not_lost(lm, tmp_path):
     assert (tmp_path / "mine" / "diary").read_text() == "dear"
 
 
+@pytest.mark.parametrize("option", ["--encoder", "--lora", "--codec_folder", "--tokenizer"])
+@pytest.mark.parametrize("name", ["out", "link"])
+def test_no_input_within_the_target_is_lost(lm, tmp_path, option, name):
+    assert run(lm, tmp_path / "out", *GROW) == 0
+    (tmp_path / "link").symlink_to("out")
+    kept = tmp_path / "out" / "kept"
+    kept.write_text("dear")
+    with pytest.raises(UserError, match=rf"{name} holds {kept}, which would be lost; give another target"):
+        run(lm, tmp_path / name, "--overwrite", option, kept)
+    with pytest.raises(UserError, match=rf"{name} holds {tmp_path / 'out'}, which would be lost"):
+        run(lm, tmp_path / name, "--overwrite", option, tmp_path / "out")
+    assert kept.read_text() == "dear"
+
+
+def test_a_model_may_become_another_in_its_place(lm, tmp_path):
+    assert run(lm, tmp_path / "out", *GROW) == 0
+    again = ["--kind", "omni", "--dtype", "bfloat16", "--overwrite"]
+    assert run(tmp_path / "out", tmp_path / "out", *again) == 0
+    assert {t.dtype for t in load_folder(tmp_path / "out").model.state_dict().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_link_points_at_is_written_and_the_link_stays(lm, tmp_path, there):
+    (tmp_path / "disk").mkdir()
+    if there:
+        assert run(lm, tmp_path / "disk" / "model", *GROW) == 0
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
+    assert run(lm, tmp_path / "link", *GROW, "--seed", 1, "--overwrite") == 0
+    assert run(lm, tmp_path / "plain", *GROW, "--seed", 1) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "link", "lm", "plain"]
+    assert (tmp_path / "link").is_symlink() and [p.name for p in (tmp_path / "disk").iterdir()] == ["model"]
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("disk/model", "plain"))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    "target, words",
+    [
+        (".", ". is or holds the folder that you are in"),
+        ("", ". is or holds the folder that you are in"),
+        ("../here", "../here is or holds the folder that you are in"),
+        ("..", ".. is or holds the folder that you are in"),
+        ("/", "/ is the root of a disk; give a folder in it"),
+        ("../loop", "../loop cannot be followed"),
+    ],
+)
+def test_a_target_without_a_name_of_its_own_is_refused(tmp_path, monkeypatch, target, words):
+    source = save_text(text_model("qwen2"), tmp_path / "elsewhere" / "lm")
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    (tmp_path / "work" / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path / "work" / "here")
+    with pytest.raises(UserError) as error:
+        run(source, target, *GROW)
+    assert words in str(error.value)
+    assert sorted(p.name for p in (tmp_path / "work").rglob("*")) == ["here", "loop"]
+
+
+def test_a_target_may_be_named_by_the_way_to_it(lm, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run("../lm", "../out/.", *GROW) == 0
+    assert run("../lm", "new/../made", *GROW) == 0
+    load_folder(tmp_path / "out"), load_folder(tmp_path / "here" / "made")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "lm", "out"]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"files": [1]}, "config.json: files is [1]; it must list"),
+        ({"files": {"model.safetensors": 3}}, "config.json: files: model.safetensors is 3; it must hold"),
+        ({"extra": [1]}, "config.json: extra is [1]; it must be an object"),
+        ({"extra": None}, "config.json: extra is None; it must be an object"),
+        ({"extra": {"hf": 3}}, "extra: hf is 3; it must hold files as objects"),
+        ({"extra": {"hf": {"config.json": 3}}}, "extra: hf is {'config.json': 3}; it must hold files as objects"),
+    ],
+)
+def test_a_model_folder_whose_config_is_broken_is_refused(lm, tmp_path, changes, words):
+    assert run(lm, tmp_path / "a", *GROW) == 0
+    path = tmp_path / "a" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "a", tmp_path / "b", "--kind", "hf")
+    assert words in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "lm"]
+
+
 def test_a_model_folder_that_was_cut_is_refused(lm, tmp_path):
     assert run(lm, tmp_path / "a", *GROW) == 0
     path = tmp_path / "a" / "model.safetensors"
