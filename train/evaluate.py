@@ -11,6 +11,7 @@ Dimensions: A audio streams, F frames, S samples.
 
 from __future__ import annotations
 
+import itertools
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 16000
 GROUPS = 12
 """Most parts of a set that are reported by themselves."""
+
+_VARIANTS = (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
+_ALIKE: dict[int, str | None] = {0x2019: "'", 0x02BC: "'", **dict.fromkeys(_VARIANTS)}
+"""Apostrophes that are written as one; variation selectors, which only choose a glyph, are dropped."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,27 @@ def items_of(
 
 
 def normalise(text: str) -> str:
-    """Text for comparing: lower case, no punctuation, single spaces (an apostrophe within a word stays)."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    kept = "".join(c if c.isalnum() or c.isspace() or c == "'" else " " for c in text)
-    return " ".join(kept.split())
+    """Text for comparing: NFKC, lower case, no punctuation, single spaces (an apostrophe within a word stays).
+
+    Words are of letters, digits and the marks upon them (Unicode's Mn and Mc: vowel signs, accents, tones). Characters that
+    are not seen (Cf, such as joiners and soft hyphens) are dropped, all others part words.
+    """
+    text = unicodedata.normalize("NFKC", text).casefold().translate(_ALIKE)
+    words = ("".join(itertools.dropwhile(_no_beginning, word)) for word in "".join(map(_compared, text)).split())
+    return " ".join(bare for word in words if (bare := word.rstrip("'")))
+
+
+def _compared(character: str) -> str:
+    """What a character becomes: itself, nothing, or a space."""
+    category = unicodedata.category(character)
+    if character.isalnum() or character == "'" or category in ("Mn", "Mc"):
+        return character
+    return "" if category == "Cf" else " "
+
+
+def _no_beginning(character: str) -> bool:
+    """Whether no word begins so: an apostrophe, or a mark upon nothing."""
+    return not character.isalnum()
 
 
 def evaluate(lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False) -> Report:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 import soundfile
 import torch
 from torch import Tensor
 
+from omni.audio import codec as codecs
 from omni.audio.codec import AudioCodec, CodecStream
 from omni.errors import UserError
 from train.data.keys import torch_dice
 from train.data.parquet import write_rows
-from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.row import Codes, Row, RowTurn, Sound, features, to_plain
 
 RATE = 8000
 SIZES = {"codec2": (512, 512, 16, 64), "snac": (4096,) * 7}
@@ -59,6 +63,59 @@ def stored(folder: Path, rows: Sequence[Row], per_file: int = 8, row_group: int 
     for start in range(0, len(rows), per_file):
         write_rows(folder / f"rows-{start // per_file:05d}.parquet", rows[start : start + per_file], row_group)
     return folder
+
+
+def spoilt(folder: Path, *changes: Callable[[dict[str, Any]], None]) -> Path:
+    """Sound rows 0 to 3 in one file, and between them one for each change, made to its first turn as it is stored."""
+    plain = [to_plain(row(i)) for i in range(4 + len(changes))]
+    for stored_row, change in zip(plain[2:], changes, strict=False):
+        change(stored_row["turns"][0])
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(plain, schema=features().arrow_schema), folder / "rows.parquet")
+    return folder
+
+
+def path_with_nul(turn: dict[str, Any]) -> None:
+    turn["question_audio"] = {"bytes": None, "path": "a\0b"}
+
+
+def path_too_long(turn: dict[str, Any]) -> None:
+    turn["question_audio"] = {"bytes": None, "path": "a" * 5000}
+
+
+def word_without_time(turn: dict[str, Any]) -> None:
+    turn["words"] = [{"text": None, "start": None, "end": None, "who": "user"}]
+
+
+def codes_with_null(turn: dict[str, Any]) -> None:
+    turn["answer_codes"]["frames"][1][0] = None
+
+
+def foreign_codes(turn: dict[str, Any]) -> None:
+    turn["answer_codes"] = {"codec": "hubert", "order": "streams", "frames": [[7] * 25]}
+
+
+def large_code(turn: dict[str, Any]) -> None:
+    turn["answer_codes"] = {"codec": "mystery", "order": "streams", "frames": [[2_000_000_000, 1]]}
+
+
+BAD_PARTS = (path_with_nul, path_too_long, word_without_time, codes_with_null)
+
+
+def only_snac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of any folder named snac are SNAC's, those of others are no codec's."""
+
+    def loader(name: str) -> Callable[[Path | None, torch.device], AudioCodec]:
+        def load(folder: Path | None, device: torch.device) -> AudioCodec:
+            if folder is None or folder.name != name:
+                raise UserError(f"{folder} holds no {name}")
+            return Beeper(name)
+
+        return load
+
+    for name in codecs.codec_names():
+        if name != "codec2":
+            monkeypatch.setitem(codecs._loaders, name, loader(name))
 
 
 class Beeper(AudioCodec):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import jiwer
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import whisper
@@ -23,12 +25,13 @@ from tests.train.eval_toys import (
     write_voicebench,
 )
 from train.data.parquet import write_rows
-from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.readers import Broken
+from train.data.row import Codes, Row, RowTurn, Sound, features, to_plain
 from train.data.voice import synthesise
 from train.eval.command import main
 from train.eval.ears import open_ear, transcript
 from train.eval.journal import Journal
-from train.eval.questions import Questions, open_data
+from train.eval.questions import Questions, open_data, readable
 from train.evaluate import normalise
 
 
@@ -189,6 +192,10 @@ def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_p
         run(other, speech, "--out", out, *quick)
     with pytest.raises(UserError, match=r"was started with settings"):
         run(model, speech, "--out", out, *quick, "--max_tokens", "11")
+    with pytest.raises(UserError, match=r"was started with settings folder \"\", this start has \".*libri\""):
+        run(model, speech, "--out", out, *quick, "--folder", speech)
+    with pytest.raises(UserError, match=r"was started with settings prefix \"\", this start has \"/mnt\""):
+        run(model, speech, "--out", out, *quick, "--prefix", "/mnt")
     with pytest.raises(UserError, match="was started with data"):
         run(model, write_librispeech(tmp_path / "more", 4), "--out", out, *quick)
     assert (out / "answers.jsonl").read_bytes() == kept
@@ -218,6 +225,47 @@ def test_what_cannot_work_is_said_at_once(model: Path, speech: Path, tmp_path: P
     rows = [row | {"audio": {"bytes": b"?", "path": None}} for row in voicebench(2)]
     with pytest.raises(UserError, match="none of the 2 questions could be asked; the first: .*row 0"):
         run(model, write_voicebench(tmp_path / "bad.parquet", rows), *out, *QUICK)
+
+
+def broken_rows(file: Path) -> Path:
+    """Four of our own rows: codes whose streams are of two lengths, codes with a null, a path with NUL, and a sound one."""
+    sound = Sound(torch.from_numpy(noise(0)), 16000).plain()
+    codes = {"codec": "codec2", "order": "streams", "frames": [[1], [1, 2], [1], [1]]}
+    rows = [to_plain(Row((RowTurn(f"what {i}", None, "that"),), id=str(i))) for i in range(4)]
+    for row in rows:
+        row["turns"][0]["question_audio"] = sound
+    rows[0]["turns"][0]["answer_codes"] = codes
+    rows[1]["turns"][0]["answer_codes"] = {**codes, "frames": [[1], [None], [1], [1]]}
+    rows[2]["turns"][0]["question_audio"] = {"bytes": None, "path": "a\0b"}
+    pq.write_table(pa.Table.from_pylist(rows, schema=features().arrow_schema), file)
+    return file
+
+
+def test_stored_rows_that_break_the_format_are_left_out(model: Path, tmp_path: Path) -> None:
+    data, out = broken_rows(tmp_path / "rows.parquet"), tmp_path / "out"
+    for _ in range(2):  # and gone on with
+        assert run(model, data, "--out", out, *QUICK, "--timed", "0", "--task", "A1T2") == 0
+    found = report(out)
+    assert found["answered"] == 1 and [r["where"] for r in found["broken"]] == [f"{data} row {i}" for i in range(3)]
+    whys = [r["why"] for r in found["broken"]]
+    assert "expected sequence of length 1 at dim 1 (got 2)" in whys[0] and "NoneType" in whys[1]
+
+
+def test_half_a_surrogate_pair_costs_its_row(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row for i, row in enumerate(voicebench()) if i != 1]
+    rows[1]["prompt"] = "what \ud83d"
+    rows[2]["kwargs"] = [{"n": "\ud83d"}]  # only kept, for VoiceBench's judges
+    data, out = write_voicebench(tmp_path / "data" / "set.jsonl", rows), tmp_path / "out"
+    for _ in range(2):
+        assert run(model, data, "--out", out, *QUICK, "--timed", "0", "--batch", "1") == 0
+    found = report(out)
+    assert found["answered"] == 3 and [r["where"] for r in found["broken"]] == [f"{data} line 2"]
+    assert "half" in found["broken"][0]["why"] and "broken rows left out: 1" in capsys.readouterr().out
+    assert read_lines(out / "voicebench.jsonl")[1]["kwargs"] == rows[2]["kwargs"]
+    item = readable(Row((RowTurn("a", None, "b\udc00"),), where="here row 3"))
+    assert item == Broken("here row 3", "its answer_text holds U+DC00, half of a surrogate pair: mend or drop the row")
 
 
 # --- ears, and two runs -----------------------------------------------------------------------------------------------
@@ -292,6 +340,14 @@ def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert f"{10 - len(of_b)} further questions of A are left out" in (out / "compare.md").read_text()
     assert "B - A" in capsys.readouterr().out
+    with (b / "answers.jsonl").open("a") as handle:  # as a killed process leaves it
+        handle.write('{"index": 99, "whe')
+    assert run("--compare", a, b, "--out", tmp_path / "torn") == 0
+    assert (tmp_path / "torn" / "compare.json").read_bytes() == (out / "compare.json").read_bytes()
+    with (b / "answers.jsonl").open("a") as handle:
+        handle.write("\n{}\n")
+    with pytest.raises(UserError, match=r"answers.jsonl line 6 is damaged: start the same evaluation again"):
+        run("--compare", a, b)
     assert run("--compare", a, a, "--out", tmp_path / "same") == 0
     same = json.loads((tmp_path / "same" / "compare.json").read_text())["changes"]
     assert all(c["difference"]["low"] == c["difference"]["high"] == 0 for c in same.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jiwer
@@ -18,10 +20,13 @@ from omni.tasks import TASKS
 from train.data.row import Row, RowTurn
 from train.eval.answers import Asked, judge
 from train.eval.config import EvalConfig
-from train.eval.measures import MEASURES, RESAMPLES, difference, figure, pairs_of, value
+from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown, value
+from train.eval.pictures import _bars, draw_comparison, draw_report
+from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Change, Run, signed, verdict
 from train.eval.texts import find_normaliser, text_errors
 from train.eval.timing import scores
 from train.evaluate import Item
+from train.plots import pyplot_quietly
 
 PAIRS = np.array([[0, 2], [1, 3], [4, 4], [2, 1], [0, 5]], dtype=float)
 KINDS = {"ratio": "wer", "perplexity": "text_perplexity", "median": "first_audio"}
@@ -43,6 +48,41 @@ def test_a_figure_and_its_interval_are_those_of_the_loop(kind: str) -> None:
     rng = np.random.default_rng(5)
     drawn = [slow(kind, PAIRS[rng.integers(len(PAIRS), size=len(PAIRS))].tolist()) for _ in range(RESAMPLES)]
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(drawn, [2.5, 97.5])))
+
+
+@pytest.mark.parametrize("name", ["speech_text_wer", "text_perplexity"])
+def test_what_weighs_nothing_has_no_figure(name: str) -> None:
+    none = figure(name, np.array([[2.0, 0.0], [1.0, 0.0]]))
+    assert all(math.isnan(number) for number in (none.value, none.low, none.high)) and none.questions == 2
+    assert shown(name, none.value) == "-" == signed(name, none.value)
+    assert plain(none) == {"value": None, "low": None, "high": None, "questions": 2}
+    apart = difference(name, np.array([[2.0, 0.0]]), np.array([[2.0, 1.0]]))
+    assert math.isnan(apart.value) and verdict(name, replace(apart, questions=9)) == "not told apart"
+
+
+def test_resamples_that_weigh_nothing_are_left_out() -> None:
+    pairs = np.array([[2, 0], [1, 0], [0, 0], [0, 3]], dtype=float)
+    found = figure("speech_text_wer", pairs, seed=5)
+    rng = np.random.default_rng(5)
+    drawn = [pairs[rng.integers(4, size=4)].sum(0) for _ in range(RESAMPLES)]
+    kept = [errors / words for errors, words in drawn if words]
+    assert len(kept) < RESAMPLES and found.value == 1
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(kept, [2.5, 97.5])))
+
+
+def test_pictures_of_what_has_no_figure(tmp_path: Path) -> None:
+    none, some = Figure(math.nan, math.nan, math.nan, 2), Figure(0.5, 0.4, 30.0, 9)
+    run = Run(tmp_path, {"model": "m", "data": "d"}, {name: [] for name in (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)})
+    figures = {"ended": some, "speech_text_wer": none, "text_perplexity": Figure(math.inf, 2.0, math.inf, 3)}
+    pyplot = pyplot_quietly()
+    axis = pyplot.figure().add_subplot()
+    _bars(axis, ["ended", "speech_text_wer"], figures)
+    assert axis.get_xlim() == (0, pytest.approx(3360.0)) and [bar.get_width() for bar in axis.patches] == [50.0, 0.0]
+    assert [(text.get_text(), text.xy[0]) for text in axis.texts] == [("50.00 %", 3000.0), ("-", 0.0)]
+    pyplot.close("all")
+    assert draw_report(run, figures).read_bytes().startswith(b"\x89PNG")
+    changes = {name: Change(f, f, none) for name, f in figures.items()}
+    assert draw_comparison(changes, ("a", "b"), tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,7 @@ from omni.errors import UserError
 from omni.generate.results import Answer, Timings
 from train.config import FIGURES, CheckpointConfig
 from train.data.row import Codes, Row, RowTurn, Sound
+from train.eval.texts import text_errors
 from train.evaluate import (
     Item,
     compare_codes,
@@ -70,10 +71,39 @@ def test_an_empty_reference_counts_what_was_inserted() -> None:
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("  Minus two. ", "minus two"), ("It's  -  FINE!", "it's fine"), ("\uff11\uff12, Stra\u00dfe", "12 strasse"), ("...", "")],
+    [
+        ("  Minus two. ", "minus two"),
+        ("It's  -  FINE!", "it's fine"),
+        ("\uff11\uff12, Stra\u00dfe", "12 strasse"),
+        ("...", ""),
+        ("He said 'yes', the dogs' 'n' all ' '.", "he said yes the dogs n all"),
+        ("don\u2019t \u2018go\u2019 \u043f\u02bc\u044f\u0442\u044c", "don't go \u043f'\u044f\u0442\u044c"),
+        ("\u0932\u0921\u093c\u0915\u0940, \u0906\u0908", "\u0932\u0921\u093c\u0915\u0940 \u0906\u0908"),  # Hindi: Mn and Mc
+        ("\u0645\u064e\u0631\u062d\u064e\u0628\u0627!", "\u0645\u064e\u0631\u062d\u064e\u0628\u0627"),  # Arabic vowel signs
+        (
+            "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 so\u00adft",
+            "\u0645\u06cc\u062e\u0648\u0627\u0647\u0645 soft",
+        ),  # joiner, soft hyphen
+        ("I \u2764\ufe0f it 1\ufe0f \u00b4a \u0301", "i it 1 a"),  # marks upon nothing, variation selectors
+    ],
 )
 def test_normalise(text: str, wanted: str) -> None:
     assert normalise(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("reference", "said", "language", "wanted"),
+    [
+        ("\u0932\u0921\u093c\u0915\u0940", "\u0932\u0921\u093c\u0915\u0947", "hi", ("wer", 1, 1)),
+        ("\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e", "", "hi", ("wer", 2, 2)),
+        ("\u0e17\u0e35\u0e48\u0e19\u0e35\u0e48", "\u0e17\u0e38\u0e49\u0e19\u0e39\u0e49", "th", ("cer", 4, 6)),
+        ("\u0645\u064e\u0631\u062d\u064e\u0628\u0627", "\u0645\u0631\u062d\u0628\u0627", "ar", ("wer", 1, 1)),
+        ("don\u2019t", "don't", "en", ("wer", 0, 1)),
+        ("'yes'", "yes", "en", ("wer", 0, 1)),
+    ],
+)
+def test_errors_in_scripts_with_marks(reference: str, said: str, language: str, wanted: tuple[str, int, int]) -> None:
+    assert text_errors(normalise(reference), normalise(said), language) == wanted
 
 
 def test_codes_are_compared_up_to_the_shorter() -> None:

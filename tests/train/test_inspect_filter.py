@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jiwer
@@ -14,7 +14,7 @@ from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
 from omni.audio import codec as codecs
 from omni.errors import UserError
-from tests.train.inspect_toys import Beeper, noise, row, stored, wav
+from tests.train.inspect_toys import BAD_PARTS, Beeper, noise, only_snac, row, spoilt, stored, wav
 from train.data.inspect.checks import Bounds, check_row
 from train.data.inspect.codecs import Codecs
 from train.data.inspect.filter import DROPPED, Judge, filter_rows, main
@@ -24,7 +24,7 @@ from train.data.inspect.scan import Found, Scan
 from train.data.parquet import StoredRows
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.shards import checksum
-from train.data.row import Sound, to_plain
+from train.data.row import Codes, Sound, to_plain
 
 
 def rules(folder: Path, text: str) -> Path:
@@ -87,6 +87,51 @@ def test_broken_rows_can_be_kept_but_not_unreadable_ones(tmp_path: Path) -> None
     assert report["rows"] == 12 and [line["reasons"][0]["rule"] for line in dropped(tmp_path / "out")] == ["unreadable"]
     again = filter_rows(tmp_path / "out", tmp_path / "again", Judge(Rules()))
     assert again["rows"] == 11 and again["rules"] == {"broken_sound": 1}
+
+
+@pytest.mark.parametrize("drop_errors", [True, False])
+def test_bad_parts_cost_their_row_alone(drop_errors: bool, tmp_path: Path) -> None:
+    data = spoilt(tmp_path / "data", *BAD_PARTS)
+    report = filter_rows(data, tmp_path / "out", Judge(Rules(drop_errors=drop_errors)))
+    rules = {"missing_reference": 2, "word_times": 1, "unreadable": 1}
+    assert report["rules"] == {name: count for name, count in rules.items() if drop_errors or name != "word_times"}
+    assert report["rows"] == (4 if drop_errors else 5) and [line["row"] for line in dropped(tmp_path / "out")][:2] == [2, 3]
+
+
+def test_codes_that_can_never_be_heard_cost_their_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_snac(monkeypatch)
+    rows = [row(0, "snac"), row(1, answer_codes=Codes("hubert", torch.zeros(1, 30, dtype=torch.int32))), row(2, "snac")]
+    rows = [replace(each, turns=(replace(each.turns[0], answer_audio=None),)) for each in rows]
+
+    class Ear:
+        def hear(self, audio: torch.Tensor, language: str) -> str:
+            return rows[0].turns[0].answer_text
+
+    rules = Rules(drop_errors=False, max_wer=WerRule(answer=9.0))
+    judge = Judge(rules, Codecs(tmp_path / "snac"), Ear())  # type: ignore[arg-type]
+    assert [judge.reasons(each)[0] for each in rows] == [
+        [],
+        [("max_wer", "answer 0: its codes are of 'hubert', which cannot be decoded here")],
+        [],
+    ]
+    with pytest.raises(UserError, match="None holds no snac"):
+        Judge(rules, Codecs(), Ear()).reasons(rows[0])  # type: ignore[arg-type]
+
+
+def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = stored(tmp_path / "data", [row(0), row(1)])
+    for name in ("large", "here", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "large")
+    filter_rows(data, tmp_path / "link", Judge(Rules()))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "rows-00000.parquet").is_file()
+    filter_rows(data, tmp_path / "empty" / ".." / "empty", Judge(Rules()))
+    assert (tmp_path / "empty" / "report.json").is_file()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "../here", ""):
+        with pytest.raises(UserError, match="is the folder that this runs in"):
+            filter_rows(data, Path(out), Judge(Rules()))
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "large", "here", "empty", "link"}
 
 
 @pytest.mark.parametrize("rows_per_file", [3, 50])

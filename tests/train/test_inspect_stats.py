@@ -19,7 +19,19 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.tasks import find_task
 from tests.train.data_toys import MODELS, TOKENIZER
-from tests.train.inspect_toys import RATE, Beeper, noise, row, stored, wav
+from tests.train.inspect_toys import (
+    BAD_PARTS,
+    RATE,
+    Beeper,
+    foreign_codes,
+    large_code,
+    noise,
+    only_snac,
+    row,
+    spoilt,
+    stored,
+    wav,
+)
 from train.data.examples import ExampleMaker, Prepared
 from train.data.inspect.codecs import Codecs
 from train.data.inspect.collect import Collector, Sample, StreamUse
@@ -103,6 +115,25 @@ def test_damaged_data_are_counted_as_such(tmp_path: Path) -> None:
     (data / "rows-00000.parquet").write_bytes(b"PAR1")
     done = collect(Scan(data), Codecs())
     assert done.all.rows == 2 and done.noted["files or row groups that are damaged"] == 1
+
+
+def test_bad_rows_are_noted_and_the_rest_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_snac(monkeypatch)
+    data = spoilt(tmp_path / "data", *BAD_PARTS, foreign_codes, large_code)
+    config = Target(model("codec2"), TOKENIZER)
+    for codecs in (Codecs(), Codecs(tmp_path / "snac")):
+        done = collect(Scan(data), codecs, config, (find_task("A1A2"),))
+        assert done.all.rows == 9 and set(done.codes) == {"codec2", "hubert"}
+        assert {
+            "recordings not counted: missing reference": 2,
+            "rows that break the format": 1,
+            "codes not counted: of an unknown codec, and not in 0 to 1048575": 1,
+            "rows not counted for A1A2: its codes are not of codec2": 2,
+        }.items() <= dict(done.noted).items()
+    (tmp_path / "negative").mkdir()
+    minus = Codes("mystery", torch.tensor([[-5, 1]]))
+    done = collect(Scan(stored(tmp_path / "negative", [row(0, answer_codes=minus)])), Codecs())
+    assert not done.codes and sum(done.noted.values()) == 1
 
 
 @pytest.mark.parametrize("kept", [50, 1000])

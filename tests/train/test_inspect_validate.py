@@ -14,12 +14,12 @@ import torch
 
 from omni.audio.codec2 import Codec2Codec
 from omni.errors import UserError
-from tests.train.inspect_toys import RATE, noise, row, stored, wav
+from tests.train.inspect_toys import BAD_PARTS, RATE, noise, only_snac, row, spoilt, stored, wav
 from train.data.inspect.checks import Bounds
 from train.data.inspect.codecs import KNOWN, Codecs
 from train.data.inspect.duplicates import Digests
 from train.data.inspect.findings import KINDS, Findings
-from train.data.inspect.measures import clipped_share, measure, silence_share
+from train.data.inspect.measures import BadSound, clipped_share, head, load, measure, silence_share, stored_bytes
 from train.data.inspect.scan import Found, Lost, Scan
 from train.data.inspect.validate import main, validate
 from train.data.readers.codes import CODECS
@@ -44,6 +44,12 @@ def test_nothing_is_wrong_with_sound_rows(codec: str, tmp_path: Path) -> None:
 
 
 SQUARE = torch.where(torch.arange(RATE) % 40 < 20, 1.0, -1.0)
+CODES = {
+    "snac": Codes("snac", torch.zeros(7, 14, dtype=torch.int32)),
+    "hubert": Codes("hubert", torch.zeros(1, 60, dtype=torch.int32)),
+    "mimi": Codes("mimi", torch.zeros(8, 15, dtype=torch.int32)),
+    "nobody's": Codes("nobody's", torch.zeros(3, 15, dtype=torch.int32)),
+}
 WRONG = {
     "silent_sound": {"question_audio": Sound(data=wav(torch.zeros(RATE)))},
     "mostly_silent": {"question_audio": Sound(data=wav(torch.cat([torch.zeros(RATE), noise(0.05, 1)])))},
@@ -75,6 +81,44 @@ def test_each_kind_is_found_in_its_row(kind: str, place: int, tmp_path: Path) ->
     assert where == f"{tmp_path / f'rows-{place // 8:05d}.parquet'} row {place % 8}"
     others = set(findings.counts) - {kind}
     assert not {other for other in others if KINDS[other].severity == "error"} - {"silent_sound", "broken_sound"}
+
+
+def test_bad_parts_are_found_each_in_its_row(tmp_path: Path) -> None:
+    data = spoilt(tmp_path / "data", *BAD_PARTS)
+    findings = found(data)
+    kinds = ("missing_reference", "missing_reference", "word_times", "bad_row")
+    assert findings.of("error") == len(kinds)
+    for number, kind in enumerate(kinds, 2):
+        (text,) = [text for where, text in findings.shown[kind] if where == f"{data / 'rows.parquet'} row {number}"]
+        assert len(text) < 400
+    assert findings.shown["word_times"][0][1] == "word 0, None, has no start"
+    clean, other = stored(tmp_path / "clean", [row(50)]), found(stored(tmp_path / "more", [row(51)]), data)
+    assert other.counts["missing_reference"] == 2 and not found(clean).counts
+
+
+def test_a_recording_that_cannot_be_had_is_told_in_every_way(tmp_path: Path) -> None:
+    (tmp_path / "ring").symlink_to(tmp_path / "ring")
+    for name in ("a\0b", "a" * 5000, "ring", "none.wav", ""):
+        for read in (load, head, stored_bytes):
+            with pytest.raises(BadSound) as error:
+                read(Sound(path=name, folder=tmp_path))
+            assert error.value.kind == "missing_reference" and len(str(error.value)) < 400
+
+
+def test_codes_of_another_codec_than_the_weights_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_snac(monkeypatch)
+    names = ("snac", "hubert", "mimi", "nobody's", "snac")
+    rows = [replace(row(i), turns=(replace(row(i).turns[0], answer_codes=CODES[name]),)) for i, name in enumerate(names)]
+    findings = Findings(examples=9)
+    validate(stored(tmp_path, rows), (), Bounds(), Codecs(tmp_path / "snac"), findings)
+    assert findings.shown["unknown_codec"] == [
+        (f"{tmp_path / 'rows-00000.parquet'} row 3", 'codec "nobody\'s" is not known here')
+    ]
+    assert findings.counts["codes_length"] == 2  # those of the weights are judged by them
+    broken = Codecs(tmp_path / "torn")
+    with pytest.raises(UserError, match="torn holds no snac"):
+        broken.facts("snac")
+    assert broken.facts("hubert") == KNOWN["hubert"] and broken.facts("codec2") == KNOWN["codec2"]
 
 
 def test_what_no_task_can_use_and_foreign_versions(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _answer(
             continue
         try:
             asked.append(Asked(index, row, make_item(row, task, lm)))
-        except (UserError, OSError) as error:
+        except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
             records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
     answers = ask(lm, asked, config, sound=ear is not None)
     for one, answer in zip(asked, answers, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from omni.errors import UserError
@@ -65,9 +65,8 @@ def write_comparison(found: Comparison, out: Path) -> str:
         "b": dict(found.b.started),
         "common": found.common,
         "notes": found.notes,
-        "changes": {name: {"a": asdict(c.before), "b": asdict(c.after), "difference": asdict(c.difference)}
-                    for name, c in found.changes.items()},
-    }  # fmt: skip
+        "changes": {name: c.plain("a", "b") for name, c in found.changes.items()},
+    }
     write_whole(out / JSON, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     draw_comparison(found.changes, names, out / COMPARISON)
     return text
@@ -104,7 +103,7 @@ def _notes(a: Run, b: Run, in_a: int, in_b: int, common: int) -> list[str]:
         if a.started.get(name) != b.started.get(name):
             notes.append(f"note: {name} is {a.started.get(name)} in A and {b.started.get(name)} in B")
     for name, value in a.started["settings"].items():
-        other = b.started["settings"].get(name)
+        other = b.started["settings"].get(name, value)  # a run that knew of no such setting had none
         if value != other and name not in ("batch", "questions", "ear", *EAR):
             notes.append(f"note: {name} is {value} in A and {other} in B")
     loads = [max((r.get("load") or 0 for r in run.records[TIMINGS]), default=0) for run in (a, b)]

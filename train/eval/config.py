@@ -96,7 +96,7 @@ class EvalConfig:
         """The settings that the stored answers depend on: another start may change the others."""
         names = (
             *("normaliser", "ear", "ear_words", "ear_longest", "questions", "batch", "max_seconds", "max_tokens"),
-            *("temperature", "top_k", "seed", "columns", "language"),
+            *("temperature", "top_k", "seed", "folder", "prefix", "columns", "language"),
         )
         return {name: getattr(self, name) for name in names}
 

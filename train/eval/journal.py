@@ -3,8 +3,9 @@
     run.json       what was started: model, data, task and the settings that answers depend on
     NAME.jsonl     one record per item, in order, appended batch by batch
 
-A start of something else in the same folder is refused. What stands half-written at the end of a file is dropped, and of a
-batch that was not finished all of it: batches are then the same as without the interruption, and so are the answers.
+A start of something else in the same folder is refused. What stands half-written at the end of a file is dropped by whoever
+reads it, and by a start that goes on also the rest of a batch that was not finished: batches are then the same as without the
+interruption, and so are the answers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from omni.errors import UserError
 RUN = "run.json"
 LATER = ("text_before", "text_before_hash")
 """What a later start may add, or leave out."""
+_HALVES = "backslashreplace"
+"""How half of a surrogate pair, as a path may hold, is written: as JSON's own escape."""
 
 
 def claim(folder: Path, started: Mapping[str, Any]) -> None:
@@ -42,9 +45,10 @@ def claim(folder: Path, started: Mapping[str, Any]) -> None:
         if name in LATER and None in (wanted, before.get(name)):
             before[name] = wanted or before.get(name)
         elif before.get(name) != wanted:
+            place, old, new = _difference(name, before.get(name), wanted)
             raise UserError(
-                f"{folder} was started with {name} {_short(before.get(name))}, this start has {_short(wanted)}: go on with the "
-                "former, or name another folder with --out"
+                f"{folder} was started with {place} {_short(old)}, this start has {_short(new)}: go on with the former, or "
+                "name another folder with --out"
             )
     write_whole(file, json.dumps(before, indent=2, ensure_ascii=False) + "\n")
 
@@ -93,7 +97,7 @@ class Journal:
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add records; they are on the disk when this returns."""
         lines = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
-        with self.file.open("a", encoding="utf-8") as handle:
+        with self.file.open("a", encoding="utf-8", errors=_HALVES) as handle:
             handle.write(lines)
             handle.flush()
             os.fsync(handle.fileno())
@@ -101,11 +105,22 @@ class Journal:
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, one after another; none where there is no file."""
-    if file.is_file():
-        with file.open(encoding="utf-8") as handle:
-            for line in handle:
-                yield json.loads(line)
+    """The records of a file, one after another, without what stands half-written at its end; none where there is no file.
+
+    UserError where records stand behind one that is broken.
+    """
+    if not file.is_file():
+        return
+    with file.open("rb") as handle:
+        for number, line in enumerate(handle, 1):
+            record = _record(line)
+            if record is not None:
+                yield record
+            elif handle.read(1):
+                raise UserError(
+                    f"{file} line {number} is damaged: start the same evaluation again, which asks anew from there, or name "
+                    "another folder"
+                )
 
 
 def _ends(file: Path) -> Iterator[int]:
@@ -116,18 +131,24 @@ def _ends(file: Path) -> Iterator[int]:
     with file.open("rb") as handle:
         for line in handle:
             end += len(line)
-            try:
-                if not line.endswith(b"\n") or not isinstance(json.loads(line), dict):
-                    return
-            except ValueError:
+            if _record(line) is None:
                 return
             yield end
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, None where it is not whole."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file beside its name, then rename."""
     beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(text, encoding="utf-8")
+    beside.write_text(text, encoding="utf-8", errors=_HALVES)
     beside.replace(file)
 
 
@@ -140,6 +161,14 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{file} holds no JSON object: remove its folder and evaluate again")
     return data
+
+
+def _difference(name: str, before: Any, wanted: Any) -> tuple[str, Any, Any]:
+    """Name and both values of what differs: of settings, the first that does."""
+    if not isinstance(before, dict) or not isinstance(wanted, dict):
+        return name, before, wanted
+    inner = next(key for key in (*wanted, *before) if before.get(key) != wanted.get(key))
+    return f"{name} {inner}", before.get(inner), wanted.get(inner)
 
 
 def _short(value: Any) -> str:

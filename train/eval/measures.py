@@ -6,6 +6,8 @@ A question's part in a figure is a pair (value, weight), and a figure is made of
     perplexity   the exponential of that (nats over tokens)
     median       of the values
 
+Where the weights sum to 0 there is no ratio and no perplexity (NaN); resamples of that kind are left out of the interval.
+
 Intervals are by the bootstrap over questions (Efron 1979; percentiles 2.5 and 97.5 of `RESAMPLES` draws with a fixed seed).
 Where two models answered the same questions, both are drawn with the same indices (a paired comparison).
 
@@ -15,7 +17,7 @@ Dimensions: N questions, R resamples.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -79,7 +81,7 @@ Pairs = np.ndarray
 
 @dataclass(frozen=True)
 class Figure:
-    """A value, its 95 % interval, and the questions it is made of."""
+    """A value, its 95 % interval (NaN where there is none), and the questions it is made of."""
 
     value: float
     low: float
@@ -94,7 +96,7 @@ def pairs_of(records: Iterable[Mapping[str, Any]], name: str) -> Pairs:
 
 
 def value(measure: Measure, pairs: Pairs) -> float:
-    """The figure of pairs [N, 2], N at least 1."""
+    """The figure of pairs [N, 2], N at least 1; NaN where there is none."""
     return float(_values(measure, pairs, np.arange(len(pairs))[None])[0])
 
 
@@ -127,14 +129,20 @@ def _resampled(measure: Measure, sides: list[Pairs], seed: int) -> list[np.ndarr
 
 
 def _values(measure: Measure, pairs: Pairs, index: np.ndarray) -> np.ndarray:
-    """Figures [R] of the questions at `index` [R, N]."""
+    """Figures [R] of the questions at `index` [R, N], NaN where their weights sum to 0."""
     if measure.kind == "median":
         return np.median(pairs[index, 0], axis=1)
-    ratio = pairs[index, 0].sum(1) / np.maximum(1e-12, pairs[index, 1].sum(1))
+    sums, weights = pairs[index, 0].sum(1), pairs[index, 1].sum(1)
+    ratio = np.divide(sums, weights, out=np.full(len(sums), np.nan), where=weights > 0)
     if measure.kind == "perplexity":
         with np.errstate(over="ignore"):  # a hopeless model's is infinite
             return np.exp(ratio)
     return ratio
+
+
+def plain(figure: Figure) -> dict[str, float | int | None]:
+    """A figure as plain data: JSON has no NaN, so null stands for it."""
+    return {name: None if number != number else number for name, number in asdict(figure).items()}
 
 
 def _percentiles(values: np.ndarray) -> tuple[float, float]:

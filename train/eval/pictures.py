@@ -67,7 +67,7 @@ def draw_comparison(changes: Mapping[str, Change], names: tuple[str, str], file:
     for axis, (name, change) in zip(axes.flat, changes.items(), strict=False):
         sides = (change.before, change.after)
         scale = _scale(name)
-        values = [scale * f.value for f in sides]
+        values = _lengths(sides, scale)
         axis.bar(range(2), values, 0.6, color=COLORS[:2], yerr=_error(sides, scale), capsize=4, ecolor=INK)
         axis.set_xticks(range(2), [f"{letter}: {label}" for letter, label in zip("AB", names, strict=True)], fontsize=8)
         axis.set_ylim(bottom=0)
@@ -84,12 +84,13 @@ def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> Non
     found = [figures[name] for name in names]
     places = np.arange(len(names))[::-1]
     colors = [COLORS[2] if MEASURES[name].better == "higher" else COLORS[1] for name in names]
-    axis.barh(places, [100 * f.value for f in found], 0.62, xerr=_error(found, 100.0), color=colors, ecolor=INK, capsize=3)
+    axis.barh(places, _lengths(found, 100.0), 0.62, xerr=_error(found, 100.0), color=colors, ecolor=INK, capsize=3)
     axis.set_yticks(places, [MEASURES[name].title for name in names], fontsize=9)
-    axis.set_xlim(0, max([105.0, *[112 * f.high for f in found]]))
-    for place, name, f in zip(places, names, found, strict=True):
+    ends = np.maximum(_lengths(found, 100.0), np.nan_to_num([100 * f.high for f in found], posinf=0.0))
+    axis.set_xlim(0, max([105.0, *1.12 * ends]))
+    for place, name, f, end in zip(places, names, found, ends, strict=True):
         axis.annotate(
-            shown(name, f.value), (100 * max(f.value, f.high), place), xytext=(7, 0), textcoords="offset points",
+            shown(name, f.value), (end, place), xytext=(7, 0), textcoords="offset points",
             va="center", fontsize=8, color=INK,
         )  # fmt: skip
     axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)", fontsize=9)
@@ -117,7 +118,12 @@ def _spread(axis: Any, values: np.ndarray, color: str, label: str) -> None:
 def _error(found: Sequence[Figure], scale: float) -> np.ndarray:
     """Distances from values to interval ends, [2, figures]; none where there is no interval."""
     ends = [(f.value - f.low, f.high - f.value) for f in found]
-    return scale * np.maximum(0, np.nan_to_num(np.asarray(ends).reshape(-1, 2).T))
+    return scale * np.maximum(0, np.nan_to_num(np.asarray(ends).reshape(-1, 2).T, posinf=0.0, neginf=0.0))
+
+
+def _lengths(found: Sequence[Figure], scale: float) -> np.ndarray:
+    """Lengths of bars [figures]; 0 where there is no figure, or an infinite one."""
+    return scale * np.nan_to_num([f.value for f in found], posinf=0.0)
 
 
 def _scale(name: str) -> float:

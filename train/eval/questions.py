@@ -20,6 +20,7 @@ from typing import Any
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import TASKS, Task, find_task
+from train.data.inspect.scan import one_line
 from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
@@ -61,8 +62,23 @@ def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Optio
         raise UserError(f"is of version {data.get('version')}; this is version {ROW_VERSION}: prepare the data again")
     try:
         return from_plain(data, files.folder, where)
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise UserError(f"has no {error} where a row has it: its file is of another format, prepare it again") from error
+    except UserError:
+        raise
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last is torch's
+        raise UserError(f"breaks the format of a row ({one_line(error)}): prepare it again") from error
+
+
+def readable(item: Row | Broken) -> Row | Broken:
+    """The item, broken where its question or answer holds half of a surrogate pair, which no tokenizer takes."""
+    if isinstance(item, Broken):
+        return item
+    for name in ("question_text", "answer_text"):
+        half = next((c for c in getattr(item.turns[0], name) if 0xD800 <= ord(c) <= 0xDFFF), None)
+        if half is not None:
+            return Broken(item.where, f"its {name} holds U+{ord(half):04X}, half of a surrogate pair: mend or drop the row")
+    return item
 
 
 VOICEBENCH = RecordReader(
@@ -122,14 +138,14 @@ class Questions:
         return len(self.chosen)
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Row | Broken]]:
-        """Index and item, from the `start`th chosen one on."""
+        """Index and item, from the `start`th chosen one on; an item whose texts cannot be read is broken."""
         wanted = iter(self.chosen[start:])
         index = next(wanted, None)
         if index is None:
             return
         for at, item in enumerate(self.source.iterate(index), index):
             if at == index:
-                yield at, item
+                yield at, readable(item)
                 index = next(wanted, None)
                 if index is None:
                     return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from train.eval.journal import RUN, read_json, read_records, write_whole
-from train.eval.measures import MEASURES, Figure, difference, figure, pairs_of, shown
+from train.eval.measures import MEASURES, Figure, difference, figure, pairs_of, plain, shown
 from train.eval.texts import explain
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
@@ -63,6 +63,10 @@ class Change:
     after: Figure
     difference: Figure
 
+    def plain(self, before: str = "before", after: str = "after") -> dict[str, Any]:
+        """As plain data, the sides by these names."""
+        return {before: plain(self.before), after: plain(self.after), "difference": plain(self.difference)}
+
 
 def figures_of(run: Run) -> dict[str, Figure]:
     """Every figure that the records have something for, in the order of `MEASURES`."""
@@ -98,8 +102,8 @@ def write_report(run: Run) -> dict[str, Figure]:
         **run.started,
         "answered": run.answered,
         "broken": [{"where": r["where"], "why": r["broken"]} for r in run.broken],
-        "figures": {name: asdict(f) for name, f in figures.items()},
-        "text_change": {name: asdict(c) for name, c in changes.items()},
+        "figures": {name: plain(f) for name, f in figures.items()},
+        "text_change": {name: c.plain() for name, c in changes.items()},
     }
     write_whole(run.folder / REPORT, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     write_whole(run.folder / TABLE, as_markdown(run, figures, changes))

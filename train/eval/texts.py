@@ -27,8 +27,11 @@ def _whisper_english() -> Normaliser:
 
 
 _NORMALISERS: dict[str, tuple[Callable[[], Normaliser], str]] = {
-    "basic": (lambda: normalise, "NFKC, case folded, punctuation dropped but for apostrophes, single spaces"),
-    "whisper-basic": (_whisper_basic, "openai-whisper's BasicTextNormalizer: lower case, no symbols, nothing in brackets"),
+    "basic": (lambda: normalise, "NFKC, case folded, punctuation dropped but for apostrophes within words, single spaces"),
+    "whisper-basic": (
+        _whisper_basic,
+        "openai-whisper's BasicTextNormalizer: lower case, no symbols, nothing in brackets, spaces for vowel signs",
+    ),
     "whisper-english": (
         _whisper_english,
         "openai-whisper's EnglishTextNormalizer: also contractions, numbers and British spelling made alike",

@@ -200,6 +200,9 @@ class _Turn:
             if who not in lengths:
                 yield "word_times", f"word {number}, {text!r}, is said by {who!r}; there are user and model"
                 return
+            if start is None or end is None:  # stored as null
+                yield "word_times", f"word {number}, {text!r}, has no {'start' if start is None else 'end'}"
+                return
             last = lengths[who]
             if not 0 <= start <= end or (last is not None and end > last + WORD_GRACE):
                 place = f"from {start:.2f} to {end:.2f} s" + ("" if last is None else f" of the {last:.2f} s")

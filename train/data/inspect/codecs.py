@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec, load_codec
+from omni.audio.codec import AudioCodec, codec_names, load_codec
+from omni.errors import UserError
 from train.data.readers.codes import CODECS
 from train.data.row import CODE_ORDERS, Codes
 
@@ -44,12 +45,13 @@ class Codecs:
     """Facts of codecs, and the codecs themselves where their weights are given.
 
     Args:
-        folder: weights of the codec that the data is of; None to go by `KNOWN`.
+        folder: weights of the codec that the data is of; None to go by `KNOWN`. Codecs that are not theirs go by it, too.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._loaded: dict[str, AudioCodec] = {}
+        self._foreign: dict[str, bool] = {}
 
     def load(self, name: str) -> AudioCodec:
         """The codec; UserError where it is unknown or its weights do not fit."""
@@ -58,11 +60,29 @@ class Codecs:
         return self._loaded[name]
 
     def facts(self, name: str) -> CodecFacts | None:
-        """Facts of a codec; None for one that is not known."""
-        if self.folder is None or name == "codec2":
+        """Facts of a codec; None for one that is not known. UserError where the weights are of no codec at all."""
+        if self.folder is None or name == "codec2" or self.foreign(name):
             return KNOWN.get(name)
         codec = self.load(name)
         return CodecFacts(tuple(codec.codebook_sizes), codec.frame_rate)
+
+    def foreign(self, name: str) -> bool:
+        """Whether a codec can never be loaded here: there is none of that name, or the weights are another's."""
+        if name not in self._foreign:
+            self._foreign[name] = name not in codec_names() or self._of_another(name)
+        return self._foreign[name]
+
+    def _of_another(self, name: str) -> bool:
+        if self.folder is None or name == "codec2" or self._fits(name):
+            return False
+        return any(self._fits(other) for other in codec_names() if other not in (name, "codec2"))
+
+    def _fits(self, name: str) -> bool:
+        try:
+            self.load(name)
+        except UserError:
+            return False
+        return True
 
     def seconds(self, codes: Codes) -> float | None:
         """How long codes last; None where nobody knows."""

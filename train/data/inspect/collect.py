@@ -30,6 +30,8 @@ FIELDS = ("source", "language", "speaker", "task")
 MOST_VALUES = 10_000
 """So many different values of a field are counted apart; what comes later is `OTHERS`."""
 OTHERS = "(others)"
+MOST_CODES = 1 << 20
+"""Codes of a stream that are counted where nobody knows how many there are."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 
 
@@ -193,10 +195,14 @@ class Collector:
         self._note("answer frames", frames.shape[1])
         facts = self.codecs.facts(codes.codec)
         sizes = facts.sizes if facts is not None else (0,) * len(frames)
-        counts = self.done.codes.setdefault(codes.codec, [np.zeros(size, np.int64) for size in sizes])
-        if len(counts) != len(frames) or int(frames.min()) < 0:
+        counts = self.done.codes.get(codes.codec) or [np.zeros(size, np.int64) for size in sizes]
+        if len(counts) != len(frames):
             self.done.noted["codes not counted: of an unknown codec, and unlike those before"] += 1
             return
+        if facts is None and not 0 <= int(frames.min()) <= int(frames.max()) < MOST_CODES:
+            self.done.noted[f"codes not counted: of an unknown codec, and not in 0 to {MOST_CODES - 1}"] += 1
+            return
+        self.done.codes[codes.codec] = counts
         for stream, row in enumerate(frames.numpy()):
             seen = np.bincount(row, minlength=len(counts[stream]))
             seen[: len(counts[stream])] += counts[stream]

@@ -106,6 +106,10 @@ class Judge:
                 text = getattr(turn, f"{side}_text")
                 if most is None or not text.strip():
                     continue
+                codes = turn.answer_codes if side == "answer" and turn.answer_audio is None else None
+                if codes is not None and self.codecs.foreign(codes.codec):
+                    out.append(("max_wer", f"answer {number}: its codes are of {codes.codec!r}, which cannot be decoded here"))
+                    continue
                 try:
                     audio = self._audio(row, number, side)
                 except UserError as error:
@@ -141,11 +145,13 @@ def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progre
     stored with their rows. Returns the report.
 
     Raises:
-        UserError: no such data, `out` is there already or being made by another process, no row is kept, no space left.
+        UserError: no such data, `out` is there already, the working folder, or being made by another process, no row is kept,
+            no space left.
     """
     scan = Scan(data)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"output {out} exists: choose another, or remove it")
+    out = _place(out)
     make_folder(out.parent)
     work = out.with_name(f"{out.name}.filtering")
     with FolderLock(work):
@@ -161,6 +167,14 @@ def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progre
             shutil.rmtree(work, ignore_errors=True)
             raise
     return report
+
+
+def _place(out: Path) -> Path:
+    """Where the finished folder goes: at the end of links. UserError where it would replace the folder we are in."""
+    place = Path(os.path.realpath(out))
+    if place == Path.cwd():
+        raise UserError(f"output {out} is the folder that this runs in, which a new one would replace: name another")
+    return place
 
 
 def _fill(scan: Scan, work: Path, judge: Judge, shard_mb: int, progress: Kind) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.collect import FIELDS
 from train.data.inspect.command import Parser, make_folder
 from train.data.inspect.measures import BadSound, load, measure
-from train.data.inspect.scan import Lost, Scan
+from train.data.inspect.scan import Lost, Scan, one_line
 from train.data.inspect.target import Target, add_options, chosen_target
 from train.data.listen import draw_columns
 from train.data.row import Row, Sound
@@ -119,7 +119,13 @@ def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, colu
     """The row's prompt and targets as text. UserError where it lacks what the task needs, or a codec is not at hand."""
     chosen = _task(row, task)
     codec = _codec(row, target, codecs) if chosen.audio else None
-    example = ExampleMaker(target.config, target.tokenizer, codec).make(0, Prepared(row), [chosen.name] * len(row.turns))
+    maker = ExampleMaker(target.config, target.tokenizer, codec)
+    try:
+        example = maker.make(0, Prepared(row), [chosen.name] * len(row.turns))
+    except UserError:
+        raise
+    except (ValueError, OSError) as error:  # a path that is none
+        raise UserError(f"{row.where} cannot be drawn, its recording has no such path: {one_line(error)[:200]}") from error
     heard = sum(-(-clip.frames // target.config.adapter.stack) for clip in example.clips)
     title = f"as {chosen.name}: {len(example.columns)} columns, {heard} of them heard"
     context = target.config.decoder.context

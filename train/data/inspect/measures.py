@@ -90,19 +90,31 @@ def stored_bytes(sound: Sound) -> bytes:
     source = _source(sound)
     if isinstance(source, bytes):
         return source
-    with open(source, "rb") as file:
-        return file.read()
+    try:
+        with open(source, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise BadSound("broken_sound", f"{source} cannot be read: {error.strerror}") from error
 
 
 def _source(sound: Sound) -> bytes | str:
     if sound.data:
         return sound.data
+    name = sound.path or ""
+    shown = repr(name if len(name) <= 200 else name[:197] + "...")
+    if "\0" in name:
+        raise BadSound("missing_reference", f"audio {shown} is no path, it holds NUL: name a file in the data's folder")
     try:
-        path = inside(sound.folder, sound.path or "")
+        path = inside(sound.folder, name)
+        there = path.is_file()
     except UserError as error:
         raise BadSound("escaping_reference", str(error)) from error
-    if not path.is_file():
-        raise BadSound("missing_reference", f"audio {sound.path!r} is not in the data's folder {sound.folder}: copy it there")
+    except (OSError, RuntimeError) as error:  # too long, no access, links in a circle
+        why = (error.strerror if isinstance(error, OSError) else None) or "links in a circle"
+        text = f"audio {shown} is no path here ({why}): name a file in the data's folder"
+        raise BadSound("missing_reference", text) from error
+    if not there:
+        raise BadSound("missing_reference", f"audio {shown} is not in the data's folder {sound.folder}: copy it there")
     return str(path)
 
 

@@ -177,7 +177,7 @@ class Scan:
             return Found(index, where, {}, None, why)
         try:
             return Found(index, where, plain, from_plain(plain, self.folder, where))
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
             return Found(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
 
 
