@@ -205,7 +205,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return _value((fitting or inner)[0], value, where)
     if origin is Literal:
         if value not in args:
-            raise UserError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, args))}")
+            close = get_close_matches(str(value), map(str, args), 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise UserError(f"{where} is {value!r}; {hint}it must be one of {', '.join(map(repr, args))}")
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):

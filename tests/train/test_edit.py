@@ -246,7 +246,7 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
         ),
         (["--linears", "['re:(']"], r"is not a regular expression"),
         (["--method", "mend"], r"an editor belongs to the method mend"),
-        (["--method", "finetnue"], r"method"),
+        (["--method", "finetnue"], r"method .finetnue. is unknown; did you mean finetune\? use one of finetune, mend"),
         (["--finetune.stepz", "3"], r"unknown option --finetune.stepz; did you mean finetune.steps"),
         (["--finetune.norm", "linf"], r"bounds single weights, which a change of low rank has none of"),
         (["--tasks", "[A1T1]"], r"task A1T1 writes no answer of its own"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,11 +16,20 @@ from train.parse import check_keys, check_path
 
 C = TypeVar("C")
 
+_CHOICE = re.compile(r'key "(?P<key>[^"]+)".*Literal\[(?P<names>[^\]]*)\]\. Got value: (?P<value>\S+)')
+"""How jsonargparse says that a value is none of those that there are."""
+
 
 class Parser(jsonargparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
+        if choice := _CHOICE.search(" ".join(str(message).split())):
+            names = re.findall(r"'([^']*)'", choice["names"])
+            close = difflib.get_close_matches(choice["value"], names, 1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            what = f"{choice['key']} {choice['value']!r} is unknown"
+            raise UserError(f"edit: {what}; {hint}use one of {', '.join(names)}") from ex
         raise UserError(f"edit: {' '.join(str(message).split())}; see python -m train edit --help") from ex
 
 
