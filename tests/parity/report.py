@@ -17,12 +17,13 @@ BOUND = 1e-4
 
 @dataclass
 class Line:
-    """A line of the report: what, how much of it, the largest difference, whether that will do, and what there is to say."""
+    """A line of the report: what, how much of it, the largest difference, whether that will do (None: nothing was compared),
+    and what there is to say."""
 
     what: str
     count: str
     difference: str
-    good: bool
+    good: bool | None
     note: str = ""
 
 
@@ -69,11 +70,11 @@ def equal(name: str, wanted: Any, got: Any) -> Line:
 
 
 def show(title: str, lines: Iterator[Line]) -> bool:
-    """Print a table; whether all of it is good."""
+    """Print a table; whether nothing of it is bad."""
     print(f"\n{title}")
     good = True
     for line in lines:
-        verdict = "ok" if line.good else "MISS"
+        verdict = "-" if line.good is None else "ok" if line.good else "MISS"
         print(f"  {verdict:<5}{line.what:<40}{line.count:<38}{line.difference:>9}  {line.note}", flush=True)
-        good &= line.good
+        good &= line.good is not False
     return good
