@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import soundfile
 import torch
@@ -91,6 +92,25 @@ class Deadly(ToySource):
         if index == 40:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().row(index)
+
+
+class Unfit(ToySource):
+    """Holds what cannot be stored in its items 3 and 39; 5 is broken, with half a character in the reason."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, "codes")
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Row | Broken]:
+        for index, item in enumerate(super().iterate(start, stop), start):
+            yield Broken(f"toy.jsonl row {index}", "half \ud83d") if index == 5 else item
+
+    def row(self, index: int) -> Row:
+        row = super().row(index)
+        if index == 3:
+            return replace(row, speaker="\ud83d")
+        if index == 39:
+            return replace(row, turns=(replace(row.turns[0], answer_codes=Codes("codec2", torch.full((4, 1), 2**40))),))
+        return row
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 from omni.audio.codec import load_codec
 from omni.errors import UserError
-from tests.train.prepare_toys import Deadly, ToySource
+from tests.train.prepare_toys import Deadly, ToySource, Unfit
 from train.data.parquet import StoredRows
 from train.data.prepare import PrepareConfig, Tally, blocks, prepare
 from train.data.prepare.lock import FolderLock
@@ -128,6 +128,82 @@ def test_broken_items_are_listed_and_the_rest_kept(kind, tmp_path):
     assert table[2].startswith("9,toy.jsonl row 9,") and why in table[2]
     ids = [row.id for row in StoredRows(tmp_path / "out", tmp_path / "cache")]
     assert ids == [f"t{i}" if i % 2 == 0 else f"toy-{i:08d}" for i in range(20) if i not in (4, 9)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_no_column_can_hold_is_one_broken_item(workers, tmp_path):
+    """Half a character, a code beyond 32 bits: the rows beside them are stored as ever."""
+    done = made(tmp_path / "out", Unfit(40), codec="", workers=workers)
+    assert (done.items, done.rows, done.broken, done.turns) == (40, 37, 3, 37)
+    _, *table = (tmp_path / "out" / "broken.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in table] == ["3", "5", "39"]
+    assert "holds a value that cannot be stored (UnicodeEncodeError" in table[0] and "toy.jsonl row 3," in table[0]
+    assert "half" in table[1] and r"\ud83d" in table[1]
+    assert "cannot be stored (ArrowInvalid" in table[2]
+    rows = pq.read_table(tmp_path / "out" / "rows-00000.parquet")["turns"].to_pylist()
+    assert [turn["question_text"] for row in rows for turn in row] == [f"what is {i}" for i in range(40) if i not in (3, 5, 39)]
+
+
+def told(folder: Path, *questions: str) -> Path:
+    """A data set of these questions in a folder."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"question_text": question, "answer_text": "b"}) + "\n" for question in questions]
+    (folder / "a.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_a_folder_that_has_changed_is_noticed(tmp_path):
+    source, config = told(tmp_path / "in", "old", "two"), PrepareConfig(workers=0)
+    first = prepare(source, tmp_path / "out", config)
+    (source / ".hidden").write_text("what no reader reads")
+    assert prepare(source, tmp_path / "out", config) == first
+    told(source, "new and longer", "two")
+    with pytest.raises(
+        UserError, match=r"was prepared before .*in changed: source_files was 1 files, \d+ bytes \(.*remove the"
+    ):
+        prepare(source, tmp_path / "out", config)
+    told(source, "old", "two")
+    assert prepare(source, tmp_path / "out", config) == first
+    (source / "a.jsonl").rename(source / "b.jsonl")
+    with pytest.raises(UserError, match="source_files was"):
+        prepare(source, tmp_path / "out", config)
+
+
+@pytest.mark.parametrize("out", ["in", "in/out", "in/deep/out", "link/out"])
+def test_an_output_within_the_data_is_refused(out, tmp_path):
+    source = told(tmp_path / "in", "a")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(
+        UserError, match=r"output .* lies in the data .*/in, of which it would become a part: name a folder out"
+    ):
+        prepare(source, tmp_path / out, PrepareConfig(workers=0))
+    assert [path.name for path in source.iterdir()] == ["a.jsonl"]
+
+
+def test_an_output_by_a_link_is_made_where_it_leads(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "link").symlink_to("big")
+    (tmp_path / "loose").symlink_to("later")
+    for name, real in (("link", "big"), ("loose", "later")):
+        for _ in range(2):
+            assert made(tmp_path / name, ToySource(3)).rows == 3
+        assert (tmp_path / name).is_symlink() and (tmp_path / real / "report.json").is_file()
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(UserError, match="round is no name that leads to a folder"):
+        made(tmp_path / "round", ToySource(3))
+
+
+def test_folders_that_cannot_be_replaced_are_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match=r"output \. is the folder that this runs in"):
+        made(Path("."), ToySource(3))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "here")
+    with pytest.raises(UserError, match="output here is a mount point"):
+        made(Path("here"), ToySource(3))
+    assert [path.name for path in tmp_path.iterdir()] == ["here"] and not list((tmp_path / "here").iterdir())
+    assert made(Path("other"), ToySource(3)).rows == 3
 
 
 def test_what_is_whole_is_left_alone(tmp_path):

@@ -95,6 +95,9 @@ def test_a_program(tmp_path):
     for line, why in (("nothing-of-that-name {text} {out}", "cannot be run"), ("true {text} {out}", "wrote no file")):
         with pytest.raises(UserError, match=why):
             make_voice(f"command:{line}").say("a", "en", 0)
+    for text in ("a\0b", "a\ud83d"):
+        with pytest.raises(UserError, match="cannot be given this text"):
+            voice.say(text, "en", 0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -27,6 +27,8 @@ from tests.train.reader_toys import (
     write_tone,
 )
 from train.data.readers import Broken, Options, open_source
+from train.data.readers.source import RecordSource
+from train.data.readers.text_records import JsonLines
 from train.data.row import Row
 
 
@@ -80,6 +82,8 @@ def offsets(base: int, step: int, places: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6
         ("# 1 2 3 4 5 6 7 # 1 2 3 4 5 6", "frame 1 has 6 codes, snac has 7"),
         ("# 1 2 3 4 5 6 7 # 1 2 3 4 5 6 7 8", "frame 1 has 8 codes, snac has 7"),
         ("1 2 3 4 5 6 7 8", "8 codes are no whole frames: snac has 7 to a frame"),
+        (f"# 1 2 3 4 5 {10**30} 7", f"code {10**30} at place 5 of frame 0 is not in snac's 0 to 4095, nor in any packing"),
+        ("# 1 2 3 4 5 " + "9" * 5000 + " 7", "its codes hold '9999999999"),
         ("# 1 2 3 four 5 6 7", "its codes hold 'four' in frame 0, which is no integer"),
     ],
 )
@@ -109,12 +113,15 @@ def test_a_packing_that_is_named_is_taken_off(tmp_path, packing, base, step):
         (np.zeros(5), "its codes are float64, not integers"),
         (np.array([{"a": 1}], dtype=object), "are no whole .npy file of numbers"),
         (None, "are no whole .npy file of numbers"),
+        (b"PK\3\4 no archive either", "are no whole .npy file of numbers"),
     ],
 )
 def test_units_that_do_not_fit(tmp_path, array, why):
     path = llama_omni(tmp_path)
     if array is None:
         (tmp_path / "units.npy").write_bytes((tmp_path / "units.npy").read_bytes()[:-9])
+    elif isinstance(array, bytes):
+        (tmp_path / "units.npy").write_bytes(array)
     else:
         np.save(tmp_path / "units.npy", array, allow_pickle=True)
     assert why in only_broken(path, codec="cosyvoice2").why
@@ -244,6 +251,13 @@ def test_alignments_that_do_not_fit(tmp_path, alignments, why):
     assert why in broken.why and "a.json" in broken.why and broken.where == f"{path} line 1"
 
 
+def test_an_alignment_with_half_a_character(tmp_path):
+    lines = moshi(tmp_path).read_text() + moshi(tmp_path / "whole").read_text().replace("data/a", "whole/data/a")
+    (tmp_path / "data.jsonl").write_text(lines)
+    (tmp_path / "data/a.json").write_text(json.dumps({"alignments": [["a\ud83d", [0.5, 1.0], "SPEAKER_MAIN"]]}))
+    assert r"a.json word 0 holds '\ud83d', half a surrogate pair" in only_broken(tmp_path / "data.jsonl").why
+
+
 def test_recordings_that_do_not_fit_their_list(tmp_path):
     path = moshi(tmp_path)
     soundfile.write(tmp_path / "data/mono.wav", tone(1.0), RATE)
@@ -300,6 +314,25 @@ def test_a_recording_shorter_than_its_manifest_says(tmp_path):
     assert "1.00 to 3.00 s lies beyond" in broken.why and "lasts 1.00 s" in broken.why
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"duration": 10**400}, "field 'duration' is 1000000"),
+        ({"duration": float("inf")}, "field 'duration' is Infinity"),
+        ({"offset": -1e307}, "OverflowError: cannot convert float infinity to integer"),
+        ({"offset": 1e300}, "lies beyond"),
+        ({"audio_filepath": "q\0.wav"}, r"'q\x00.wav' is no name that a file can have"),
+        ({"audio_filepath": "q\ud83d.wav"}, "half a surrogate pair"),
+    ],
+)
+def test_lists_with_values_that_nothing_can_have(tmp_path, changes, why):
+    write_tone(tmp_path / "q.wav")
+    good = {"audio_filepath": "q.wav", "duration": 0.1, "text": "a"}
+    path = write_lines(tmp_path / "list.jsonl", [good, good | changes, good])
+    broken = only_broken(path)
+    assert why in broken.why and broken.where == f"{path} line 2"
+
+
 # --------------------------------------------------------------------------------------------------------------- fields
 
 
@@ -322,6 +355,13 @@ def test_a_recording_shorter_than_its_manifest_says(tmp_path):
         ),
         ("a.jsonl", {"question_text": "a"}, {"question_text": " ", "id": 1}, "turn 0 holds neither text, recording nor codes"),
         ("a.jsonl", {"question_text": "a"}, {"question_text": {"a": 1}}, "field 'question_text' is dict, not text"),
+        (
+            "a.jsonl",
+            {"question_text": "a"},
+            {"question_text": "a \ud83d"},
+            "field 'question_text' holds '\\ud83d', half a surrogate pair",
+        ),
+        ("a.jsonl", {"question_text": "a"}, {"question_text": "a", "question_audio": "a\0.wav"}, "is no name that a file can"),
         ("a.jsonl", {"question_text": "a"}, {"question_text": "a", "question_audio": 7}, "its recording is int"),
         (
             "a.jsonl",
@@ -368,6 +408,19 @@ def test_rows_without_what_they_need(tmp_path, name, good, bad, why):
     path = write_lines(tmp_path / name, [good, bad])
     broken = only_broken(path)
     assert why in broken.why and broken.where == f"{path} line {3 if name.endswith('tsv') else 2}"
+
+
+def _choosy(data, where):
+    if data["n"] == 1:
+        raise TypeError("nobody thought\nof \ud83d")
+    return Row((), where=where)
+
+
+def test_an_error_that_nobody_thought_of_is_one_item(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}, {"n": 2}])
+    found = list(RecordSource("toy", [JsonLines(path)], _choosy))
+    assert found[1] == Broken(f"{path} line 2", r"TypeError: nobody thought of \ud83d")
+    assert isinstance(found[0], Row) and isinstance(found[2], Row)
 
 
 def test_transcripts_whose_lines_are_broken(tmp_path):

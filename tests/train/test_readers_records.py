@@ -7,15 +7,19 @@ import gzip
 import io
 import json
 import pickle
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from omni.errors import UserError
 from tests.train.reader_toys import write_parquet
-from train.data.readers import text_records
-from train.data.readers.records import open_records
+from train.data.readers import reading, text_records
+from train.data.readers.records import ParquetRecords, open_records
 
 WORDS = ["plain", 'a "quoted", word', "two\nlines", "tab\tthere", "é ü 中文 🙂", " ", "[1, {2}]", "back\\slash"]
 
@@ -58,8 +62,87 @@ def test_every_slice_is_a_slice_of_all(tmp_path, monkeypatch, name):
     for start in range(0, 24):
         for stop in (start, start + 1, start + 5, None):
             assert list(open_records(tmp_path / name).iterate(start, stop)) == found[start:stop], (start, stop)
+    for starts in (range(0, 21, 5), range(0, 21, 10), (5, 0, 15, 10, 20, 5)):  # one after another, with gaps, to and fro
+        for start in starts:
+            assert list(records.iterate(start, start + 5)) == found[start : start + 5], (starts, start)
     copy = pickle.loads(pickle.dumps(records))
     assert list(copy.iterate(17, 19)) == found[17:19]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.json.gz", "a.parquet"])
+@pytest.mark.parametrize("step", [3, 9])  # another process may take what lies between
+def test_stretches_that_follow_each_other_read_a_file_once(tmp_path, monkeypatch, name, step):
+    """Otherwise reading by blocks would take time that grows with the square of the records."""
+    path = write_parquet(tmp_path / name, values(60), 60) if name.endswith("parquet") else write(tmp_path / name, values(60))
+    found = list(open_records(path).iterate())
+    records = open_records(path)
+    assert len(records) == 60
+    opened = []
+    if isinstance(records, ParquetRecords):
+        monkeypatch.setattr(ParquetRecords, "_open", _noted(opened, ParquetRecords._open))
+    else:
+        monkeypatch.setattr(text_records, "open_binary", _noted(opened, text_records.open_binary))
+    for start in range(0, 60, step):
+        assert list(records.iterate(start, start + 3)) == found[start : start + 3]
+    assert len(opened) == 1 + name.startswith("a.csv")  # its header is read by itself
+    assert list(records.iterate(3, 6)) == found[3:6]  # back again
+    assert len(opened) == 2 + name.startswith("a.csv")
+
+
+def _noted(calls: list, function):
+    def noting(*args):
+        calls.append(args)
+        return function(*args)
+
+    return noting
+
+
+def test_another_process_does_not_go_on_with_an_open_file(tmp_path, monkeypatch):
+    """A fork shares the place in a file with its parent."""
+    records = open_records(write(tmp_path / "a.jsonl.gz", values(9)))
+    list(records.iterate(0, 3))
+    assert reading.take(open_records(tmp_path / "a.jsonl.gz"), 3) is None
+    list(records.iterate(0, 3))
+    monkeypatch.setattr(reading.os, "getpid", lambda: -1)
+    assert reading.take(records, 3) is None
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_a_process_that_ends_amid_a_file_says_nothing(tmp_path, name):
+    path = write(tmp_path / name, [row | {"question_text": "a"} for row in values(60)])
+    code = f"from train.data.readers import open_source; kept = open_source({str(path)!r}); list(kept.iterate(0, 3))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def not_utf8(count: int, bad: int) -> pa.Array:
+    """Texts of which one is not UTF-8, as careless programs write them."""
+    raw = pa.array([b"\xff" if i == bad else b"q%d" % i for i in range(count)], pa.binary())
+    return pa.Array.from_buffers(pa.utf8(), count, raw.buffers())
+
+
+def test_a_text_in_parquet_that_is_not_utf8_costs_its_own_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [str(i) for i in range(200)], "text": not_utf8(200, 20)}), path)
+    found = list(open_records(path).iterate())
+    assert [i for i, record in enumerate(found) if record.error] == [20]
+    assert found[20].where == f"{path} row 20" and found[20].error.startswith(
+        "its column 'text' holds a text that is not UTF-8"
+    )
+    records = open_records(path)
+    for start, stop in ((0, 32), (16, 21), (20, 21), (21, 32), (32, 64), (10, 200)):
+        assert list(records.iterate(start, stop)) == list(open_records(path).iterate(start, stop)) == found[start:stop]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(pa.timestamp("ms"), 10**18), (pa.date32(), 10**8), (pa.duration("s"), 2**62)], ids=str
+)
+def test_a_time_that_python_has_none_for_costs_its_own_row(tmp_path, kind, value):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": ["0", "1", "2"], "when": pa.array([0, value, 0], kind)}), path)
+    found = list(open_records(path).iterate())
+    assert [record.data.get("id") for record in found] == ["0", None, "2"]
+    assert found[1].where == f"{path} row 1" and found[1].error.startswith("its column 'when' cannot be read (")
 
 
 def test_places_are_lines_of_the_file(tmp_path):
@@ -144,8 +227,6 @@ def test_a_damaged_page_costs_the_rest_of_its_row_group(tmp_path, checksums):
         use_dictionary=False,
         compression="none" if checksums else "gzip",
     )
-    import pyarrow.parquet as pq
-
     column = pq.ParquetFile(path).metadata.row_group(1).column(1)
     data = bytearray(path.read_bytes())
     end = column.data_page_offset + column.total_compressed_size
@@ -179,7 +260,7 @@ def test_other_endings_are_refused(tmp_path):
         open_records(tmp_path / "a.xlsx")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
 def test_memory_does_not_grow_with_the_records(tmp_path, name):
     """Twenty thousand records take no more than a thousand: tracemalloc counts Python's own memory."""
     peaks = []
@@ -190,6 +271,7 @@ def test_memory_does_not_grow_with_the_records(tmp_path, name):
         tracemalloc.start()
         records = open_records(path)
         assert sum(1 for _ in records.iterate()) == len(records) == count
+        assert sum(1 for start in range(0, count, 500) for _ in records.iterate(start, start + 500)) == count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 2**22

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ Tick = Callable[[int, float], None]
 """Told now and then how many further items are done, and how many seconds of sound they hold."""
 
 _TICK_SECONDS = 0.5
+_BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)  # a UserError is a ValueError
 _FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -39,6 +40,20 @@ class BrokenItem:
     item: int
     where: str
     why: str
+
+    @classmethod
+    def of(cls, item: int, where: str, why: str) -> BrokenItem:
+        """With what no file can keep, such as half a character of a file's name, written as it is in Python."""
+        return cls(item, *(part.encode("utf-8", "backslashreplace").decode() for part in (where, why)))
+
+
+class _Made(NamedTuple):
+    """An item that made a row, and what was done for it."""
+
+    item: int
+    where: str
+    plain: dict[str, Any]
+    done: Tally
 
 
 @dataclass
@@ -78,35 +93,62 @@ class BlockMaker:
 
     def make(self, start: int, stop: int, tick: Tick) -> Block:
         """Items `start` to `stop`; UserError where the source cannot be read at all."""
-        import pyarrow as pa
-
-        block, plain = Block(start, stop), []
-        told, since, heard = start, time.monotonic(), 0.0
+        block, made = Block(start, stop), list[_Made]()
+        told, since, seconds = start, time.monotonic(), 0.0
         for index, item in zip(range(start, stop), self._items(start, stop), strict=True):
             if isinstance(item, Broken):
-                block.broken.append(BrokenItem(index, item.where, item.why))
+                block.broken.append(BrokenItem.of(index, item.where, item.why))
             else:
                 try:
-                    made, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
-                except (UserError, OSError, RuntimeError, ArithmeticError) as error:
+                    plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
+                except _BAD as error:
                     if isinstance(error, OSError) and error.errno in _FATAL:
                         raise
-                    block.broken.append(BrokenItem(index, item.where, _one_line(error)))
+                    block.broken.append(BrokenItem.of(index, item.where, _one_line(error)))
                 else:
-                    plain.append(made)
-                    block.tally.add(done)
+                    made.append(_Made(index, item.where, plain, done))
+                    seconds += done.seconds
             now = time.monotonic()
             if now - since >= _TICK_SECONDS:
-                tick(index + 1 - told, block.tally.seconds - heard)
-                told, since, heard = index + 1, now, block.tally.seconds
-        block.tally.items = stop - start
+                tick(index + 1 - told, seconds)
+                told, since, seconds = index + 1, now, 0.0
+        self._store(block, made)
+        tick(stop - told, seconds)
+        return block
+
+    def _store(self, block: Block, made: list[_Made]) -> None:
+        """Put rows into a block; those of a value that a column cannot hold join its broken items."""
+        import pyarrow as pa
+
+        try:
+            table = self._table(made)
+        except _BAD:
+            made = [one for one in made if self._fits(one, block)]
+            block.broken.sort(key=lambda broken: broken.item)
+            table = self._table(made)
+        for one in made:
+            block.tally.add(one.done)
+        block.tally.items = block.stop - block.start
         block.tally.broken = len(block.broken)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.schema) as writer:
-            writer.write_table(pa.Table.from_pylist(plain, schema=self.schema))
+            writer.write_table(table)
         block.stream = sink.getvalue().to_pybytes()
-        tick(stop - told, block.tally.seconds - heard)
-        return block
+
+    def _table(self, made: Iterable[_Made]) -> pa.Table:
+        import pyarrow as pa
+
+        return pa.Table.from_pylist([one.plain for one in made], schema=self.schema)
+
+    def _fits(self, one: _Made, block: Block) -> bool:
+        """Whether the columns can hold a row; if not, it is noted as broken."""
+        try:
+            self._table([one])
+        except _BAD as error:
+            why = f"holds a value that cannot be stored ({_one_line(error)}): mend or drop it"
+            block.broken.append(BrokenItem.of(one.item, one.where, why))
+            return False
+        return True
 
     def _items(self, start: int, stop: int) -> Iterator[Row | Broken]:
         count = 0

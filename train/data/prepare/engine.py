@@ -49,16 +49,17 @@ def prepare(
         Counts of all rows, those of earlier starts included.
 
     Raises:
-        UserError: settings, codec, voice or data set that do not fit; another process at work in `out`; a half-made or whole
-            `out` of other settings; no space left; a data set of which no item makes a row.
+        UserError: settings, codec, voice or data set that do not fit; an `out` within the data, or that cannot be replaced;
+            another process at work in `out`; a half-made or whole `out` of other settings, or of data that have changed since;
+            no space left; a data set of which no item makes a row.
     """
     config = config or PrepareConfig()
-    path, out = Path(path), Path(out)
-    work = out.with_name(f"{out.name}.preparing")
+    path, out = Path(path), _target(Path(path), Path(out))
     source = opener(path) if opener else open_source(path, config.read)
     settings = settings_of(path, source, config)
     if _occupied(out):
         return _finished(out, settings)
+    work = out.with_name(f"{out.name}.preparing")
     codec = codec_of(config)  # before any process starts or a folder is made, to find out what is missing
     for side in config.sides:
         make_voice(config.voice if side == "question" else config.answering)
@@ -105,6 +106,21 @@ def _fill(work: Path, source: Source, config: PrepareConfig, codec: AudioCodec |
         display.close()
     if not shards.done.rows:
         raise UserError(f"the source has {total} items and none makes a row: there is nothing to store")
+
+
+def _target(path: Path, out: Path) -> Path:
+    """The folder that appears in the end, links followed; UserError where none can appear there."""
+    try:
+        real = out.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # links in a circle, NUL
+        raise UserError(f"output {out} is no name that leads to a folder ({error}): name another") from error
+    if path.is_dir() and real.is_relative_to(path.resolve()):
+        raise UserError(f"output {out} lies in the data {path}, of which it would become a part: name a folder outside")
+    if real.is_dir() and not _occupied(real):  # it is replaced by the folder that has been filled beside it
+        what = "a mount point" if os.path.ismount(real) else "the folder that this runs in"
+        if os.path.ismount(real) or os.path.samefile(real, os.curdir):
+            raise UserError(f"output {out} is {what}, which cannot be replaced: name a folder in it, such as {out / 'rows'}")
+    return real
 
 
 def _occupied(out: Path) -> bool:

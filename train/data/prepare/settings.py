@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from train.data.row import ROW_VERSION
 
 NAME = "settings.json"
 FORMAT = 1
+_DATA = ("source_bytes", "source_files")
 _WITHOUT_EFFECT = ("workers",)
 
 
@@ -34,13 +37,39 @@ def settings_of(path: Path, source: Source, config: PrepareConfig) -> dict[str, 
         "source_format": source.format,
         "source_items": len(source),
         "source_bytes": path.stat().st_size if path.is_file() else None,
+        "source_files": _files(path) if path.is_dir() else None,
         "codec_weights": {file.name: checksum(file) for file in sorted(codec.iterdir()) if file.is_file()} if codec else None,
         **plain,
     }
 
 
+def _files(folder: Path) -> str:
+    """What tells a folder from others without reading it: its files, their bytes, and a digest of their names and sizes.
+
+    Hidden files do not count: no reader takes them for data.
+    """
+    sizes = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if not name.startswith("."):
+                file = os.path.join(place, name)
+                sizes.append((file.removeprefix(str(folder)), _size(file)))
+    digest = hashlib.sha256()
+    for name, size in sorted(sizes):
+        digest.update(os.fsencode(name) + f"\0{size}\0".encode())
+    return f"{len(sizes)} files, {sum(size for _, size in sizes)} bytes ({digest.hexdigest()[:16]})"
+
+
+def _size(file: str) -> int:
+    """Of what a link leads to; 0 where that is not there."""
+    try:
+        return os.stat(file).st_size
+    except OSError:
+        return 0
+
+
 def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
-    """Write the settings into a new folder; UserError where it holds others."""
+    """Write the settings into a new folder; UserError where it holds others, or they are of data that have changed."""
     path = folder / NAME
     if not path.is_file():
         if (folder / "notes").is_dir() or finished:
@@ -50,7 +79,14 @@ def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
     held = read_json(path)
     for name in (*settings, *held):
         if held.get(name) != settings.get(name):
+            if name == "source_files" and name not in held:  # of a version that did not look
+                continue
             state = "was prepared" if finished else "has been begun"
+            if name in _DATA:
+                raise UserError(
+                    f"{folder} {state} before {settings['source']} changed: {name} was {held.get(name)} and is now "
+                    f"{settings.get(name)}; choose another output, or remove the folder"
+                )
             raise UserError(
                 f"{folder} {state} with other settings: {name} was {held.get(name)!r} and is now {settings.get(name)!r}; "
                 "give the same ones, choose another output, or remove the folder"

@@ -10,6 +10,7 @@ Dimensions: K streams of the codec, F frames, A = K.
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,14 @@ def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
             f"{len(numbers)} codes are no whole frames: {codec} has {streams} to a frame, so the last frame is cut off or the "
             "codes are of another codec"
         )
-    return np.asarray(numbers, dtype=np.int64).reshape(-1, streams)
+    try:
+        return np.asarray(numbers, dtype=np.int64).reshape(-1, streams)
+    except OverflowError as error:
+        index = next(i for i, code in enumerate(numbers) if not -(2**63) <= code < 2**63)
+        raise UserError(
+            f"code {str(numbers[index])[:40]} at place {index % streams} of frame {index // streams} is not in {codec}'s 0 to "
+            f"{CODECS[codec].size - 1}, nor in any packing: mend or drop the row"
+        ) from error
 
 
 def _from_text(text: str, codec: str, streams: int) -> list[int]:
@@ -133,9 +141,9 @@ def _from_text(text: str, codec: str, streams: int) -> list[int]:
         try:
             frames.append(list(map(int, words)))
         except ValueError as error:
-            wrong = next(word for word in words if not re.fullmatch(r"[+-]?\d+", word))
+            wrong = next((word for word in words if not re.fullmatch(r"[+-]?\d+", word)), max(words, key=len))
             raise UserError(
-                f"its codes hold {wrong[:40]!r} in frame {len(frames)}, which is no integer: mend or drop it"
+                f"its codes hold {wrong[:40]!r} in frame {len(frames)}, which is no integer of a code: mend or drop it"
             ) from error
     if len(frames) > 1:
         for number, frame in enumerate(frames):
@@ -197,7 +205,7 @@ def load_array(path: Path) -> np.ndarray:
     """The array in an .npy file; UserError for another file, or one that holds Python objects (which is never unpickled)."""
     try:
         loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
             f"codes {path} are no whole .npy file of numbers ({str(error).splitlines()[0]}): save them again"
         ) from error

@@ -8,7 +8,8 @@
 Item i is the same whoever asks: `list(s.iterate(a, b)) == list(s)[a:b]`, so workers share a source by ranges of items, and a
 preparation that was interrupted goes on at the item it had reached. A `Source` is small, holds no open file and can be
 pickled; opening one reads no more than the beginning of the data, its first `len` or `iterate(start)` counts the records of
-each text file once (the places of every 256th are kept: memory does not grow with the rows beyond that).
+each text file once (the places of every 256th are kept: memory does not grow with the rows beyond that). Ranges that follow
+each other cost no more than one that covers them: a process keeps the place where the last one ended (`reading`).
 
 Sound is left as it is stored where possible: `Sound(data=...)` or `Sound(path=..., folder=...)` with its header checked. A
 path is relative to `folder`, the source's own, so rows must take the bytes in before they are stored somewhere else.

@@ -62,6 +62,7 @@ class Files:
 
     def _locate(self, name: str) -> tuple[str, Path]:
         """A path as one relative to the folder, and in full."""
+        _check_name(name)
         cut = name.removeprefix(self.prefix).lstrip("/") if self.prefix and name.startswith(self.prefix) else name
         if not os.path.isabs(cut):
             return cut, inside(self.folder, cut)
@@ -112,6 +113,16 @@ class Files:
             if self.audio == "optional":
                 return None
             raise
+
+
+def _check_name(name: str) -> None:
+    """UserError for a name that no file can have."""
+    try:
+        fit = b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        fit = False
+    if not fit:
+        raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: mend the row")
 
 
 def header(source: Path | bytes) -> AudioInfo:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from omni.errors import UserError
 from train.data.readers.contract import Options
 from train.data.readers.files import Files, cut, header
-from train.data.readers.source import RecordReader, make_row, number, text
+from train.data.readers.source import RecordReader, check_text, make_row, number, text
 from train.data.row import Row, RowTurn, Sound, Word
 
 MODEL, USER = 0, 1  # channels
@@ -82,6 +82,7 @@ def read_words(path: Path, seconds: float) -> list[Word]:
             raise UserError(f"alignment {path} word {index} ({word!r}) goes from {start} to {end} s: make it again")
         if end > seconds + _LATE:
             raise UserError(f"alignment {path} word {index} ({word!r}) ends at {end:.2f} s, the recording at {seconds:.2f} s")
+        check_text(word, f"alignment {path} word {index}")
         who = "model" if speaker == "SPEAKER_MAIN" else "user"
         words.append(Word(word.strip(), min(float(start), seconds), min(float(end), seconds), who))
     if not words:

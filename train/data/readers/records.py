@@ -9,17 +9,19 @@ from __future__ import annotations
 import bisect
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omni.errors import UserError
+from train.data.readers.reading import Reading, keep, take
 from train.data.readers.record import Record, Records
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary
 
 __all__ = ["JsonArray", "JsonLines", "ParquetRecords", "Record", "Records", "TableRecords", "open_records"]
 
 _BUFFER = 1 << 20
+_BATCH = 16  # rows decoded at once
 
 
 def open_records(path: Path) -> Records:
@@ -45,7 +47,10 @@ def _first_character(path: Path) -> str:
 
 
 class ParquetRecords(Records):
-    """The rows of a Parquet file. A page that is damaged costs the rows from there to the end of its row group."""
+    """The rows of a Parquet file.
+
+    A page that is damaged costs the rows from there to the end of its row group, a value that cannot be read its own row.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -87,43 +92,113 @@ class ParquetRecords(Records):
             return []
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Rows `start` to `stop`; rows of the same group before `start` are decoded and passed over."""
-        ends = self._groups()
+        """Rows `start` to `stop`; rows of the same group before `start` are decoded and passed over.
+
+        A stretch that begins where the last one ended goes on there.
+        """
         stop = len(self) if stop is None else min(stop, len(self))
-        if self._problem:
-            if start < stop:
-                yield Record(str(self.path), {}, self._problem)
-            return
         if start >= stop:
             return
-        with self._open() as file:
-            while start < stop:
-                group = bisect.bisect_right(ends, start)
-                end = min(stop, ends[group])
-                yield from self._group(file, group, ends[group - 1] if group else 0, start, end)
-                start = end
+        if self._problem:
+            yield Record(str(self.path), {}, self._problem)
+            return
+        reading = take(self, start) or _Rows(self._open(), self.path, self._groups())
+        yield from reading.read(start, stop)
+        if stop < len(self):
+            keep(self, reading)
 
-    def _group(self, file: Any, group: int, first: int, start: int, end: int) -> Iterator[Record]:
-        """Rows `start` to `end` of one group, whose own rows start at `first`."""
+
+class _Batch(NamedTuple):
+    """Rows `first` to `stop` of a file: as they are stored, or why they cannot be had."""
+
+    first: int
+    stop: int
+    stored: Any
+    problem: str = ""
+
+    def records(self, path: Path, start: int, stop: int) -> Iterator[Record]:
+        """Those from `start` to `stop`."""
+        if self.problem:
+            found: Iterable[tuple[dict[str, Any], str]] = itertools.repeat(({}, self.problem), stop - start)
+        else:
+            found = _plain_rows(self.stored.slice(start - self.first, stop - start))
+        for row, (data, problem) in enumerate(found, start):
+            yield Record(f"{path} row {row}", data, problem)
+
+
+class _Rows(Reading):
+    """The rows of an open Parquet file, decoded a few at a time from the start of a row group on.
+
+    Args:
+        ends: where each row group ends.
+    """
+
+    def __init__(self, file: Any, path: Path, ends: Sequence[int]) -> None:
+        super().__init__(0)
+        self._file, self._path, self._ends = file, path, ends
+        self._group = -1
+        self._batches: Iterator[_Batch] = iter(())
+        self._batch = _Batch(0, 0, None)
+
+    def read(self, start: int, stop: int | None) -> Iterator[Record]:
+        end = self._ends[-1] if stop is None else stop
+        while start < end:
+            if start >= self._batch.stop:
+                self._batch = self._with(start)
+            upto = min(end, self._batch.stop)
+            yield from self._batch.records(self._path, start, upto)
+            start = self.at = upto
+
+    def _with(self, row: int) -> _Batch:
+        """The next batch that holds a row."""
+        group = bisect.bisect_right(self._ends, row)
+        if group != self._group:
+            self._group, self._batches = group, self._decoded(group)
+        return next(batch for batch in self._batches if row < batch.stop)
+
+    def _decoded(self, group: int) -> Iterator[_Batch]:
+        """All rows of one group. What is damaged is a batch too, up to the group's end."""
         import pyarrow as pa
 
-        at = first
+        at, end = self._ends[group - 1] if group else 0, self._ends[group]
         try:
-            for batch in file.iter_batches(batch_size=16, row_groups=[group]):
-                begin = max(0, start - at)
-                if begin < batch.num_rows:
-                    for row in batch.slice(begin, end - at - begin).to_pylist():
-                        yield Record(f"{self.path} row {start}", row)
-                        start += 1
-                at += batch.num_rows
-                if at >= end:
-                    return
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            for stored in self._file.iter_batches(batch_size=_BATCH, row_groups=[group]):
+                upto = min(at + stored.num_rows, end)
+                yield _Batch(at, upto, stored)
+                at = upto
+        except (pa.ArrowException, OSError) as error:
             problem = f"lies in or behind a damaged page of row group {group} ({_one_line(error)}): download the file again"
         else:
             problem = f"is missing from row group {group}, which promises more rows than it holds: download the file again"
-        for row in range(start, end):
-            yield Record(f"{self.path} row {row}", {}, problem)
+        yield _Batch(at, end, None, problem)
+
+
+def _plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
+    """The rows of a batch as plain data; a value that Python cannot have costs its own row only, and is the second part."""
+    unfit = _unfit()
+    try:
+        return [(data, "") for data in batch.to_pylist()]
+    except unfit:
+        return [_plain_row(batch.slice(row, 1), unfit) for row in range(len(batch))]
+
+
+def _plain_row(batch: Any, unfit: tuple[type[Exception], ...]) -> tuple[dict[str, Any], str]:
+    """The one row of a batch, or no fields and why there are none."""
+    data: dict[str, Any] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            data[name] = column[0].as_py()
+        except unfit as error:
+            what = "holds a text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+            return {}, f"its column {name!r} {what} ({_one_line(error)}): mend or drop it"
+    return data, ""
+
+
+def _unfit() -> tuple[type[Exception], ...]:
+    """What stored values raise that Python cannot have: no UTF-8, times out of its range, unknown zones."""
+    import pyarrow as pa
+
+    return (pa.ArrowException, ValueError, TypeError, LookupError, ArithmeticError)
 
 
 def _one_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,9 @@ from train.data.readers.files import Files
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
 from train.data.row import Row, RowTurn
+
+_BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
+"""What a record may raise that nobody has thought of. UserError is a ValueError."""
 
 MakeRow = Callable[[Mapping[str, Any], str], Row]
 """Turns the fields of a record and the place where it stands into a row; UserError where they make none."""
@@ -53,8 +57,14 @@ class RecordSource(Source):
             return Broken(record.where, record.error)
         try:
             return self._make(record.data, record.where)
-        except (UserError, OSError) as error:
-            return Broken(record.where, " ".join(str(error).split()))
+        except _BAD as error:
+            return Broken(record.where, one_line(error))
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says in one line that can be written anywhere, with its kind where it is none of ours."""
+    said = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
+    return said if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {said}"
 
 
 def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
@@ -129,7 +139,7 @@ class RecordReader:
 def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
     """The first of these fields that is there, as text without space around it; "" for null or none.
 
-    UserError where it is no text or number, or where none is there and it is needed.
+    UserError where it is no text or number, or no whole characters, or where none is there and it is needed.
     """
     for name in names:
         if name in data:
@@ -138,10 +148,19 @@ def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
                 return ""
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise UserError(f"field {name!r} is {type(value).__name__}, not text: mend the row")
-            return str(value).strip()
+            return check_text(str(value).strip(), f"field {name!r}")
     if needed:
         raise UserError(f"has no field {' or '.join(repr(name) for name in names)}: its fields are {', '.join(data) or 'none'}")
     return ""
+
+
+def check_text(said: str, what: str) -> str:
+    """The same text; UserError where it holds half a character, as JSON can write one, which no file of rows can keep."""
+    try:
+        said.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} holds {said[error.start]!a}, half a surrogate pair: mend or drop the row") from error
+    return said
 
 
 def number(data: Mapping[str, Any], name: str, default: float | None = None) -> float:
@@ -149,7 +168,7 @@ def number(data: Mapping[str, Any], name: str, default: float | None = None) -> 
     value = data.get(name)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise UserError(f"field {name!r} is {_shown(value)}, not a number: mend the row")
     return float(value)
 

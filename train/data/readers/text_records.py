@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from omni.errors import UserError
+from train.data.readers.reading import Reading, keep, take
 from train.data.readers.record import Record, Records
 
 STRIDE = 256
@@ -74,19 +75,42 @@ class TextRecords(Records):
         return self._count
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Records `start` to `stop`; only fewer than 256 before `start` are passed over (all of them in a .gz)."""
-        skip, place = start, (0, 0)
-        if start >= STRIDE and not self.path.name.lower().endswith(".gz"):
+        """Records `start` to `stop`; only fewer than 256 before `start` are passed over.
+
+        In a .gz all of them are, where the stretch does not begin at or behind the end of the last one.
+        """
+        packed = self.path.name.lower().endswith(".gz")
+        at, place = 0, (0, 0)
+        if start >= STRIDE and not packed:
             self._index()
             if start >= self._count:
                 return
-            skip, place = start % STRIDE, self._anchors[start // STRIDE]
+            at, place = start - start % STRIDE, self._anchors[start // STRIDE]
+        reading = (take(self, start) if packed else None) or _TextReading(self, at, self._from(*place))
+        yield from reading.read(start, stop)
+        if packed and stop is not None and not 0 <= self._count <= stop:
+            keep(self, reading)
+
+    def _made(self, raw: Any, number: int) -> Record:
+        """The record of a raw form, or of the error in its place."""
+        if isinstance(raw, UserError):
+            return Record(f"{self.path} after line {number}", {}, str(raw))
+        return self._record(raw, number)
+
+
+class _TextReading(Reading):
+    """Raw records, one after another from the place of number `at` on; those that are passed over stay raw."""
+
+    def __init__(self, records: TextRecords, at: int, raw: Iterator[tuple[int, int, Any]]) -> None:
+        super().__init__(at)
+        self._records, self._raw = records, raw
+
+    def read(self, start: int, stop: int | None) -> Iterator[Record]:
+        skip = start - self.at
         wanted = None if stop is None else skip + max(0, stop - start)
-        for _, number, raw in itertools.islice(self._from(*place), skip, wanted):
-            if isinstance(raw, UserError):
-                yield Record(f"{self.path} after line {number}", {}, str(raw))
-            else:
-                yield self._record(raw, number)
+        self.at = start if stop is None else max(start, stop)
+        for _, number, raw in itertools.islice(self._raw, skip, wanted):
+            yield self._records._made(raw, number)
 
 
 class JsonLines(TextRecords):
