@@ -1,7 +1,7 @@
 """`python -m train doctor CONFIG`: a few steps of a run under the graph guard's full trace.
 
-Says what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), and which streams got no target
-although a task of the mixture has them.
+Says what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), and which streams and tasks got
+no target although these steps had them or the mixture should have drawn them (train/watch.py).
 Nothing of the run itself is written.
 """
 
@@ -11,18 +11,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from omni.diagnostics import Finding, check_targets, report
+from omni.diagnostics import Finding, report
 from omni.errors import UserError
 from train.config import FitConfig
 from train.fit import prepare
 from train.parallel import build_fabric
 from train.parse import read_fit_config
-from train.plan.worst import tasks_of
 from train.stop import Stop
+from train.watch import targets_of
 
 STEPS = 2
 
@@ -65,20 +62,16 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         )
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
         assert loop.watch is not None
-        seen = torch.zeros(len(loop.parts.streams) + 1)
+        loop.watch.targets = targets_of(loop.objective, config.data, seen=1)
         try:
             with Stop() as stop:
                 feed = loop.feed(stop)
                 for number in range(1, steps + 1):
                     loop.meter.start()
                     step = feed.next()
-                    seen += step.denominators
                     loop.watch.step(number, step, 1.0, loop.train, trace=True)
                     loop.meter.pause()
         finally:
             if loop.logs is not None:
                 loop.logs.close()
-    model: Any = loop.objective.get_submodule("model")
-    layout, tasks = model.layout, tasks_of(config.data)
-    wanted = [k for k in range(len(layout)) if any(task.learnt(layout)[k] for task in tasks)]
-    return [*loop.watch.guard.findings, *check_targets(seen[wanted].int(), [layout.names[k] for k in wanted])]
+    return loop.watch.guard.findings

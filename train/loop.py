@@ -63,7 +63,7 @@ class Loop:
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
         self.optimizer = build_optimizer(own_names, config.optimizer)
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
-        self.watch = Watch(self.objective, self.optimizer, self.parts.idle) if config.guard else None
+        self.watch = Watch(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None
         self.own_names = own_names
         self.balance = self.balancing(config.balance) if config.balance is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ KINDS = {
     "no_target": "nothing to learn from in this batch",
 }
 """Kind of a finding to what it means."""
+
+
+_ADVICE = re.compile(r"\s*Specify retain_graph=True if [^.]*\.")
+"""Torch's own remedy for a graph that is walked twice: it hides the mistake, or turns it into another error."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,13 @@ class GraphError(RuntimeError):
     """An error of autograd with its diagnosis; `findings` holds it, `__cause__` is the original.
 
     Args:
-        message: the original error's.
+        message: the original error's; its advice to keep the graph is left out.
         hint: what to do for more, where little is known.
     """
 
     def __init__(self, message: str, findings: Sequence[Finding], hint: str = "") -> None:
         self.findings = list(findings)
+        message = _ADVICE.sub("", message)
         super().__init__("\n\n".join(part for part in (message, report(findings), hint) if part))
 
 

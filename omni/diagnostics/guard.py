@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,10 +16,12 @@ from omni.diagnostics.diagnose import diagnose, kind_of, traced_changes
 from omni.diagnostics.findings import Finding, GraphError, report
 from omni.diagnostics.graph import next_number
 from omni.diagnostics.held import held_by, held_in, version_of
+from omni.diagnostics.labels import unlearnt_ends
 from omni.diagnostics.patches import Expectation
 from omni.diagnostics.recompute import watch_checkpoints
 from omni.diagnostics.scene import Scene
 from omni.diagnostics.snapshot import Snapshot, undone
+from omni.diagnostics.spread import alone, end_step, gathered
 from omni.diagnostics.trace import Trace
 
 HINT = "For the line of each culprit, repeat the step: guard.rerun(step), where step() does what failed."
@@ -44,9 +46,13 @@ class Guard:
         optimizer: one or several; they tell when gradients are complete and which parameters are owned. A wrapper's inner one
             (its attribute `optimizer`) is taken.
         idle: parameters that need no gradient although they are trainable.
+        end_id: the token that ends a sequence, where it is to be learnt. Batches are then looked at for labels that mask every
+            end, until one is seen that teaches one: integer tensors [B, T] side by side, in a mapping or an object, called
+            input_ids, tokens, inputs or ids, and labels, label, targets or target (-100 is left out of the loss).
 
     Attributes:
         findings: what was found so far, each mistake once.
+        failed: autograd failed in the last step.
     """
 
     def __init__(
@@ -55,12 +61,15 @@ class Guard:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         idle: Iterable[nn.Parameter] = (),
+        end_id: int | None = None,
     ) -> None:
         given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self.model = model
         self.optimizers: list[torch.optim.Optimizer] = [getattr(o, "optimizer", o) for o in given]
         self.idle = {id(p): p for p in idle}
+        self.end_id = end_id
         self.findings: list[Finding] = []
+        self.failed = False
         self.arrived: set[int] = set()
         self.start: Snapshot | None = None
         self.batch: Any = None
@@ -85,26 +94,41 @@ class Guard:
 
         It starts from the random state, buffers and attributes that the last step started from. Weights, gradients and
         optimizer are those of now (a step that failed in backward has not changed them), and afterwards all is put back.
+        What failed is repeated without DDP's exchange of gradients; under FSDP2 all processes must repeat it together.
 
         Args:
             step: does what the last step did; it may enter `guard.step` itself.
         """
         batch = self.batch if batch is None else batch
-        start, vague = self.start, {f.key for f in self.recent if f.place is None}
+        start, failed, vague = self.start, self.failed, {f.key for f in self.recent if f.place is None}
         before, self.findings = self.findings, [f for f in self.findings if f.key not in vague]
-        with undone(self.model, batch, self.optimizers):
+        watched = _Step(self, batch, True, True, sys._getframe(1), step, failed=failed)
+        try:
+            self._repeat(watched, step, start)
+        except BaseException:
+            self.add(before)
+            raise
+        finally:
+            self.start, self.failed = start, failed
+        kinds = {finding.kind for finding in watched.found}
+        self.add(f for f in before if f.kind not in kinds)  # what the trace says of a mistake replaces the vague word of before
+        return watched.found
+
+    def _repeat(self, watched: _Step, step: Callable[[], Any], start: Snapshot | None) -> None:
+        failed = watched.failed
+        if failed:
+            end_step(self.model)
+        with undone(self.model, watched.batch, self.optimizers), alone() if failed else nullcontext():
             if start is not None:
                 start.restore()
-            watched = _Step(self, batch, True, True, sys._getframe(1), step)
             try:
                 with watched:
                     step()
             except GraphError:
                 pass
-        self.start = start
-        kinds = {finding.kind for finding in watched.found}
-        self.add(f for f in before if f.kind not in kinds)  # what the trace says of a mistake replaces the vague word of before
-        return watched.found
+            finally:
+                if failed:
+                    end_step(self.model)
 
     def run(self, step: Callable[[], Any], batch: Any = None, *, trace: bool = False) -> Any:
         """Run one step; where autograd fails, repeat it under a full trace and raise the complete diagnosis.
@@ -116,9 +140,12 @@ class Guard:
             with _Step(self, batch, True, False, sys._getframe(1), step, keep=trace):
                 out = step()
         except GraphError as error:
-            cause = error.__cause__
-            found = self.rerun(step, batch) or error.findings
-            raise GraphError(str(cause), found) from cause
+            cause, found, hint = error.__cause__, error.findings, ""
+            try:
+                found = self.rerun(step, batch) or found
+            except Exception as other:  # the cause is what counts
+                hint = f"Repeated under a trace, the step failed in another way ({type(other).__name__}): {_first_line(other)}"
+            raise GraphError(str(cause), found, hint) from cause
         if trace:
             self.rerun(step, batch)
         return out
@@ -145,16 +172,22 @@ class Guard:
         return given
 
     def names(self) -> dict[int, str]:
-        """Paths of parameters and modules by id."""
+        """Paths of parameters (gathered and sharded) and modules by id."""
         if self.model is None:
             return {}
         names = {id(module): path for path, module in self.model.named_modules()}
         names.update((id(p), path) for path, p in self.model.named_parameters())
+        for whole, p in gathered(self.model).items():
+            path = names.get(whole) or names.get(id(p))
+            if path is not None:
+                names[whole] = names[id(p)] = path
         return names
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters by path; those that only the optimizer knows are counted."""
+        """Trainable parameters by path, as an optimizer owns them; those that only the optimizer knows are counted."""
         named = [] if self.model is None else list(self.model.named_parameters())
+        owners = gathered(self.model)
+        named = [(name, owners.get(id(p), p)) for name, p in named]
         if self.model is None:
             owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
             named = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(owned)]
@@ -173,12 +206,14 @@ class _Step:
         frame: FrameType,
         function: Callable[[], Any] | None = None,
         keep: bool = False,
+        failed: bool = False,
     ) -> None:
         self.guard, self.batch, self.last, self.traced = guard, batch, last, trace
         self.frame: FrameType | None = frame
-        self.function, self.keep = function, keep
+        self.function, self.keep, self.failed = function, keep, failed
         self.stack = ExitStack()
         self.found: list[Finding] = []
+        self.beside: list[Finding] = []  # true of a step that does not fail
         self.complete = False
         self.inner = False
 
@@ -187,7 +222,7 @@ class _Step:
         if guard.active is not None:  # a step that is repeated may have its own `guard.step`
             self.inner = True
             return self
-        guard.active, guard.batch = self, self.batch
+        guard.active, guard.batch, guard.failed = self, self.batch, False
         guard.start = self.start = Snapshot(guard.model, self.batch)
         names = guard.names()
         self.scene = scene = Scene(guard.model, names, next_number(), self.batch, self.frame, self.function)
@@ -195,16 +230,31 @@ class _Step:
         scene.held = [(h, h.tensor.grad_fn, version_of(h.tensor)) for h in held]
         scene.held += [(h, None, -1) for h in held_by(guard.model, parameters=True) if h.tensor.is_inference()]
         self.named = guard.parameters()
+        owners = gathered(guard.model)
+        self.idle = {id(owners.get(i, p)) for i, p in guard.idle.items()}
+        self._check_labels()
         for _, p in self.named:
             self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
         for optimizer in guard.optimizers:
             self.stack.callback(optimizer.register_step_pre_hook(self._complete).remove)
         if self.traced:
-            scene.trace = Trace({id(p): name for name, p in self.named}, scene.first)
+            scene.trace = Trace(self._learning(), scene.first)
         scene.regions = self.stack.enter_context(watch_checkpoints(self.found.append, scene.trace, guard.model, names))
         if scene.trace is not None:
             self.stack.enter_context(scene.trace.running())
         return self
+
+    def _learning(self) -> dict[int, str]:
+        """Paths of the trainable parameters by id of all that stands for them."""
+        wanted = {name for name, _ in self.named}
+        return {i: name for i, name in self.scene.names.items() if name in wanted} | {id(p): name for name, p in self.named}
+
+    def _check_labels(self) -> None:
+        guard = self.guard
+        if guard.end_id is not None:
+            self.beside, taught = unlearnt_ends(self.batch, guard.end_id)
+            if taught:
+                guard.end_id = None
 
     def _arrived(self, p: Tensor) -> None:
         self.guard.arrived.add(id(p))
@@ -217,10 +267,10 @@ class _Step:
     def _check_gradients(self) -> None:
         guard = self.guard
         explained = {name for f in self.found if f.kind == "reentrant" for name in f.tensor.split(", ")}
-        wanted = [(name, p) for name, p in self.named if id(p) not in guard.idle]
+        wanted = [(name, p) for name, p in self.named if id(p) not in self.idle]
         if self.complete or guard.arrived or any(p.grad is not None for _, p in wanted):
-            self.found += missing_gradients(self.scene, wanted, guard.arrived, explained)
-            self.found += unowned(wanted, guard.arrived, guard.optimizers)
+            self.beside += missing_gradients(self.scene, wanted, guard.arrived, explained)
+            self.beside += unowned(wanted, guard.arrived, guard.optimizers)
         guard.arrived.clear()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -238,6 +288,7 @@ class _Step:
                     self.found += written_caches(scene)
                 self.found += traced_changes(scene)
                 self.found += [finding for region in scene.regions for finding in region.findings()]
+                self.found += [] if self.failed else self.beside
                 self.found = guard.recent = guard.add([*start, *self.found])
                 if not self.found and not self.keep:
                     self.start.forget()
@@ -245,6 +296,7 @@ class _Step:
             guard.arrived.clear()
             if not isinstance(error, RuntimeError) or isinstance(error, GraphError) or kind_of(error) is None:
                 return
+            guard.failed = True
             scene.remember(error)
             self.found = guard.recent = guard.add([*start, *self.found, *diagnose(scene, error)])
             raise GraphError(str(error), self.found, "" if self.traced else HINT) from error
@@ -252,3 +304,7 @@ class _Step:
             scene.later.clear()
             scene.held.clear()
             scene.frame = self.frame = None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

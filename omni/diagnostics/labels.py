@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from omni.diagnostics.findings import Finding, some
+from omni.diagnostics.held import tensors_in
+
+TOKENS = ("input_ids", "tokens", "inputs", "ids")
+LABELS = ("labels", "label", "targets", "target")
+"""Names by which ids and their labels are known in a batch."""
+
+_LAST = re.compile(r"(.*)(?:\['(\w+)'\]|\.(\w+))")
+"""The way to a tensor in a batch, and the last name of it."""
 
 
 def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int = -100) -> list[Finding]:
@@ -78,3 +88,33 @@ def check_targets(counts: Tensor, names: Sequence[str] | tuple[Sequence[str], Se
             tensor=f"counts {counts.tolist()} of {some([str(n) for n in names], 12)}",
         )
     ]
+
+
+def unlearnt_ends(batch: Any, end: int) -> tuple[list[Finding], bool]:
+    """Whether labels in a batch mask every end, and whether any teach one.
+
+    A finding needs both: no label is the end, and the end follows what is learnt. So rows that are cut off, or of which some
+    leave their end out on purpose, give none.
+    """
+    pairs = list(_pairs(batch))
+    if any(bool((labels == end).any()) for _, labels in pairs):
+        return [], True
+    found: list[Finding] = []
+    for tokens, labels in pairs:
+        twice = (tokens[:, 1:] == end) & (tokens[:, :-1] == end)
+        found += check_labels(tokens, labels, end, end if bool(twice.any()) else -1)
+    return found[:1], False
+
+
+def _pairs(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids and labels that stand side by side, [B, T] both."""
+    beside: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors_in(batch):
+        match = _LAST.fullmatch(path)
+        if match is not None and tensor.ndim == 2 and tensor.dtype in (torch.int64, torch.int32):
+            beside.setdefault(match[1], {})[match[2] or match[3]] = tensor
+    for named in beside.values():
+        tokens = next((named[name] for name in TOKENS if name in named), None)
+        labels = next((named[name] for name in LABELS if name in named), None)
+        if tokens is not None and labels is not None and tokens.shape == labels.shape and tokens.device == labels.device:
+            yield tokens, labels

@@ -14,9 +14,9 @@ import torch
 import torch.utils.checkpoint as library
 from torch import Tensor, nn
 
-from omni.diagnostics.findings import Finding, some
+from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.held import modules_of, shape_of, storage_of, version_of
-from omni.diagnostics.source import Line, line_of, place_of, user_frame
+from omni.diagnostics.source import Line, is_ours, left_block, line_of, outer_lines, place_of, user_frame
 from omni.diagnostics.state import Change, capture, differences
 from omni.diagnostics.trace import Saved, Trace
 
@@ -53,6 +53,7 @@ class Region:
     def __init__(self, function: Any, inputs: Any, trace: Trace, model: nn.Module | None, names: dict[int, str]) -> None:
         self.trace, self.names = trace, names
         self.line = line_of(user_frame())
+        self.callers, self.later = outer_lines(), list[Line]()
         self.modules = modules_of(function) or ([model] if model is not None else [])
         self.saved = [Saved(t, version_of(t), trace.clock, self.line) for t in inputs if isinstance(t, Tensor)]
         self.before = capture(self.modules, names)
@@ -76,6 +77,7 @@ class Region:
         trace = self.trace
         for saved in self.saved:
             trace.check(saved)
+        self.later = outer_lines()
         self.changes = differences(self.before, capture(self.modules, self.names), trace, self.end)
         self.at = 0
         self.trace.listeners.append(self)
@@ -122,9 +124,18 @@ class Region:
         beside = f" (and {some([change.name for change in more], 3)})" if more and not cause.code else ""
         how = "differently" if cause.code else "with another state than in forward"
         what = f"a checkpointed part is repeated {how}: {cause.name}{beside}{wrong}"
-        others = tuple(p for p in places if p is not None and p != cause.place)
-        remedy = REMEDY_CODE if cause.code else REMEDY_STATE
-        return [Finding("recompute", what, remedy, cause.tensor, cause.module, cause.place, others)]
+        place, remedy = cause.place, REMEDY_CODE if cause.code else REMEDY_STATE
+        if place is not None and is_ours(place.file):
+            place, remedy = self._left(place, remedy)
+        others = tuple(p for p in dict.fromkeys([*places, cause.place]) if p is not None and p != place)
+        return [Finding("recompute", what, remedy, cause.tensor, cause.module, place, others)]
+
+    def _left(self, place: Place, remedy: str) -> tuple[Place, str]:
+        """The user's line instead of one of this repository's packages: the block that ended before backward, or the call."""
+        block = left_block(self.callers, self.later)
+        if block is not None:
+            return place_of(block) or place, REMEDY_CODE
+        return place_of(self.callers[0] if self.callers else None) or place, remedy
 
 
 def digest(out: Any) -> tuple[float, ...]:

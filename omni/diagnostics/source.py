@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import linecache
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ OWN = str(Path(__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
 LIBRARY = str(Path(inspect.__file__).parent)
 """Folders of this package, of torch and of Python's own library; what was installed besides stands deeper in the last."""
+
+OURS = tuple(str(Path(OWN).parent.parent / name) + os.sep for name in ("omni", "train", "infer"))
+"""The packages of this repository, whose lines no user of them wrote."""
 
 Line = tuple[str, int, str]
 """File, number and function: a place whose code is not read yet."""
@@ -40,6 +44,50 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
     while frame is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
     return frame
+
+
+def outer_lines() -> list[Line]:
+    """Lines that are running of functions outside of libraries and of this repository's packages, the innermost first."""
+    found: list[Line] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file, line = frame.f_code.co_filename, line_of(frame)
+        if line is not None and not is_internal(file) and not is_ours(file) and "-packages" not in file:
+            found.append(line)
+        frame = frame.f_back
+    return found
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(OURS) or str(Path(file).absolute()).startswith(OURS)
+
+
+def left_block(then: list[Line], now: list[Line]) -> Line | None:
+    """The `with` that lines of `then` were in and lines of `now` are not; of several the innermost, first in a function that
+    runs at both times. Those of torch's own (autocast) hold nothing that is used later."""
+    inside = {(file, name): number for file, number, name in now}
+    both = [line for line in then if (line[0], line[2]) in inside]
+    for file, number, name in [*both, *(line for line in then if line not in both)]:
+        later = inside.get((file, name), 0)
+        blocks = [b for b in _blocks(file) if b.lineno <= number <= (b.end_lineno or 0)]
+        left = [b for b in blocks if not b.lineno <= later <= (b.end_lineno or 0)]
+        if left:
+            return file, max(b.lineno for b in left), name
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(file: str) -> tuple[ast.With, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    return tuple(n for n in ast.walk(tree) if isinstance(n, ast.With) and not all(map(_is_torchs, n.items)))
+
+
+def _is_torchs(item: ast.withitem) -> bool:
+    text = ast.unparse(item.context_expr)
+    return text.startswith("torch.") or "autocast(" in text
 
 
 def line_of(frame: FrameType | None) -> Line | None:

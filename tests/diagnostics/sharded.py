@@ -99,6 +99,26 @@ def patched(mesh: DeviceMesh, how: str, apart: bool, moment: str) -> list[Any]:
     return [outcome(run, wanted), [f.what for f in guard.findings]]
 
 
+def evaluated(mesh: DeviceMesh, traced: bool) -> list[Any]:
+    """Steps after an evaluation, which leaves the root's parameters gathered; and one after which a parameter has no owner."""
+    model = sharded_model(mesh, True, "first")
+    idle = list(model[0].parameters()) if traced else []
+    optimizer, said = torch.optim.SGD(model.parameters(), lr=0.1), list[list[str]]()
+    for owned in (True, False):
+        if not owned:
+            optimizer = torch.optim.SGD([*model[1].parameters(), model[0].weight], lr=0.1)
+        guard = Guard(model, optimizer, idle=idle)
+        for _ in range(2):
+            with torch.no_grad():
+                model(X)
+            with guard.step(trace=traced):
+                optimizer.zero_grad()
+                model(X).sum().backward()
+                optimizer.step()
+        said.append([f"{f.kind} {f.tensor}" for f in guard.findings])
+    return said
+
+
 @contextmanager
 def processes() -> Iterator[DeviceMesh]:
     torch.set_num_threads(1)
@@ -119,6 +139,8 @@ def main() -> None:
             for how in FORWARDS:
                 said[f"{how}, {where}"] = patched(mesh, how, apart, moment)
             dist.barrier()
+        for traced in (False, True):
+            said[f"evaluated, traced {traced}"] = evaluated(mesh, traced)
         if dist.get_rank() == 0:
             print(json.dumps(said))
 

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from omni.diagnostics import Finding, GraphError, Guard, check_labels
+from omni.edit.lend import edited_everywhere
+from omni.model.lora import LoRAConfig, add_adapter
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data, line_of
+from tests.edit.toys import batch_of, build, loss_of, set_checkpointing, some_edits
 
 INPLACE, TWICE = "modified by an inplace operation", "backward through the graph a second time"
 KEYS = "keys = self.keys.index_copy_(1, input_pos, k)"
@@ -86,7 +89,8 @@ def test_run_says_what_where_and_what_to_do(name):
         guard.run(lambda: program.step(case.step), program.batch(case.step))
     check(case, caught.value.findings)
     assert type(caught.value.__cause__) is RuntimeError
-    assert str(caught.value).startswith(str(caught.value.__cause__))
+    assert str(caught.value).startswith(str(caught.value.__cause__).partition(" Specify retain_graph")[0])
+    assert "retain_graph" not in str(caught.value)
     assert case.line in str(caught.value)
 
 
@@ -163,6 +167,71 @@ def test_weights_that_the_optimizer_steps_between_two_backwards():
     (finding,) = caught.value.findings
     assert finding.tensor.startswith("1.weight") and "only after every backward" in finding.remedy
     assert finding.place is not None and finding.place.code == "optimizer.step()"
+
+
+def test_a_step_that_fails_says_nothing_of_gradients_that_had_no_time_to_come():
+    """The last linear has its gradient from the second backward only, which fails."""
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    def step() -> None:
+        first, hidden = model[0](data(0)).mean(), model[0](data(1)).tanh()
+        first.backward()
+        optimizer.step()
+        second = model[1](hidden).square().mean() + hidden.mean()
+        hidden.detach().mul_(2)
+        second.backward()
+
+    guard = Guard(model, optimizer)
+    with pytest.raises(GraphError) as caught, guard.step():
+        step()
+    assert {f.kind for f in caught.value.findings} == {"inplace"}
+    assert guard.failed and {f.kind for f in guard.rerun(step)} == {"inplace"}
+    with pytest.raises(GraphError) as caught:
+        Guard(model, optimizer).run(step)
+    assert {f.kind for f in caught.value.findings} == {"inplace"}
+
+
+def test_a_step_that_cannot_be_repeated_still_ends_with_what_was_found():
+    model, calls = nn.Linear(WIDTH, WIDTH), list[int]()
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError("once only")
+        hidden = model(data(0))
+        hidden.square().mean().backward()
+        hidden.mean().backward()
+
+    guard = Guard(model)
+    with pytest.raises(GraphError, match=r"ValueError\): once only") as caught:
+        guard.run(step)
+    assert [f.kind for f in caught.value.findings] == ["freed"] == [f.kind for f in guard.findings]
+    assert guard.active is None and "a second time" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_an_edit_that_ends_before_backward_names_the_users_block(adapters):
+    model = build("speech")
+    set_checkpointing(model)
+    if adapters:
+        add_adapter(model, LoRAConfig(rank=2))
+    edits = some_edits(model)
+
+    def step() -> None:
+        with edited_everywhere(model, edits):  # the block that is left
+            ids = batch_of("speech", 1)
+            with torch.autocast("cpu", enabled=False):
+                loss = loss_of(model, ids)
+        loss.backward()
+
+    with pytest.raises(GraphError) as caught:
+        Guard(model).run(step)
+    finding = next(f for f in caught.value.findings if f.kind == "recompute")
+    assert finding.place is not None and finding.place.file == "tests/diagnostics/test_diagnose.py"
+    assert finding.place.code == "with edited_everywhere(model, edits):  # the block that is left"
+    assert "call backward inside its scope" in finding.remedy
+    assert "omni/model/lora.py" in [place.file for place in finding.others]
 
 
 def test_a_state_that_is_carried_over_from_step_to_step():

@@ -16,10 +16,20 @@ from tests.train.test_parallel import environment, free_port
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[Any]]:
     """Of each case what torch did and what the guard found, from two processes that were launched once."""
-    main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.diagnostics.sharded"]
+    return two("tests.diagnostics.sharded")
+
+
+def two(program: str, *arguments: str) -> dict[str, Any]:
+    """What a program says on two processes."""
+    main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     both = [
-        subprocess.Popen(command, env=environment(**main, RANK=rank), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-m", program, *arguments],
+            env=environment(**main, RANK=rank, LOCAL_RANK=rank, TORCHELASTIC_RUN_ID="x", GROUP_RANK="0"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in ("0", "1")
     ]
     try:
@@ -28,7 +38,7 @@ def said() -> dict[str, list[Any]]:
         for process in both:
             process.kill()
     assert [process.returncode for process in both] == [0, 0], outputs
-    return json.loads(outputs[0][0])
+    return json.loads(outputs[0][0].splitlines()[-1])
 
 
 def test_functional_call_is_reported_exactly_where_it_is_ignored(said: dict[str, list[Any]]) -> None:
@@ -56,3 +66,27 @@ def test_a_module_that_is_not_called(said: dict[str, list[Any]], where: str) -> 
     """That its weights were gathered for it is no use of them."""
     outcome, findings = said[f"not called, {where}, after evaluation"]
     assert outcome == "other" and findings == ["weight, bias takes no part in forward: the module is not called"]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_step_after_an_evaluation(said: dict[str, list[Any]], traced: bool) -> None:
+    """The root is gathered when the step begins; what its optimizer owns are the shards."""
+    sound, lost = said[f"evaluated, traced {traced}"]
+    assert sound == [] and lost == ([] if traced else ["not_owned 0.bias"])  # traced, the root's are idle
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return two("tests.diagnostics.failing", str(tmp_path_factory.mktemp("failing")))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("model", "kind", "line"),
+    [("Written", "inplace", "y.mul_(2)  # the culprit"), ("Keeping", "freed", "self.last = x.mean()  # the culprit")],
+)
+def test_a_watched_run_that_fails(failures: dict[str, str], strategy: str, model: str, kind: str, line: str) -> None:
+    """As with one process: one finding, the true one."""
+    said = failures[f"{strategy} {model}"]
+    assert said.startswith("step 1: ") and f"in forward: {line}" in said
+    assert said.count("remedy:") == 1 and f"\n[{kind}] " in said

@@ -12,15 +12,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.errors import UserError
+from omni.layout import IGNORE
 from omni.model.adapter import Adapter
+from omni.model.speech_model import SpeechModel
+from tests.train.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
 from train.bench import Row
 from train.bench_guard import guard
 from train.cli import main
 from train.config import LogConfig
+from train.data.batch import Batch
+from train.data.config import DataConfig, SourceConfig
+from train.data.mixture import Stage
 from train.doctor import examine
+from train.feed import Step
 from train.loop import Loop
+from train.objective import Objective, ObjectiveConfig
 from train.parse import read_fit_config
+from train.watch import SEEN, Targets, Watch
 
 SMALL = [
     "configs/nano.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -158,13 +167,98 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
     assert f"test_watch.py:{line_of('plain(self')}" in said
 
 
-def test_the_doctor_names_a_stream_without_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one that no task has."""
-    config = read_fit_config([*SMALL, "--data.sources.0.tasks", "{T1T2: 1.0}"])[0]
-    assert examine(config, 1) == []
-    monkeypatch.setattr("train.doctor.tasks_of", lambda data: [__import__("omni.tasks").tasks.TASKS["T1A2"]])
-    (found,) = examine(config, 1)
-    assert found.kind == "no_target" and "audio0, audio1, audio2, audio3 got no target" in found.what
+def without(streams: slice) -> property:
+    """`Batch.supervised` without targets on these streams."""
+
+    def supervised(batch: Batch) -> list[Tensor]:
+        targets = batch.targets.clone()
+        targets[:, streams] = IGNORE
+        return [(targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(targets.shape[1])]
+
+    return property(supervised)
+
+
+def test_the_doctor_names_streams_and_tasks_without_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a stream that no task has, nor a task that is drawn rarely or never."""
+    written = [*SMALL, "--data.sources.0.tasks"]
+    assert examine(read_fit_config([*written, "{T1T2: 1.0, T1A2: 1.0e-9, A1A2: 0}"])[0], 1) == []
+    monkeypatch.setattr(Batch, "supervised", without(slice(0, 4)))
+    found = examine(read_fit_config([*written, "{T1T2: 0.5, T1A1: 0.5}"])[0], 2)
+    missed = [f for f in found if f.kind == "no_target"]
+    assert len(missed) == 1
+    assert missed[0].what.startswith("T1A1, audio0, audio1, audio2, audio3 got no target in 1 steps")
+
+
+# --- streams and tasks without targets --------------------------------------------------------------------------------
+
+
+def some_batch(model: SpeechModel, *tasks: str) -> Batch:
+    packed = vars(pack(model, [make_examples(model, list(tasks))], 96))
+    del packed["supervised"]  # found anew
+    return Batch(**packed, examples=len(tasks), positions=96, state={})
+
+
+def looks(targets: Targets, batch: Batch, steps: int) -> list[str]:
+    """What is said of so many steps of one batch each."""
+    return [finding.what for _ in range(steps) for finding in targets.look([batch])]
+
+
+@pytest.fixture
+def model() -> SpeechModel:
+    return SpeechModel(MODELS["codec2"])
+
+
+def mixture(**tasks: float) -> DataConfig:
+    return DataConfig(sources=(SourceConfig(tasks=tasks),))
+
+
+def test_a_task_that_no_batch_has_is_missed_once(model: SpeechModel) -> None:
+    """It should have come in half of the examples: after 32 of them."""
+    batch = some_batch(model, "T1T2")
+    (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, A1T1=0.5)), batch, 100)
+    assert what == "A1T1 got no target in 32 steps (32 examples): nothing is learnt there"
+    (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, T1A2=0.5)), batch, 100)
+    assert what.startswith("T1A2, audio0, audio1, audio2, audio3 got no target")
+
+
+def test_a_stream_that_no_batch_has_targets_for_is_missed(model: SpeechModel) -> None:
+    """Without the mixture too: that the batches have its task is enough."""
+    batch = some_batch(model, "T1T2", "A1A2")
+    batch.targets[:, 0] = IGNORE
+    (what,) = looks(Targets(model.layout), batch, 100)
+    assert what.startswith("audio0 got no target in 30 steps")
+    weights = torch.ones(len(model.layout))
+    weights[0] = 0
+    assert looks(Targets(model.layout, weights), batch, 100) == []
+
+
+def test_what_is_rare_or_of_another_stage_is_not_missed(model: SpeechModel) -> None:
+    batch = some_batch(model, "T1T2", "A1T2")
+    rare = mixture(T1T2=1.0, A1T2=1.0, A1A2=0.001, T1A1=0.0)
+    assert looks(Targets(model.layout, data=rare), batch, 1000) == []
+    stages = SourceConfig(tasks={"A1A2": 1.0}, stages=(Stage(10000, {"T1T2": 1.0, "A1T2": 1.0}),))
+    assert looks(Targets(model.layout, data=DataConfig(sources=(stages,))), batch, 100) == []
+    own = mixture(A1A2=1.0)  # the rows name tasks of their own
+    assert looks(Targets(model.layout, data=own), batch, 100) == []
+
+
+def test_nothing_is_counted_once_all_have_had_targets(model: SpeechModel) -> None:
+    targets = Targets(model.layout, data=mixture(T1T2=1.0, A1T2=1.0))
+    assert looks(targets, some_batch(model, "T1T2", "A1T2"), 1) == [] and targets.done
+    assert targets.look([None]) == [] and targets.steps == 1
+
+
+def test_a_watched_run_says_which_stream_learns_nothing(model: SpeechModel) -> None:
+    """Once, through the findings of its guard."""
+    batch = some_batch(model, "A1A2")
+    batch.targets[:, 1] = IGNORE
+    objective = Objective(model, ObjectiveConfig())
+    watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
+    said: list[str] = []
+    for number in range(1, 2 * SEEN):
+        watch.step(number, Step([batch], torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
+    assert len(said) == 1 and said[0].startswith(f"guard, step {SEEN}:\n[no_target] audio1 got no target")
+    assert [finding.kind for finding in watch.guard.findings] == ["no_target"]
 
 
 @pytest.mark.parametrize(
