@@ -1,4 +1,4 @@
-"""Archives as eric-mitchell/mend and EasyEdit save them; `tests/parity/mend.py` compares with those two's own code."""
+"""Archives as eric-mitchell/mend and EasyEdit save them; `tests/parity/mend.py` compares with the first one's own code."""
 
 from __future__ import annotations
 

@@ -9,18 +9,24 @@ import pytest
 import torch
 import yaml
 
-from omni.edit.mend import load_mend
+from omni.edit.factors import gradient_factors
+from omni.edit.mend import Mend, MendConfig, load_mend
 from omni.edit.storage import load_edits, read_tensors
+from omni.edit.transform import TransformConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
+from tests.edit.test_foreign import their_state
+from tests.edit.test_foreign import write as archive_of
 from tests.train.eval_toys import save_model
 from tests.train.test_edit import QUICK, VOICE, write
 from train.edit.apply import choose_linears
 from train.edit.command import main
-from train.edit.config import EditFitConfig
+from train.edit.config import ApplyConfig, EditFitConfig, SpeakConfig
+from train.edit.facts import read_facts
 from train.edit.fit import Corrections
 from train.edit.lessons import Lessons
 from train.edit.parse import read_command
+from train.edit.speak import Speakers, fact_rows
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +87,29 @@ def test_an_editor_edits(place, tmp_path):
         assert main(["apply", str(place / "model"), str(facts), str(tmp_path / name), *QUICK, *editor]) == 0
         several.append(load_edits(tmp_path / name, lm.model).deltas["decoder.blocks.1.mlp.up"].weight())
     torch.testing.assert_close(several[1], several[0] + edits.deltas["decoder.blocks.1.mlp.up"].weight())
+
+
+def test_an_editor_of_others_edits(place, tmp_path):
+    lm = SpeechLM.from_pretrained(place / "model")
+    for p in lm.model.parameters():
+        p.requires_grad_(False)
+    mend = Mend.of(lm.model, ["decoder.blocks.1.mlp.up"], MendConfig(TransformConfig(rank=4), edit_lr=0.01))
+    lessons = Lessons(lm, mend.shapes)
+    facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab"}])
+    rows = fact_rows(read_facts(facts, lm.tokenizer), Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec), 1)
+    pieces = lessons.pieces(rows[0], ["T1T2"])
+    mend(gradient_factors(lm.model, mend.shapes, pieces, lessons.loss))  # its statistics
+    archive = archive_of(tmp_path / "mend.pt", their_state(mend))
+    (tmp_path / "config.json").write_text(json.dumps({"inner_params": ["model.layers.1.mlp.up_proj.weight"]}))
+    words = ("--method", "mend", "--editor", str(archive), "--tasks", "[T1T2]")
+    apply = ["apply", str(place / "model"), str(facts), str(tmp_path / "edits"), *QUICK, *words]
+    with pytest.raises(UserError, match=r"does not name the linears it edits"):
+        main(apply)
+    assert main([*apply, "--editor_settings", str(tmp_path / "config.json")]) == 0
+    got = load_edits(tmp_path / "edits", lm.model).deltas["decoder.blocks.1.mlp.up"].weight()
+    torch.testing.assert_close(got, mend.edit(lm.model, pieces, lessons.loss).deltas["decoder.blocks.1.mlp.up"].weight())
+    with pytest.raises(UserError, match=r"without an editor; name the archive"):
+        ApplyConfig(editor_settings="config.json")
 
 
 def test_several_corrections_act_together(place, tmp_path):

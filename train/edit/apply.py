@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from omni.edit.deltas import Edits, stack
 from omni.edit.finetune import finetune
+from omni.edit.foreign import read_editor
 from omni.edit.linears import is_linear, mlp_linears
-from omni.edit.mend import load_mend
+from omni.edit.mend import Mend, load_mend
 from omni.edit.storage import save_edits
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
@@ -70,7 +71,7 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     started = time.monotonic() if started is None else started
     for p in lm.model.parameters():
         p.requires_grad_(False)
-    mend = load_mend(config.editor).to(lm.model.device) if config.editor is not None else None
+    mend = _editor(lm.model, config)
     linears = list(mend.shapes) if mend is not None else choose_linears(lm.model, config.linears)
     lessons = Lessons(lm, linears, config.stream_weights)
     tasks = [task for task in config.tasks if lm.codec is not None or task not in ("A1A2", "T1A2")]
@@ -96,6 +97,19 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
     kl = mixture.kl if others else None
     return Taught(edits, len(facts.facts), time.monotonic() - started, mixture.edit, kl)
+
+
+def _editor(model: nn.Module, config: ApplyConfig) -> Mend | None:
+    """What `edit fit` has learnt, or others' archive."""
+    if config.editor is None:
+        return None
+    place = Path(config.editor)
+    if place.is_file():
+        settings = Path(config.editor_settings) if config.editor_settings is not None else None
+        return read_editor(place, model, settings=settings).to(model.device)  # type: ignore[arg-type]
+    if config.editor_settings is not None:
+        raise UserError(f"editor_settings {config.editor_settings!r} are of an archive, but the editor {place} is none")
+    return load_mend(place).to(model.device)  # type: ignore[arg-type]
 
 
 def choose_linears(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

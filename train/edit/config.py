@@ -91,7 +91,8 @@ class ApplyConfig:
 
     Attributes:
         method: `finetune`, or `mend` with the folder of an editor that `edit fit` has learnt.
-        editor: that folder.
+        editor: that folder, or an archive that eric-mitchell/mend or EasyEdit saved.
+        editor_settings: such an archive's `config.json` or YAML, where it does not name the linears itself.
         linears: names of the linears that change: shell patterns, or regular expressions after `re:`; by default the MLPs of
             the last three blocks. An editor has its own.
         tasks: as what the facts are taught: spoken questions (A1...) and written ones (T1...).
@@ -108,6 +109,7 @@ class ApplyConfig:
 
     method: Literal["finetune", "mend"] = "finetune"
     editor: str | None = None
+    editor_settings: str | None = None
     linears: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("A1A2", "T1A2")
     stream_weights: tuple[float, ...] | None = None
@@ -126,6 +128,8 @@ class ApplyConfig:
             raise UserError(
                 f"method {self.method} and editor {self.editor!r}: an editor belongs to the method mend, and only there"
             )
+        if self.editor_settings is not None and self.editor is None:
+            raise UserError(f"editor_settings {self.editor_settings!r} without an editor; name the archive they belong to")
         if self.untouched_count < 0:
             raise UserError(f"untouched_count is {self.untouched_count}; it must not be negative")
 
