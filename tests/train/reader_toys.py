@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from train.data.readers import Options, open_source
+from train.data.readers import Broken, Options, open_source
 from train.data.row import Row, Sound
 
 RATE = 16000
@@ -234,3 +234,12 @@ def make(kind: str, folder: Path) -> Path:
         return folder / "a.csv"
     toys = {"lucy": lucy, "llama-omni": llama_omni, "moshi": moshi, "common-voice": common_voice, "librispeech": librispeech}
     return toys[kind](folder)
+
+
+def only_broken(path: Path, **options: Any) -> Broken:
+    """The one item of a source that is broken; there are others, and they are rows."""
+    found = list(open_source(path, Options(**options)))
+    broken = [item for item in found if isinstance(item, Broken)]
+    assert len(broken) == 1 and len(found) > 1, found
+    assert "\n" not in broken[0].why
+    return broken[0]
