@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from train.data.readers.records import plain_rows
 from train.data.row import ROW_VERSION, Row, features, from_plain
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 BATCH = 16
 """Rows in memory at once, besides the pages they are read from."""
@@ -164,8 +165,8 @@ class Scan:
                 try:
                     columns = self._schema.names
                     for batch in opened.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
-                        for plain, why in _plain_rows(batch):
-                            yield self._found(first + done, f"{file} row {done}", plain, why)
+                        for plain, why in plain_rows(batch):
+                            yield self._found(first + done, f"{file} row {done}", None if why else plain, why)
                             done += 1
                 except (pa.ArrowException, OSError) as error:
                     lost = f"{file} row group {group}, rows {done} to {end - 1}"
@@ -179,18 +180,6 @@ class Scan:
             return Found(index, where, plain, from_plain(plain, self.folder, where))
         except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
             return Found(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
-
-
-def _plain_rows(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str]]:
-    """The rows of a batch as plain data; a text that is no UTF-8 costs its own row only."""
-    try:
-        yield from [(plain, "") for plain in batch.to_pylist()]
-    except UnicodeDecodeError:
-        for i in range(len(batch)):
-            try:
-                yield batch.slice(i, 1).to_pylist()[0], ""
-            except UnicodeDecodeError as error:
-                yield None, f"holds a text that is not UTF-8 ({one_line(error)}): mend or drop it"
 
 
 def one_line(error: BaseException) -> str:

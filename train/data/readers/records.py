@@ -121,7 +121,7 @@ class _Batch(NamedTuple):
         if self.problem:
             found: Iterable[tuple[dict[str, Any], str]] = itertools.repeat(({}, self.problem), stop - start)
         else:
-            found = _plain_rows(self.stored.slice(start - self.first, stop - start))
+            found = plain_rows(self.stored.slice(start - self.first, stop - start))
         for row, (data, problem) in enumerate(found, start):
             yield Record(f"{path} row {row}", data, problem)
 
@@ -173,7 +173,7 @@ class _Rows(Reading):
         yield _Batch(at, end, None, problem)
 
 
-def _plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
+def plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
     """The rows of a batch as plain data; a value that Python cannot have costs its own row only, and is the second part."""
     unfit = _unfit()
     try:
