@@ -59,6 +59,25 @@ def test_every_recipe_can_be_read_and_names_parameters_that_exist(recipe: Path) 
     parameter_groups([(n, p) for n, p in model.named_parameters() if n in learning], config.optimizer)
 
 
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_the_mistral_recipes_are_the_well_known_one(name: str) -> None:
+    """Rank 8, alpha 16, dropout 0.05 on q, k, v, o, gate, up, down and the head; 2.5e-5, batches of 2 x 4, length 512."""
+    config, _ = read_fit_config([str(CONFIGS / "mistral-7b" / f"{name}.yaml")])
+    assert config.lora is not None
+    with torch.device("meta"):
+        model = SpeechModel(preset("mistral-7b"))
+        adapt(model, config.lora, paper=True)
+    adapted = [n.partition(".lora.")[0] for n, _ in model.named_parameters() if n.endswith(".lora.default.a")]
+    parts = {"attention": ("q", "k", "v", "out"), "mlp": ("gate", "up", "down")}
+    wanted = [f"decoder.blocks.{i}.{part}.{each}" for i in range(32) for part, all_of in parts.items() for each in all_of]
+    assert sorted(adapted) == sorted([*wanted, "decoder.text_head"])
+    assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (8, 16, 0.05)
+    packing = config.data.packing
+    assert (packing.rows, config.data.micro_batches, packing.length, config.optimizer.lr) == (2, 4, 512, 2.5e-5)
+    qlora = name == "qlora"
+    assert (config.lora.quantize, config.optimizer.name) == (("nf4", "paged_adamw_8bit") if qlora else (None, "adamw"))
+
+
 def test_the_stages_train_what_the_authors_say() -> None:
     """Stage 1 the adapter and the new audio tables and heads, stage 2 the language model, stage 3 everything."""
     parts = {}
