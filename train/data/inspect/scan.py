@@ -11,14 +11,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.records import plain_rows
 from train.data.row import ROW_VERSION, Row, features, from_plain
-
-if TYPE_CHECKING:
-    pass
 
 BATCH = 16
 """Rows in memory at once, besides the pages they are read from."""
