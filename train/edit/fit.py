@@ -2,8 +2,8 @@
 
 A correction is made of two rows: the question of one with the answer of another. It is judged on the same question in another
 voice, and the unrelated questions beside it, with the model's own answers, are to stay. Several may act together, as several
-facts that are applied do. Everything of a step is a pure function of seed and number, so a run that was stopped goes on as if it
-had not been.
+facts that are applied do. Everything of a step is a pure function of seed and number, so a run that was stopped goes on as if
+it had not been.
 """
 
 from __future__ import annotations
