@@ -146,6 +146,7 @@ class ModelConfig:
         codec: name of the audio codec (`codec2`, `snac`, or one that was registered), which the layout's audio streams must
             fit.
         ctc: ids of an alignment head on the encoder (blank first), 0 for none; used in training only.
+        ctc_sounds: ids of its second spelling, by sounds (their blank first); they follow those of the first.
     """
 
     layout: Layout = field(default_factory=lambda: Layout.preset("codec2"))
@@ -154,10 +155,13 @@ class ModelConfig:
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     codec: str = field(default="codec2", metadata={"check": check_codec_name})
     ctc: int = 0
+    ctc_sounds: int = 0
 
     def __post_init__(self) -> None:
-        if self.ctc < 0:
-            raise UserError(f"ctc is {self.ctc}; it must be at least 0")
+        if self.ctc < 0 or self.ctc_sounds < 0:
+            raise UserError(f"ctc is {self.ctc} and ctc_sounds {self.ctc_sounds}; they must be at least 0")
+        if self.ctc_sounds and not self.ctc:
+            raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is 0: give a first, or none")
 
     def features(self, samples: int) -> int:
         """Decoder positions that a clip of `samples` at 16 kHz takes."""

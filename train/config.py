@@ -56,7 +56,7 @@ class ModelSection:
         codec_folder: weights of the codec, where it has any; by default the folder's.
         layout, encoder, adapter, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
         codec: name of the audio codec.
-        ctc: ids of the alignment head on the encoder, the blank included; 0 for none.
+        ctc, ctc_sounds: ids of the alignment head on the encoder, each with its blank; 0 for none.
     """
 
     preset: str | None = None
@@ -69,6 +69,7 @@ class ModelSection:
     decoder: dict[str, Any] = field(default_factory=dict)
     codec: str | None = None
     ctc: int | None = None
+    ctc_sounds: int | None = None
 
     def __post_init__(self) -> None:
         _need(

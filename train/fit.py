@@ -156,15 +156,16 @@ def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, stat
 
 
 def with_alignment(config: FitConfig) -> FitConfig:
-    """The configuration with `model.ctc` as the data's alignment needs it, where it is left open."""
+    """The configuration with `model.ctc` and `ctc_sounds` as the data's alignment needs them, where both are left open."""
     if config.model.ctc is not None or config.data.alignment == "none":
         return config
     if config.data.alignment == "tokens":
         raise UserError("data.alignment tokens needs model.ctc: the number of the tokenizer's ids and one more")
     from omni.text import Tokenizer
 
-    size = build_alignment(config.data, Tokenizer.bytes()).size
-    return replace(config, model=replace(config.model, ctc=size))
+    alignment = build_alignment(config.data, Tokenizer.bytes())
+    sounds = alignment.sounds if config.model.ctc_sounds is None else config.model.ctc_sounds
+    return replace(config, model=replace(config.model, ctc=alignment.size, ctc_sounds=sounds))
 
 
 def pictures(folder: Path) -> dict[str, Path]:

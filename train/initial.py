@@ -18,7 +18,7 @@ from omni.text import Tokenizer
 from train.config import ModelSection
 from train.shelf import brief, differences
 
-ADJUSTABLE = ("ctc", "decoder.context", "encoder.mode", "encoder.long_audio")
+ADJUSTABLE = ("ctc", "ctc_sounds", "decoder.context", "encoder.mode", "encoder.long_audio")
 """Keys in which a run may differ from the folder it starts from: no weight depends on them but the alignment head's."""
 
 BYTES = 256
@@ -61,7 +61,7 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
     base = preset(section.preset) if section.preset is not None else loaded.config
     config = changed(base, section)
     if section.ctc is None and section.preset is not None:
-        config = replace(config, ctc=loaded.config.ctc)
+        config = replace(config, ctc=loaded.config.ctc, ctc_sounds=loaded.config.ctc_sounds)
     check_fits(loaded.config, config, section.init_from)
     own = Path(section.init_from) / CODEC
     tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
@@ -75,7 +75,7 @@ def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
     data = to_dict(base)
     for name in ("layout", "encoder", "adapter", "decoder"):
         _merge(data[name], getattr(section, name))
-    for name in ("codec", "ctc"):
+    for name in ("codec", "ctc", "ctc_sounds"):
         if getattr(section, name) is not None:
             data[name] = getattr(section, name)
     return from_dict(ModelConfig, data, "model")

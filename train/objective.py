@@ -37,6 +37,7 @@ class ObjectiveConfig:
         stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
         ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
         ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
+        ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
         align_first: share of the budget in which only the encoder learns, by the alignment loss alone: listening takes
             longest, and it is cheapest while nothing else runs.
         chunk: largest number of logits held at once.
@@ -45,6 +46,7 @@ class ObjectiveConfig:
     stream_weights: tuple[float, ...] | None = None
     ctc_weight: float = 0.0
     ctc_final: float | None = None
+    ctc_words: float = 1.0
     align_first: float = 0.0
     chunk: int = 1 << 25
 
@@ -53,6 +55,8 @@ class ObjectiveConfig:
             raise UserError(f"objective.align_first is {self.align_first}; it is a share of the budget, from 0 to below 1")
         if self.ctc_weight < 0 or (self.ctc_final or 0) < 0:
             raise UserError(f"objective.ctc_weight {self.ctc_weight} and ctc_final {self.ctc_final} must not be negative")
+        if not self.ctc_words > 0:
+            raise UserError(f"objective.ctc_words is {self.ctc_words}; it must be above 0")
         if self.align_first > 0 and self.ctc_weight == 0:
             raise UserError("objective.align_first learns by the alignment loss alone, but objective.ctc_weight is 0")
         if self.chunk < 1:
@@ -89,6 +93,29 @@ def targets(batch: Batch) -> Tensor:
     """How many targets each stream of a batch has, and how many ids its alignment loss, [K + 1] float (on the CPU)."""
     aligned = sum(len(ids) for ids in batch.transcripts)
     return torch.tensor([float(len(at)) for at in batch.supervised] + [float(aligned)])
+
+
+def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
+    """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short.
+
+    Args:
+        logits: of all clips, one after the other, [sum of frames, ids], the blank being 0.
+        frames: of each clip.
+        transcripts: ids of each clip, without blanks.
+    """
+    spelt = [i for i, ids in enumerate(transcripts) if ids]
+    if not spelt:
+        return logits.sum() * 0
+    clips = logits.split(list(frames))
+    ids = torch.tensor([i for ids in transcripts for i in ids])
+    return F.ctc_loss(
+        nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1),
+        ids.to(logits.device, non_blocking=True),
+        torch.tensor([frames[i] for i in spelt]),
+        torch.tensor([len(transcripts[i]) for i in spelt]),
+        reduction="sum",
+        zero_infinity=True,
+    )
 
 
 class Objective(nn.Module):
@@ -211,20 +238,15 @@ class Objective(nn.Module):
         if model.alignment_head is None:
             return features, heard.new_zeros(())
         logits = model.alignment_head(heard).float()
-        spelt = [i for i, ids in enumerate(batch.transcripts) if ids]
-        if empty or not spelt:
+        if empty:
             return features, logits.sum() * 0
-        clips = logits.split(list(frames))
-        ids = torch.tensor([i for ids in batch.transcripts for i in ids])
-        ctc = F.ctc_loss(
-            nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1),
-            ids.to(logits.device, non_blocking=True),
-            torch.tensor([frames[i] for i in spelt]),
-            torch.tensor([len(batch.transcripts[i]) for i in spelt]),
-            reduction="sum",
-            zero_infinity=True,
-        )
-        return features, ctc
+        first, sounds = model.config.ctc, model.config.ctc_sounds
+        if not sounds:
+            return features, alignment_loss(logits, frames, batch.transcripts)
+        spelt = [[i for i in ids if i < first] for ids in batch.transcripts]
+        heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]
+        words = alignment_loss(logits[:, :first], frames, spelt)
+        return features, self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)
 
     def _by_task(self, batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[Tensor, Tensor]:
         streams = len(index)

@@ -28,7 +28,8 @@ class SpeechModel(nn.Module):
         self.encoder = SpeechEncoder(config.encoder)
         self.adapter = Adapter(config.adapter, config.encoder.width, config.decoder.width)
         self.decoder = Decoder(config.decoder, config.layout)
-        self.alignment_head = nn.Linear(config.encoder.width, config.ctc) if config.ctc else None
+        ids = config.ctc + config.ctc_sounds
+        self.alignment_head = nn.Linear(config.encoder.width, ids) if ids else None
 
     @classmethod
     def from_state(cls, config: ModelConfig, state: Mapping[str, Tensor], where: str = "weights") -> SpeechModel:

@@ -202,8 +202,25 @@ def test_alignments_spell():
             Alignment(*wrong)
 
 
+def test_alignments_spell_by_sounds_as_well():
+    plain, both = Alignment("words", ["one", "six"]), Alignment("words", ["one", "six"], sounds=True)
+    assert plain.sounds == 0 and both.size == plain.size == 3
+    split = lambda text: ([i for i in both.ids(text) if i < 3], [i - 3 for i in both.ids(text) if i >= 3])  # noqa: E731
+    words, sounds = split("One six")
+    assert words == [1, 2] and len(sounds) == 3 + 4 and sounds[3] == sounds[6]
+    assert split("six sick") == ([], [*sounds[3:], *sounds[3:6]])  # a word that is not known has its sounds alone
+    assert split("far")[1] == [*split("fa")[1], split("red")[1][0]]  # a vowel before r is two sounds
+    assert split("...") == ([], []) and both.ids("don't") == both.ids("don\u2019t")
+    every = {i for text in ("church judge toy cow bath the vision hello", "young king ago") for i in split(text)[1]}
+    assert min(every) > 0 and max(every) < both.sounds  # 0 is the blank
+    with pytest.raises(UserError, match=r"data.sounds is a second spelling, but data.alignment is none"):
+        Alignment("none", sounds=True)
+
+
 def test_what_does_not_fit_the_model_is_refused():
     model = MODELS["codec2"]
+    with pytest.raises(UserError, match=r"the alignment has 0 ids of sounds, model.ctc_sounds is 9"):
+        maker_of(replace(model, ctc=29, ctc_sounds=9), alignment=Alignment("letters"))
     with pytest.raises(UserError, match=r"the alignment 'letters' has 29 ids, model.ctc is 0"):
         maker_of(model, alignment=Alignment("letters"))
     with pytest.raises(UserError, match=r"the data's codec is 'toy7', the model speaks 'toy4'"):

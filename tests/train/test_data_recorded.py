@@ -13,6 +13,7 @@ import soundfile
 import torch
 
 from omni.errors import UserError
+from omni.tasks import find_task
 from omni.text import Tokenizer
 from tests.train.data_toys import ToyCodec
 from train.data.build import build_alignment, held_out_rows
@@ -256,6 +257,47 @@ def test_voices_of_other_programs_say_their_share(folder, tmp_path):
     assert calls.read_text().split()[0] == spelled.split()[NUMBERS.index(row.turns[0].answer_text.split()[0])]
 
 
+def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
+    import train.data.recorded as recorded
+
+    asked = []
+
+    def say(text, voice, *rest):
+        asked.append((text, voice))
+        return synthesise(text, voice)
+
+    monkeypatch.setattr(recorded, "synthesise", say)
+    script = tmp_path / "say.py"
+    script.write_text(
+        "import sys, numpy, soundfile\n"
+        "soundfile.write(sys.argv[2], numpy.sin(numpy.arange(6000) * 0.01 * len(sys.argv[1])), 22050)\n"
+    )
+    english, foreign = (f"command:{sys.executable} {script} {{text}} {{out}}{end}" for end in ("", " foreign"))
+    plain = RecordedDigitsConfig(
+        str(folder),
+        ("anna",),
+        voices=0.3,
+        more=0.4,
+        accented=1.0,
+        accents={"de": "null ains zwo droi fier fumf segs sibn agt noin"},
+        more_voices={"en": (english,), "de": (foreign,)},
+    )
+    source = RecordedDigits(replace(plain, words="window dog", wordy=0.5), SpokenDigitsConfig(), CODEC)
+    rows = [source.row(i) for i in range(120)]
+    wordy = [row for row in rows if row.task]
+    assert 25 <= len(wordy) <= 60 and {row.task for row in wordy} == {"A1T1"}
+    assert {word for row in wordy for word in row.turns[0].question_text.split()} == {"window", "dog"}
+    assert not any(row.speaker in BASE or row.speaker == foreign or row.speaker.startswith("de+") for row in wordy)
+    assert {row.speaker == english for row in wordy} == {True, False}
+    assert all(row.turns[0].lacks(find_task("A1T1")) is None for row in wordy)
+    said = [word for row in wordy if row.speaker != english for word in row.turns[0].question_text.split()]
+    assert [text for text, _ in asked if text in ("window", "dog")] == said
+    for row in (row for row in rows if not row.task):
+        assert set(row.turns[0].question_text.split()) <= set(NUMBERS)
+    without = RecordedDigits(replace(plain, words="window dog"), SpokenDigitsConfig(), CODEC)
+    assert not any(without.row(i).task for i in range(40))
+
+
 def test_a_voice_that_keeps_silent_is_named(folder, tmp_path):
     script = tmp_path / "say.py"
     script.write_text("import sys, numpy, soundfile\nsoundfile.write(sys.argv[2], numpy.zeros(9000), 22050)\n")
@@ -295,6 +337,18 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"trim_db": (-10.0, 3.0)}, "recorded.trim_db is -10.0 to 3.0"),
         ({"noise_db": (-10.0, -30.0)}, "recorded.noise_db is -10.0 to -30.0"),
         ({"noisy": 2.0}, "recorded.noisy is 2.0"),
+        ({"wordy": 1.5}, "recorded.wordy is 1.5"),
+        ({"wordy": 0.5, "words": "  "}, "recorded.words has none"),
+        (
+            {
+                "wordy": 0.5,
+                "words": "dog",
+                "more": 0.5,
+                "more_voices": {"de": ("espeak",)},
+                "accents": {"de": "a b c d e f g h i j"},
+            },
+            "recorded.more_voices.en names no voice",
+        ),
         ({"voices": 1.5}, "recorded.voices is 1.5"),
         ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and recorded.more 0.5 are shares of one whole"),
         ({"accented": 0.5}, "recorded.accents has no language"),

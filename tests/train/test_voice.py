@@ -11,7 +11,7 @@ import torch
 
 from omni.errors import UserError
 from train.data import voice
-from train.data.voice import SAMPLE_RATE, check_voice, languages, synthesise, variants
+from train.data.voice import SAMPLE_RATE, check_voice, languages, phonemes, synthesise, variants
 
 VOICES = ["en-us+f3", "en-gb-scotland+m2", "en-us+whisper", "en-gb-x-rp+klatt4", "en-us+Reed"]
 
@@ -70,6 +70,19 @@ def test_settings_change_the_sound(said):
     whole = synthesise("what is three plus five", VOICES[0], trim=False)[0]
     assert len(whole) > len(said[VOICES[0]]) and float(said[VOICES[0]].abs().max()) <= 1
     assert float(said[VOICES[0]].abs().max()) > 0.05
+
+
+def test_sounds_of_words():
+    assert [phonemes(word) for word in ("six", "three", "window")] == [
+        ("s", "\u026a", "k", "s"),
+        ("θ", "\u0279", "i"),
+        ("w", "\u026a", "n", "d", "oʊ"),
+    ]
+    assert phonemes("six", "de")[0] == "z"
+    assert phonemes("yes. no") == phonemes("yes") + phonemes("no")  # a clause after the other
+    assert phonemes("") == ()
+    with pytest.raises(UserError, match="did you mean 'en-us'"):
+        phonemes("six", "en-uz")
 
 
 def test_voices_that_ship():

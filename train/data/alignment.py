@@ -8,10 +8,16 @@ from typing import Literal, get_args
 
 from omni.errors import UserError
 from omni.text import Tokenizer
+from train.data.voice import phonemes
 
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 _LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
+
+_TWO_SIGNS = ("tʃ", "dʒ", "eɪ", "aɪ", "oʊ", "aʊ", "ɔɪ")  # noqa: RUF001
+_SOUNDS = {sound: i for i, sound in enumerate((*_TWO_SIGNS, *"pbtdkɡfvθðszʃʒhmnŋlɹjwiɪɛæɑɔʊuʌəɚɜɐᵻɾʔ"), 1)}  # noqa: RUF001
+"""Ids of the sounds of American English as espeak-ng writes them, in phonetic letters. A vowel before r is two sounds."""
+_SOUND = re.compile("|".join(_SOUNDS))
 
 
 class Alignment:
@@ -22,12 +28,17 @@ class Alignment:
             stream's own.
         words: the vocabulary of `words`; a text with another word has no transcript.
         tokenizer: of the text stream, for `tokens`.
+        sounds: spell by the sounds of English as well, as espeak-ng reads the text. Their ids follow the others', in the same
+            list: the objective tells them apart by their size.
 
     Attributes:
-        size: number of ids, the blank included: what `model.ctc` must be.
+        size: number of ids of the first spelling, the blank included: what `model.ctc` must be.
+        sounds: number of ids of the second, its blank included: what `model.ctc_sounds` must be; 0 without it.
     """
 
-    def __init__(self, kind: AlignmentKind, words: Iterable[str] = (), tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self, kind: AlignmentKind, words: Iterable[str] = (), tokenizer: Tokenizer | None = None, sounds: bool = False
+    ) -> None:
         if kind not in get_args(AlignmentKind):
             raise UserError(f"alignment {kind!r} is unknown; known: {', '.join(get_args(AlignmentKind))}")
         self.kind = kind
@@ -42,9 +53,22 @@ class Alignment:
             self.size = 1 + len(tokenizer)
         else:
             self.size = 1 + len(self._ids) if self._ids else 0
+        if sounds and kind == "none":
+            raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
+        self.sounds = 1 + len(_SOUNDS) if sounds else 0
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text, without blanks; empty where it cannot be spelt."""
+        """Ids of a text in every spelling, without blanks; empty where it cannot be spelt."""
+        return [*self._spelt(text), *(self.size + _SOUNDS[sound] for sound in self._heard(text))]
+
+    def _heard(self, text: str) -> list[str]:
+        """The sounds of a text; others than those of English are left out."""
+        if not self.sounds:
+            return []
+        words = re.findall(r"[\w']+", text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+        return [sound for word in words for sound in _SOUND.findall(" ".join(phonemes(word)))]
+
+    def _spelt(self, text: str) -> list[int]:
         if self.kind == "tokens" and self.tokenizer is not None:
             return [i + 1 for i in self.tokenizer.encode(text)]
         text = text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")

@@ -23,7 +23,7 @@ def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
     """The alignment of a run; its `size` is what `model.ctc` must be."""
     made = [source.digits for source in config.sources if source.kind != "stored"]
     words = {*config.words, *(word for digits in made for word in vocabulary(digits))}
-    return Alignment(config.alignment, words, tokenizer)
+    return Alignment(config.alignment, words, tokenizer, config.sounds)
 
 
 def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None) -> Source:

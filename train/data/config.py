@@ -61,6 +61,8 @@ class DataConfig:
         packing: shape of a micro-batch.
         alignment: how questions are spelt for the encoder's alignment head, see `Alignment`; `none` without one.
         words: of the alignment `words`, besides those of the synthetic sources.
+        sounds: questions are also spelt by the sounds of English, for the alignment head's second half: sounds are learnt from
+            any words, and stay the same when other people say them.
         augment: changes to what is heard; null for none.
         sound_anew: where utterances come back (`digits.reuse`), their sound is changed anew each time; otherwise only their
             features are, which costs a third.
@@ -78,6 +80,7 @@ class DataConfig:
     packing: PackingConfig = field(default_factory=PackingConfig)
     alignment: AlignmentKind = "none"
     words: tuple[str, ...] = ()
+    sounds: bool = False
     augment: AugmentConfig | None = None
     sound_anew: bool = True
     broken: Literal["error", "skip"] = "error"

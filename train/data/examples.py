@@ -123,6 +123,11 @@ class ExampleMaker:
                 f"the alignment {self.alignment.kind!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
                 "set model.ctc to that number, or choose another alignment"
             )
+        if self.alignment.sounds != model.ctc_sounds:
+            raise UserError(
+                f"the alignment has {self.alignment.sounds} ids of sounds, model.ctc_sounds is {model.ctc_sounds}; "
+                "set model.ctc_sounds to that number, or change data.sounds"
+            )
 
     def make(self, draw: int, prepared: Prepared, tasks: Sequence[str]) -> Example:
         """The example of a prepared row as draw number `draw`, one task for each turn.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -69,6 +69,9 @@ class RecordedDigitsConfig:
         more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
             what they read: `en` for English words, or a language of `accents`; each says the ten digits once, in every process.
         more: share of strings that they say.
+        words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).
+            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better.
+        wordy: share of the synthetic voices' strings that are of such words.
     """
 
     folder: str = ""
@@ -90,6 +93,8 @@ class RecordedDigitsConfig:
     accented: float = 0.0
     more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     more: float = 0.0
+    words: str = ""
+    wordy: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
@@ -105,7 +110,7 @@ class RecordedDigitsConfig:
         weights = self.digit_weights
         if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
             raise UserError(f"recorded.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
-        for name in ("voices", "more", "accented", "otherwise", "noisy"):
+        for name in ("voices", "more", "accented", "otherwise", "noisy", "wordy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
         if self.voices + self.more > 1:
@@ -114,6 +119,10 @@ class RecordedDigitsConfig:
             raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
         if self.accented and not self.accents:
             raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
+        if self.wordy and not self.words.split():
+            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.words has none: write some, apart by spaces")
+        if self.wordy and self.more and not self.more_voices.get("en"):
+            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.more_voices.en names no voice: name one or more")
         spelled = {f"accents.{language}": words for language, words in self.accents.items()}
         for name, words in {**spelled, **({"english": self.english} if self.english else {})}.items():
             if len(words.split()) != 10:
@@ -174,16 +183,19 @@ class RecordedDigits:
         """The string of draw `index`."""
         utterance = self.identity(index)
         rng = dice(self.seed, "recorded", utterance)
-        share = rng.random() if self.config.voices or self.config.more else 1.0
-        if share < self.config.voices:
+        c = self.config
+        share = rng.random() if c.voices or c.more else 1.0
+        wordy = share < c.voices + c.more and c.wordy > 0 and rng.random() < c.wordy
+        if share < c.voices:
             speaker = self.answers.choose_voice(rng)
-            if self.config.accented and rng.random() < self.config.accented:
-                speaker = rng.choice(sorted(self.config.accents)) + "+" + speaker.partition("+")[2]
-        elif share < self.config.voices + self.config.more:
-            speaker = rng.choice(list(self.programs))
+            if c.accented and not wordy and rng.random() < c.accented:
+                speaker = rng.choice(sorted(c.accents)) + "+" + speaker.partition("+")[2]
+        elif share < c.voices + c.more:
+            speaker = rng.choice([spec for spec, language in self.programs.items() if language == "en" or not wordy])
         else:
             speaker = rng.choice(self.speakers)
-        return self._row(rng, speaker, utterance, f"recorded digits, utterance {utterance}", True)
+        where = f"recorded digits, utterance {utterance}"
+        return self._wordy_row(rng, speaker, utterance, where) if wordy else self._row(rng, speaker, utterance, where, True)
 
     def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
         """The evaluation set: strings of the held-out speakers in turn, at their own speed. `source` ends in the speaker."""
@@ -195,9 +207,18 @@ class RecordedDigits:
             rows.append(self._row(dice(seed, "recorded-held-out", i), speaker, i, f"held-out string {i}", False))
         return rows
 
+    def _length(self, rng: random.Random) -> int:
+        return rng.choices(range(1, len(self.config.lengths) + 1), self.config.lengths)[0]
+
+    def _wordy_row(self, rng: random.Random, voice: str, number: int, where: str) -> Row:
+        """Other words than digits, which the model writes down."""
+        words = rng.choices(self.config.words.split(), k=self._length(rng))
+        sound = self._joined(rng, voice, range(len(words)), True, words)
+        turn = RowTurn(question_text=" ".join(words), question_audio=sound)
+        return Row((turn,), id=str(number), source=f"{self.name}/words", speaker=voice, task="A1T1", where=where)
+
     def _row(self, rng: random.Random, speaker: str, number: int, where: str, varied: bool) -> Row:
-        lengths = self.config.lengths
-        length = rng.choices(range(1, len(lengths) + 1), lengths)[0]
+        length = self._length(rng)
         if varied and self.config.digit_weights:
             digits = rng.choices(range(10), self.config.digit_weights, k=length)
         else:
@@ -209,11 +230,13 @@ class RecordedDigits:
         turn = RowTurn(question_text=words, question_audio=sound, answer_text=written, answer_codes=codes)
         return Row((turn,), id=str(number), source=f"{self.name}/{speaker}", speaker=speaker, where=where)
 
-    def _joined(self, rng: random.Random, speaker: str, digits: list[int], varied: bool) -> Sound:
-        """A string [S]: digits, pauses, a little noise."""
+    def _joined(
+        self, rng: random.Random, speaker: str, digits: Sequence[int], varied: bool, words: Sequence[str] = ()
+    ) -> Sound:
+        """A string [S]: digits, or others of the `words`, pauses, a little noise."""
         c = self.config
         pieces = [torch.zeros(round(rng.uniform(*c.silence) * RATE))]
-        say = self._speaker(rng, speaker)
+        say = self._speaker(rng, speaker, words)
         noisy = None
         if varied and c.noise_db is not None and rng.random() < c.noisy:
             noisy = rng.uniform(*c.noise_db), rng.random()
@@ -222,7 +245,8 @@ class RecordedDigits:
                 pieces.append(torch.zeros(round(rng.uniform(*c.pause) * RATE)))
             said = say(digit)
             if not float(said.abs().max()) > SILENT:
-                raise UserError(f"recorded digits: {speaker} is silent where {NUMBERS[digit]!r} is to be said: take it out")
+                word = (words or NUMBERS)[digit]
+                raise UserError(f"recorded digits: {speaker} is silent where {word!r} is to be said: take it out")
             if varied and c.trim_db is not None:
                 said = trimmed(said, rng.uniform(*c.trim_db))
             if noisy is not None:
@@ -245,27 +269,27 @@ class RecordedDigits:
         noise = coloured_noise(-(-samples * rate // RATE) + 1, colour, generator)
         return resample(noise, rate, RATE)[:samples] * 10 ** (decibels / 20)
 
-    def _speaker(self, rng: random.Random, speaker: str) -> Callable[[int], Tensor]:
-        """What says a digit [S]: somebody's recordings, or a synthetic voice in one mood for the whole string."""
+    def _speaker(self, rng: random.Random, speaker: str, words: Sequence[str]) -> Callable[[int], Tensor]:
+        """What says a digit [S], or one of the `words`: recordings, or a synthetic voice in one mood for the whole string."""
         if speaker in self.files:
             return lambda digit: _recording(str(rng.choice(self.files[speaker][digit])))
         c = self.answers.config
         if speaker in self.programs:
-            spelled = self._words(self.programs[speaker])
+            spelled = self._words(self.programs[speaker], words)
             return lambda digit: self._say(rng, spelled[digit], lambda word: _said(speaker, word, c.question_rate))
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
-        words = self._words(speaker.partition("+")[0])
+        spelled = self._words(speaker.partition("+")[0], words)
 
         def read(word: str) -> Tensor:
             said = synthesise(word, speaker, rate, pitch, pitch_range)[0]
             return resample(resample(said, SAMPLE_RATE, c.question_rate), c.question_rate, RATE)
 
-        return lambda digit: self._say(rng, words[digit], read)
+        return lambda digit: self._say(rng, spelled[digit], read)
 
-    def _words(self, language: str) -> list[list[str]]:
-        """Zero to nine as voices of a language read them, each with its other pronunciations."""
+    def _words(self, language: str, others: Sequence[str]) -> list[list[str]]:
+        """Zero to nine as voices of a language read them, each with its other pronunciations; or the other words."""
         words = self.config.accents.get(language, self.config.english)
-        return [word.split("|") for word in words.split() or NUMBERS]
+        return [word.split("|") for word in others or words.split() or NUMBERS]
 
     def _say(self, rng: random.Random, spelled: list[str], read: Callable[[str], Tensor]) -> Tensor:
         """A word [S], perhaps otherwise; as usual where a voice lacks the sounds for that and keeps silent."""
@@ -290,9 +314,12 @@ def _recording(file: str) -> Tensor:
     return read_audio(file, RATE)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)
 def _said(spec: str, word: str, rate: int) -> Tensor:
-    """A word [S] by another program's voice at 16 kHz, without what it is silent before and after; recorded at `rate`."""
+    """A word [S] by another program's voice at 16 kHz, without what it is silent before and after; recorded at `rate`.
+
+    As many are kept as forty voices say four hundred words, 30 kB each: saying one takes a program's start.
+    """
     sound = make_voice(spec).say(word, "en", 0).load(RATE)
     return trimmed(resample(resample(sound, RATE, rate), rate, RATE), -50.0)
 

@@ -35,6 +35,8 @@ RATES = (80, 450)
 
 _SYNCHRONOUS, _UTF8 = 2, 1  # espeak_AUDIO_OUTPUT, espeakCHARS_*
 _RATE, _PITCH, _PITCH_RANGE = 1, 3, 4  # espeak_PARAMETER
+_IPA = 2  # espeakPHONEMES_IPA; the separator stands in bits 8 to 23
+_PROSODY = str.maketrans("", "", "\u02c8\u02cc\u02d0")  # primary and secondary stress, length
 _NOISE_SEED = 1
 _SILENCE = 0.005  # amplitude below which a sample counts as silent
 _MARGIN = 220  # samples of silence kept on either side when trimmed: 10 ms
@@ -101,6 +103,27 @@ def synthesise(
     if not len(audio):
         raise UserError(f"espeak-ng says nothing for {text!r}: give it words")
     return torch.from_numpy(audio.copy()), SAMPLE_RATE
+
+
+@functools.lru_cache(maxsize=65536)
+def phonemes(word: str, language: str = "en-us") -> tuple[str, ...]:
+    """The sounds of a word as espeak-ng reads it, in the International Phonetic Alphabet, without stress and length.
+
+    Raises:
+        UserError: an unknown language (the closest is named), or no espeak-ng.
+    """
+    check_voice(language)
+    text = ctypes.c_char_p(word.encode() + b"\0")
+    rest = ctypes.cast(text, ctypes.c_void_p)
+    found: list[str] = []
+    with _lock, _opened() as library:
+        if library.espeak_SetVoiceByName(_language_files()[language].name.lower().encode()) != 0:
+            raise UserError(f"espeak-ng cannot load the voice {language!r}: reinstall espeakng-loader")
+        library.espeak_TextToPhonemes.restype = ctypes.c_char_p
+        while rest.value:  # one clause after the other
+            clause = library.espeak_TextToPhonemes(ctypes.byref(rest), _UTF8, _IPA | ord("_") << 8)
+            found += (clause or b"").decode().replace(" ", "_").split("_")
+    return tuple(sound for sound in (part.translate(_PROSODY).strip() for part in found) if sound)
 
 
 @functools.cache
