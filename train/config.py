@@ -6,9 +6,12 @@ Every key can also be given on the command line (`--optimizer.lr 3e-4`). What a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from omni.config import from_dict
 from omni.errors import UserError
 from train.adapters import LoRASection, learning
 from train.balance.section import BalanceSection, check_balance
@@ -317,3 +320,16 @@ class FitConfig:
     def learns(self) -> tuple[str, ...]:
         """Names of the parameters that learn, as patterns."""
         return learning(self.trainable, self.lora)
+
+
+def plain_config(config: FitConfig) -> dict[str, Any]:
+    """The configuration as plain data (mappings, lists, numbers and texts)."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def completed(plain: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A stored configuration with the keys that are newer than it, at their defaults; as it is where it does not read."""
+    try:
+        return plain_config(from_dict(FitConfig, plain))
+    except (UserError, TypeError):
+        return plain

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from train.balance import plots as balance_plots
 from train.balance.outer import outer_batches
 from train.balance.run import Balanced
 from train.balance.section import BILEVEL, balanced_tasks
-from train.config import FitConfig
+from train.config import FitConfig, plain_config
 from train.data.batch import Batch
 from train.data.build import build_alignment, build_pipeline
 from train.data.config import DataConfig
@@ -141,7 +140,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
 def _check_parts(adapter: AdapterConfig, data: DataConfig) -> None:
     """Refuse data with a task that a shared adapter has no part for (UserError)."""
     for source in data.sources if adapter.kind in SHARING else ():
-        for weights in (source.tasks, *(stage.tasks for stage in source.stages)):
+        for weights in source.mixtures:
             for name, weight in weights.items():
                 if weight > 0 and find_task(name).question == "audio" and find_task(name).name not in adapter.tasks:
                     raise UserError(
@@ -156,16 +155,18 @@ def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, stat
 
 
 def with_alignment(config: FitConfig) -> FitConfig:
-    """The configuration with `model.ctc` and `ctc_sounds` as the data's alignment needs them, where both are left open."""
-    if config.model.ctc is not None or config.data.alignment == "none":
+    """The configuration with `model.ctc` and `ctc_sounds` as the data's alignment needs them, where they are left open."""
+    ctc, sounds = config.model.ctc, config.model.ctc_sounds
+    if (ctc is not None and sounds is not None) or config.data.alignment == "none":
         return config
-    if config.data.alignment == "tokens":
+    if ctc is None and config.data.alignment == "tokens":
         raise UserError("data.alignment tokens needs model.ctc: the number of the tokenizer's ids and one more")
     from omni.text import Tokenizer
 
     alignment = build_alignment(config.data, Tokenizer.bytes())
-    sounds = alignment.sounds if config.model.ctc_sounds is None else config.model.ctc_sounds
-    return replace(config, model=replace(config.model, ctc=alignment.size, ctc_sounds=sounds))
+    ctc = alignment.size if ctc is None else ctc
+    sounds = alignment.sound_size if sounds is None else sounds
+    return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
 
 
 def pictures(folder: Path) -> dict[str, Path]:
@@ -175,11 +176,6 @@ def pictures(folder: Path) -> dict[str, Path]:
     files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": balance_plots.PICTURE}
     found = {name: folder / file for name, file in files.items()}
     return {name: file for name, file in found.items() if file.exists()}
-
-
-def plain_config(config: FitConfig) -> dict[str, Any]:
-    """The configuration as plain data (mappings, lists, numbers and texts)."""
-    return json.loads(json.dumps(asdict(config)))
 
 
 def _yaml(plain: Mapping[str, Any]) -> str:

@@ -61,7 +61,8 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
     base = preset(section.preset) if section.preset is not None else loaded.config
     config = changed(base, section)
     if section.ctc is None and section.preset is not None:
-        config = replace(config, ctc=loaded.config.ctc, ctc_sounds=loaded.config.ctc_sounds)
+        sounds = loaded.config.ctc_sounds if section.ctc_sounds is None else section.ctc_sounds
+        config = replace(config, ctc=loaded.config.ctc, ctc_sounds=sounds)
     check_fits(loaded.config, config, section.init_from)
     own = Path(section.init_from) / CODEC
     tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
@@ -78,6 +79,8 @@ def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
     for name in ("codec", "ctc", "ctc_sounds"):
         if getattr(section, name) is not None:
             data[name] = getattr(section, name)
+    if section.ctc == 0 and section.ctc_sounds is None:
+        data["ctc_sounds"] = 0
     return from_dict(ModelConfig, data, "model")
 
 
@@ -100,11 +103,12 @@ def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
 
 
 def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
-    """A model of `config` with the weights of `source`; an alignment head that does not fit stays random."""
+    """A model of `config` with the weights of `source`; an alignment head of other ids stays random."""
     model = SpeechModel(config)
-    own = model.state_dict()
-    weights = {name: t for name, t in source.state_dict().items() if name in own and own[name].shape == t.shape}
-    missing = [name for name in own if name not in weights and not name.startswith("alignment_head.")]
+    own, head = model.state_dict(), "alignment_head."
+    alike = (config.ctc, config.ctc_sounds) == (source.config.ctc, source.config.ctc_sounds)
+    weights = {name: t for name, t in source.state_dict().items() if name in own and (alike or not name.startswith(head))}
+    missing = [name for name in own if name not in weights and not name.startswith(head)]
     assert not missing, missing  # check_fits lets only the alignment head differ
     model.load_state_dict(weights, strict=False)
     return model

@@ -23,7 +23,7 @@ from train.adapters import ADAPTER
 from train.balance.feed import CountedStep, CountingFeed
 from train.balance.run import Balancing
 from train.balance.section import BalanceSection
-from train.config import FitConfig
+from train.config import FitConfig, completed
 from train.data.lanes import merge, remember
 from train.data.loader import process_lanes
 from train.feed import Feed, Step
@@ -324,8 +324,9 @@ class Loop:
         if found is None:
             return
         before = shelf.read_state(found)
+        stored_config = completed(before["config"])
         if self.config.resume != "force":
-            changed = shelf.differences(before["config"], self.plain)
+            changed = shelf.differences(stored_config, self.plain)
             for key, old, new in [*changed, *shelf.differences(before.get("rows", rows), rows)]:
                 raise UserError(
                     f"{key} is {shelf.brief(new)}, but the run in {self.folder} was started with {shelf.brief(old)}; set it "
@@ -340,7 +341,7 @@ class Loop:
         self.meter.restore(self.position.meter)
         if self.balance is not None:
             stored = state.load_balance(found, self.objective, self.team)
-            old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (before["config"], self.plain))
+            old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
             if shelf.differences(old, new):  # forced
                 warnings.warn("balance or trainable has changed: the balance of the tasks begins anew", stacklevel=2)
             elif stored is not None:

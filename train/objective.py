@@ -55,7 +55,7 @@ class ObjectiveConfig:
             raise UserError(f"objective.align_first is {self.align_first}; it is a share of the budget, from 0 to below 1")
         if self.ctc_weight < 0 or (self.ctc_final or 0) < 0:
             raise UserError(f"objective.ctc_weight {self.ctc_weight} and ctc_final {self.ctc_final} must not be negative")
-        if not self.ctc_words > 0:
+        if not 0 < self.ctc_words < float("inf"):
             raise UserError(f"objective.ctc_words is {self.ctc_words}; it must be above 0")
         if self.align_first > 0 and self.ctc_weight == 0:
             raise UserError("objective.align_first learns by the alignment loss alone, but objective.ctc_weight is 0")
@@ -69,7 +69,8 @@ class Losses(NamedTuple):
     Attributes:
         total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the alignment loss.
         sums, counts: summed loss and number of targets by task and stream, [tasks, K], without graph.
-        ctc_sum, ctc_count: summed alignment loss and number of its target ids, without graph.
+        ctc_sum, ctc_count: summed alignment loss (of two spellings, the first `ctc_words` times) and number of its target ids,
+            without graph.
         by_task: where tasks are balanced, what each has in the total before its weight, and last what belongs to none of them
             (the alignment loss, other tasks), [M + 1]; with its graph where that was asked for.
     """
@@ -240,8 +241,8 @@ class Objective(nn.Module):
         logits = model.alignment_head(heard).float()
         if empty:
             return features, logits.sum() * 0
-        first, sounds = model.config.ctc, model.config.ctc_sounds
-        if not sounds:
+        first = model.config.ctc  # ids of the first spelling
+        if not model.config.ctc_sounds:
             return features, alignment_loss(logits, frames, batch.transcripts)
         spelt = [[i for i in ids if i < first] for ids in batch.transcripts]
         heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]

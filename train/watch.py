@@ -152,7 +152,10 @@ def shares_of(data: DataConfig | None) -> Tensor:
     total = sum(source.weight for source in data.sources) if data is not None else 0
     for source in data.sources if data is not None and total > 0 else ():
         stages = [_shares(weights) for weights in (source.tasks, *(stage.tasks for stage in source.stages))]
-        shares += source.weight / total * torch.stack(stages).amin(0)
+        mixed = 1 - sum(source.own_tasks.values())
+        shares += source.weight / total * mixed * torch.stack(stages).amin(0)
+        for name, share in source.own_tasks.items():
+            shares[list(TASKS).index(name)] += source.weight / total * share
     return shares
 
 

@@ -17,7 +17,7 @@ from omni.diagnostics.findings import Finding, GraphError, report
 from omni.diagnostics.graph import next_number
 from omni.diagnostics.held import held_by, held_in, version_of
 from omni.diagnostics.labels import unlearnt_ends
-from omni.diagnostics.patches import Expectation
+from omni.diagnostics.patches import Expectation, foreign_forwards
 from omni.diagnostics.recompute import watch_checkpoints
 from omni.diagnostics.scene import Scene
 from omni.diagnostics.snapshot import Snapshot, undone
@@ -111,7 +111,8 @@ class Guard:
         finally:
             self.start, self.failed = start, failed
         kinds = {finding.kind for finding in watched.found}
-        self.add(f for f in before if f.kind not in kinds)  # what the trace says of a mistake replaces the vague word of before
+        # What the trace says of a mistake replaces the vague word of before; of patches, a step sees only some.
+        self.add(f for f in before if f.kind not in kinds or f.kind == "patch")
         return watched.found
 
     def _repeat(self, watched: _Step, step: Callable[[], Any], start: Snapshot | None) -> None:
@@ -233,6 +234,7 @@ class _Step:
         owners = gathered(guard.model)
         self.idle = {id(owners.get(i, p)) for i, p in guard.idle.items()}
         self._check_labels()
+        self.beside += foreign_forwards(guard.model, names)
         for _, p in self.named:
             self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
         for optimizer in guard.optimizers:

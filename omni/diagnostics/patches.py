@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ _FSDP = "/torch/distributed/fsdp/"
 HOOK = (
     "add the edit to the module's output in a forward hook (out + scale * (x @ A.T) @ B): it runs wherever the module is called"
 )
+TWIN = "bound to another module, whose weights are used"
 FUNCTIONAL = "call torch.func.functional_call(model, weights, inputs) on the original instead of patching a copy, or " + HOOK
 
 
@@ -75,8 +77,7 @@ class Expectation:
         elsewhere = HOOK if self.sharded else FUNCTIONAL
         if forward is not None and not any(m is self.module for m in _bound(forward)):
             return (
-                f"{names} takes no part in forward: the instance has a `forward` of its own, bound to another module, whose "
-                "weights are used",
+                f"{names} takes no part in forward: the instance has a `forward` of its own, {TWIN}",
                 elsewhere,
             )
         if not self.called:
@@ -90,14 +91,47 @@ class Expectation:
         return definition(forward) if forward is not None else definition(hooks[0]) if hooks else None
 
 
+def foreign_forwards(model: nn.Module | None, names: dict[int, str]) -> list[Finding]:
+    """Modules whose instance has a `forward` that runs another of their class instead, with none of their parameters: copies
+    of what has been patched. Those of one `forward` are one finding."""
+    found: dict[Place | None, list[nn.Module]] = {}
+    for module in () if model is None else model.modules():
+        forward = vars(module).get("forward")
+        others = [] if forward is None else _bound(forward)
+        if not any(type(other) is type(module) for other in others) or any(other is module for other in others):
+            continue
+        ids = {id(p) for p in module.parameters()}
+        if ids and not ids & {*_cells(forward), *(id(p) for other in others for p in other.parameters())}:
+            found.setdefault(definition(forward), []).append(module)
+    findings = []
+    for place, modules in found.items():
+        paths = [names.get(id(module), type(module).__name__) for module in modules]
+        own = zip(paths, (module.named_parameters() for module in modules), strict=True)
+        weights = [f"{path}.{name}".lstrip(".") for path, parameters in own for name, _ in parameters]
+        what = f"{some(weights)} take no part in forward: the instance has a `forward` of its own, {TWIN}"
+        remedy = HOOK if any(map(_is_sharded, modules)) else FUNCTIONAL
+        findings.append(Finding("patch", what, remedy, some(weights), paths[0], place))
+    return findings
+
+
 def _bound(forward: Any) -> list[nn.Module]:
-    """Modules whose forward a replaced `forward` ends in."""
+    """Modules that a replaced `forward` is bound to or holds."""
+    given: list[Any] = []
     while isinstance(forward, functools.partial):
-        if any(isinstance(a, nn.Module) for a in forward.args):
-            return [a for a in forward.args if isinstance(a, nn.Module)]
+        given += [*forward.args, *forward.keywords.values()]
         forward = forward.func
+    held = [a if isinstance(a, nn.Module) else getattr(a, "__self__", None) for a in given]
     owner = getattr(forward, "__self__", None)
-    return [owner] if isinstance(owner, nn.Module) else modules_of(forward)
+    return [m for m in held if isinstance(m, nn.Module)] + ([owner] if isinstance(owner, nn.Module) else modules_of(forward))
+
+
+def _cells(forward: Any) -> set[int]:
+    """What a function's closure holds, by id."""
+    found = set()
+    for cell in getattr(forward, "__closure__", None) or ():
+        with suppress(ValueError):  # nothing is in it yet
+            found.add(id(cell.cell_contents))
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

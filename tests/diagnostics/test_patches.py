@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,60 @@ def test_a_copy_of_a_dispatched_model_is_edited_in_vain():
     assert "bound to another module" in finding.what and "functional_call" in finding.remedy
     assert finding.place is not None and finding.place.file == "tests/diagnostics/programs.py"
     assert finding.place.code == "def new_forward(*args: Any, **kwargs: Any) -> Any:"
+
+
+class LoRA(nn.Module):
+    """As in kohya's scripts: beside a module whose `forward` it keeps."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.low, self.base = nn.Linear(WIDTH, WIDTH), base.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.low(x)
+
+
+def turned(other: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return forward(other(x))
+
+
+def by_weight(weight: torch.Tensor, other: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: nn.functional.linear(other(x), weight)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_step_tells_of_a_copy_that_is_edited_in_vain(partly):
+    """Without being asked: no weight of the copy takes part, or only the patched layer's do not."""
+    _, edited, x = edited_copy()
+    module, path = (edited, "2") if partly else (edited[2], "")
+    guard = Guard(module)
+    for _ in range(2):
+        with guard.step(x), torch.no_grad():
+            edited(x)
+    (finding,) = guard.findings
+    assert (finding.kind, finding.module) == ("patch", path)
+    assert finding.tensor == ("2.weight, 2.bias" if partly else "weight, bias")
+    assert finding.place is not None and finding.place.code == "def new_forward(*args: Any, **kwargs: Any) -> Any:"
+
+
+def test_forwards_that_use_the_modules_own_weights_are_no_patch():
+    """Wrapped, handed on to a part or to the whole, and accelerate's own, which copies well."""
+    wrapped = nn.Linear(WIDTH, WIDTH)
+    dispatch(wrapped)
+    down = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    down.forward = down[0].forward
+    tied, source = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    tied.weight, tied.forward = source.weight, source.forward
+    hooked = accelerate.hooks.add_hook_to_module(nn.Linear(WIDTH, WIDTH), accelerate.hooks.ModelHook())
+    lora, rotary, held = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    lora.forward = LoRA(lora).forward
+    rotary.forward = functools.partial(turned, nn.Linear(WIDTH, WIDTH), rotary.forward)
+    held.forward = by_weight(held.weight, nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(wrapped, down, tied, hooked, copy.deepcopy(hooked), lora, rotary, held)
+    guard = Guard(model)
+    with guard.step(), torch.no_grad():
+        model(data(0))
+    assert guard.report() == ""
 
 
 def low_rank(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:

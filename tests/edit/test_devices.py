@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import accelerate
 import pytest
@@ -18,15 +19,28 @@ from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, loss_of, some_edits, some_mend
 
 
+def placed(model: nn.Module, prefix: str = "") -> set[str]:
+    """Paths that cover all weights, as deep as that goes."""
+    found: set[str] = set()
+    for name, child in model.named_children():
+        below = placed(child, f"{prefix}{name}.")
+        covered = all(any(f"{prefix}{name}.{weight}".startswith(f"{path}.") for path in below) for weight in child.state_dict())
+        found |= below if below and covered else {prefix + name}
+    return found
+
+
 def spread(model: nn.Module, how: str, folder: str) -> nn.Module:
     if how == "hooks":
         return accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    if how == "map":  # linears and norms one by one, every second one in a folder
+        places = zip(sorted(placed(model)), itertools.cycle(("cpu", "disk")), strict=False)
+        return accelerate.dispatch_model(model, dict(places), main_device="cpu", offload_dir=folder, force_hooks=True)
     if how == "cpu":
         return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("how", ["hooks", "cpu", "disk"])
+@pytest.mark.parametrize("how", ["hooks", "map", "cpu", "disk"])
 @pytest.mark.parametrize("name", ["llama", "speech"])
 def test_a_dispatched_model_says_what_a_plain_one_says(name, how, tmp_path):
     plain, ids = build(name), batch_of(name, 1)
@@ -45,10 +59,11 @@ def test_a_dispatched_model_says_what_a_plain_one_says(name, how, tmp_path):
     assert float((wanted - before).norm() / before.norm()) > 0.01
 
 
+@pytest.mark.parametrize("how", ["hooks", "map"])
 @pytest.mark.parametrize("name", ["llama", "speech"])
-def test_an_editor_makes_the_same_edit_of_a_dispatched_model(name, tmp_path):
+def test_an_editor_makes_the_same_edit_of_a_dispatched_model(name, how, tmp_path):
     plain = build(name)
-    far = spread(copy.deepcopy(plain), "hooks", str(tmp_path))
+    far = spread(copy.deepcopy(plain), how, str(tmp_path))
     mend, ids = some_mend(plain), batch_of(name, 2)
     mend.train()
     from omni.edit.factors import gradient_factors

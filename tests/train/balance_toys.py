@@ -95,7 +95,7 @@ def balanced_parts(
     """Our model with random weights, and steps that follow from their number.
 
     Args:
-        join: micro-batches that are made one.
+        join: micro-batches that are made one: as many processes' first ones, their second ones, ...
         outers: held-out batches.
     """
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def balanced_parts(
     def steps(lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[Sequence[Batch]]:
         whole = range(lanes.start * join, lanes.stop * join)
         for step in StepLoader(pipeline, count * join, whole, start_step=start, states=states):
-            yield [joined(step[i * join : (i + 1) * join]) if join > 1 else step[i] for i in range(len(lanes))]
+            yield [joined(step[i :: len(lanes)]) if join > 1 else step[i] for i in range(len(lanes))]
 
     names = [] if config.balance is None else balanced_tasks(config.balance, config.data)
     outer = [step[0] for step, _ in zip(StepLoader(tiny_pipeline(model, seed=8), 1), range(outers), strict=False)]

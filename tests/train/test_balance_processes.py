@@ -21,7 +21,10 @@ from train.balance.tap import Tap
 from train.parallel import leave
 
 NAMES = ["a", "b", "c"]
-METHODS = ("mgda", "pcgrad", "nashmtl", "excessmtl", "dbmtl", "moco", "gradnorm")
+METHODS = (
+    *("mgda", "pcgrad", "gradvac", "cagrad", "nashmtl", "imtlg", "alignedmtl", "fairgrad"),
+    *("excessmtl", "dbmtl", "moco", "gradnorm"),
+)
 TASK = torch.tensor([0, 1, 2, 0, 1, 2, 2, 0])
 STEPS = 2
 

@@ -35,7 +35,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "bilevel ahead": {"method": "autolambda", "settings": {"lr": 0.1}},
     "bilevel rows": {"method": "moml", "settings": {"lr": 0.1, "inner_lr": 0.01}},
     "mean": {"method": "stch", "settings": {"warmup": 1}, "losses": "mean"},
+    "dwa": {"method": "dwa", "settings": {"window": 1}},
+    "random": {"method": "random"},
+    "geometric": {"method": "geometric"},
+    "sdmgrad": {"method": "sdmgrad", "settings": {"lr": 0.5}},
+    "modo": {"method": "modo", "settings": {"gamma": 0.1}},
 }
+THREE = ("sdmgrad", "modo")
+"""Methods that take three batches a step in each process."""
 STRATEGIES = ("ddp", "fsdp")
 PAIRS = [(name, strategy) for name in RUNS for strategy in STRATEGIES]
 LINES = {"log": LogConfig(every=1, progress="off")}
@@ -68,7 +75,8 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for strategy in STRATEGIES:
         fabric = {"devices": 2, "strategy": strategy}
         for name, section in RUNS.items():
-            runs.append({"folder": str(top / strategy / name), "balance": section, "fabric": fabric, **OPTIONS})
+            micro = 6 if name in THREE else 2
+            runs.append({"folder": str(top / strategy / name), "balance": section, "fabric": fabric, "micro": micro, **OPTIONS})
         halted = {"folder": str(top / strategy / "halted"), "balance": RUNS["remembered"], "fabric": fabric, **OPTIONS}
         runs += [{**halted, "steps": 2}, {**halted, "resume": "force"}]
     for code, said in launch(runs):
@@ -78,10 +86,11 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "strategy"), PAIRS)
 def test_two_processes_are_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None:
-    """The one process has both micro-batches as one: at level features it must see all rows at once, as the two do."""
+    """The one process has both's micro-batches as one: at level features it must see all rows at once, as the two do."""
+    count = 3 if name in THREE else 1
     config = balanced_config(tmp_path, BalanceSection(**RUNS[name]), True, **LINES)
-    config = replace(config, data=replace(config.data, micro_batches=1))
-    balanced_fit(config, replace(balanced_parts(config, join=2, outers=1), micro_batches=1))
+    config = replace(config, data=replace(config.data, micro_batches=count))
+    balanced_fit(config, replace(balanced_parts(config, join=2, outers=1), micro_batches=count))
     ours, wanted = read_table(together / strategy / name / BALANCE), read_table(tmp_path / BALANCE)
     for a, b in zip(ours, wanted, strict=True):
         assert a.keys() == b.keys()

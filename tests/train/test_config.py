@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.text import Tokenizer
-from train.config import CheckpointConfig, FitConfig, ModelSection, OptimizerConfig, ValidationConfig
-from train.fit import plain_config
+from train.config import CheckpointConfig, FitConfig, ModelSection, OptimizerConfig, ValidationConfig, completed, plain_config
+from train.data.config import DataConfig, SourceConfig
+from train.data.synthetic import SpokenDigitsConfig
+from train.fit import with_alignment
 from train.initial import build_initial, changed, check_fits, choose_tokenizer
 from train.optim import parameter_groups
 from train.parse import read_fit_config
@@ -103,6 +106,42 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(plain_config(config)))
         assert read_fit_config([str(file)])[0] == config
+
+
+def test_a_stored_configuration_is_completed_with_what_is_newer() -> None:
+    config, _ = read_fit_config([str(CONFIGS / "nano.yaml")])
+    plain = plain_config(config)
+    old = {key: dict(value) if isinstance(value, dict) else value for key, value in plain.items() if key != "balance"}
+    del old["data"]["sounds"], old["objective"]["ctc_words"]
+    assert old != plain and completed(old) == plain
+    assert completed({"model": 3}) == {"model": 3}  # of somebody else
+
+
+@pytest.mark.parametrize(
+    ("model", "sounds", "ctc", "ctc_sounds"),
+    [({}, True, 13, 46), ({}, False, 13, 0), ({"ctc": 40}, True, 40, 46), ({"ctc": 40, "ctc_sounds": 50}, True, 40, 50)],
+)
+def test_the_head_has_the_ids_that_the_data_need(model: dict[str, Any], sounds: bool, ctc: int, ctc_sounds: int) -> None:
+    digits = SpokenDigitsConfig(digit_phrases=("{}",), arithmetic_phrases=("{}",))
+    data = DataConfig((SourceConfig(digits=digits),), alignment="words", sounds=sounds)
+    config = with_alignment(FitConfig(model=ModelSection(preset="nano", **model), data=data))
+    assert (config.model.ctc, config.model.ctc_sounds) == (ctc, ctc_sounds)
+    shape = changed(preset("nano"), config.model)
+    assert SpeechModel(shape).alignment_head.out_features == ctc + ctc_sounds
+
+
+def test_a_head_of_other_ids_begins_anew(tmp_path: Path) -> None:
+    from train.initial import _with_weights
+
+    source = SpeechModel(dataclasses.replace(preset("nano"), ctc=12, ctc_sounds=8))
+    for config, kept in ((source.config, True), (dataclasses.replace(source.config, ctc=20, ctc_sounds=0), False)):
+        model = _with_weights(config, source)
+        assert torch.equal(model.alignment_head.weight, source.alignment_head.weight) == kept
+        assert torch.equal(model.encoder.whisper.ln_post.weight, source.encoder.whisper.ln_post.weight)
+    without = changed(source.config, ModelSection(init_from="x", ctc=0))
+    assert (without.ctc, without.ctc_sounds) == (0, 0)
+    with pytest.raises(UserError, match=r"ctc_sounds is 8, a second spelling, but ctc is 0"):
+        dataclasses.replace(source.config, ctc=0)
 
 
 def test_overrides_change_the_preset_only_where_they_say() -> None:

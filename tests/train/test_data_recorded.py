@@ -326,6 +326,7 @@ def test_mistakes_are_named(folder, tmp_path):
     def build(**changes):
         return RecordedDigits(RecordedDigitsConfig(**{"folder": str(folder), **changes}), SpokenDigitsConfig(), CODEC)
 
+    german, words = {"de": ("espeak",)}, {"de": "a b c d e f g h i j"}
     for changes, text in (
         ({"folder": ""}, "recorded.folder is empty"),
         ({"folder": str(tmp_path / "nowhere")}, "does not exist: git clone"),
@@ -338,17 +339,12 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"noise_db": (-10.0, -30.0)}, "recorded.noise_db is -10.0 to -30.0"),
         ({"noisy": 2.0}, "recorded.noisy is 2.0"),
         ({"wordy": 1.5}, "recorded.wordy is 1.5"),
-        ({"wordy": 0.5, "words": "  "}, "recorded.words has none"),
-        (
-            {
-                "wordy": 0.5,
-                "words": "dog",
-                "more": 0.5,
-                "more_voices": {"de": ("espeak",)},
-                "accents": {"de": "a b c d e f g h i j"},
-            },
-            "recorded.more_voices.en names no voice",
-        ),
+        ({"wordy": 0.5, "words": "  ", "voices": 0.5}, "recorded.words has none"),
+        ({"words": "dog ca|t"}, r"recorded.words has 'ca\|t': write words of letters"),
+        ({"words": "dog -"}, "recorded.words has '-': write words of letters"),
+        ({"wordy": 0.5, "words": "dog"}, "synthetic voices say nothing: raise recorded.voices or more"),
+        ({"accents": words, "more_voices": {"en": ("espeak",), "de": ("espeak",)}}, "'espeak', which is there already"),
+        ({"wordy": 0.5, "words": "dog", "more": 0.5, "more_voices": german, "accents": words}, "more_voices.en names no voice"),
         ({"voices": 1.5}, "recorded.voices is 1.5"),
         ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and recorded.more 0.5 are shares of one whole"),
         ({"accented": 0.5}, "recorded.accents has no language"),

@@ -149,6 +149,13 @@ def test_tracing_leaves_nothing_behind() -> None:
 # --- the worst batch ---------------------------------------------------------------------------------------------------
 
 
+def test_worst_batch_is_spelt_in_every_way() -> None:
+    model = replace(shape(), ctc=20, ctc_sounds=9)
+    batch = worst_batch(replace(run().data, alignment="words"), model)
+    for ids, frames in zip(batch.transcripts, batch.frames, strict=True):
+        assert sum(0 < i < 20 for i in ids) == sum(20 < i < 29 for i in ids) == len(ids) / 2 == max(1, frames // 4)
+
+
 @pytest.mark.parametrize(
     ("tasks", "heard", "spoken"), [({"A1A2": 1.0}, True, True), ({"T1T2": 1.0, "A1T1": 0.0}, False, False)]
 )

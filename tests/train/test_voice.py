@@ -81,6 +81,7 @@ def test_sounds_of_words():
     assert phonemes("six", "de")[0] == "z"
     assert phonemes("yes. no") == phonemes("yes") + phonemes("no")  # a clause after the other
     assert phonemes("") == ()
+    assert not {"(", ")", "-"} & set("".join(phonemes("\u0928\u092e\u0938\u094d\u0924\u0947")))  # said in another language
     with pytest.raises(UserError, match="did you mean 'en-us'"):
         phonemes("six", "en-uz")
 

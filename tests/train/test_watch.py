@@ -15,6 +15,7 @@ from omni.errors import UserError
 from omni.layout import IGNORE
 from omni.model.adapter import Adapter
 from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS
 from tests.train.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
 from train.bench import Row
@@ -24,12 +25,14 @@ from train.config import LogConfig
 from train.data.batch import Batch
 from train.data.config import DataConfig, SourceConfig
 from train.data.mixture import Stage
+from train.data.recorded import RecordedDigitsConfig
 from train.doctor import examine
 from train.feed import Step
 from train.loop import Loop
 from train.objective import Objective, ObjectiveConfig
 from train.parse import read_fit_config
-from train.watch import SEEN, Targets, Watch
+from train.plan.worst import tasks_of
+from train.watch import SEEN, Targets, Watch, shares_of
 
 SMALL = [
     "configs/nano.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -240,6 +243,18 @@ def test_what_is_rare_or_of_another_stage_is_not_missed(model: SpeechModel) -> N
     assert looks(Targets(model.layout, data=DataConfig(sources=(stages,))), batch, 100) == []
     own = mixture(A1A2=1.0)  # the rows name tasks of their own
     assert looks(Targets(model.layout, data=own), batch, 100) == []
+
+
+def test_rows_that_name_their_own_task_are_of_the_mixture() -> None:
+    recorded = RecordedDigitsConfig(voices=0.25, more=0.25, more_voices={"en": ("espeak",)}, words="dog", wordy=0.4)
+    data = DataConfig((SourceConfig("recorded-digits", tasks={"A1A2": 1.0}, recorded=recorded),))
+    assert data.drawn == {"A1A2", "A1T1"} and [task.name for task in tasks_of(data)] == ["A1T1", "A1A2"]
+    shares = dict(zip(TASKS, shares_of(data).tolist(), strict=True))
+    assert (
+        shares["A1T1"] == pytest.approx(0.2)
+        and shares["A1A2"] == pytest.approx(0.8)
+        and sum(shares.values()) == pytest.approx(1)
+    )
 
 
 def test_nothing_is_counted_once_all_have_had_targets(model: SpeechModel) -> None:

@@ -75,8 +75,7 @@ def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
     """
     if section.tasks == "streams":
         return []
-    mixtures = [weights for s in data.sources for weights in (s.tasks, *(stage.tasks for stage in s.stages))]
-    drawn = {name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
+    drawn = data.drawn
     stored = any(s.kind == "stored" for s in data.sources)  # whose rows may name their own task
     for name in section.names:
         if name not in drawn and not stored:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from omni.errors import UserError
 from omni.text import Tokenizer
-from train.data.voice import phonemes
+from train.data.voice import check_voice, phonemes
 
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
@@ -28,12 +28,12 @@ class Alignment:
             stream's own.
         words: the vocabulary of `words`; a text with another word has no transcript.
         tokenizer: of the text stream, for `tokens`.
-        sounds: spell by the sounds of English as well, as espeak-ng reads the text. Their ids follow the others', in the same
-            list: the objective tells them apart by their size.
+        sounds: spell by the sounds of English as well, each word as espeak-ng reads it alone. Their ids follow the others', in
+            the same list: the objective tells them apart by their size.
 
     Attributes:
         size: number of ids of the first spelling, the blank included: what `model.ctc` must be.
-        sounds: number of ids of the second, its blank included: what `model.ctc_sounds` must be; 0 without it.
+        sound_size: number of ids of the second, its blank included: what `model.ctc_sounds` must be; 0 without it.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class Alignment:
             self.size = 1 + len(self._ids) if self._ids else 0
         if sounds and kind == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
-        self.sounds = 1 + len(_SOUNDS) if sounds else 0
+        if sounds:
+            check_voice("en-us")  # that there is espeak-ng
+        self.sound_size = 1 + len(_SOUNDS) if sounds else 0
 
     def ids(self, text: str) -> list[int]:
         """Ids of a text in every spelling, without blanks; empty where it cannot be spelt."""
@@ -63,7 +65,7 @@ class Alignment:
 
     def _heard(self, text: str) -> list[str]:
         """The sounds of a text; others than those of English are left out."""
-        if not self.sounds:
+        if not self.sound_size:
             return []
         words = re.findall(r"[\w']+", text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
         return [sound for word in words for sound in _SOUND.findall(" ".join(phonemes(word)))]

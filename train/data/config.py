@@ -10,7 +10,7 @@ from train.data.alignment import AlignmentKind
 from train.data.augment import AugmentConfig
 from train.data.mixture import Stage, TaskMixture
 from train.data.pipeline import PackingConfig
-from train.data.recorded import RecordedDigitsConfig
+from train.data.recorded import WORDY, RecordedDigitsConfig
 from train.data.synthetic import SpokenDigitsConfig
 
 
@@ -49,6 +49,17 @@ class SourceConfig:
                 f"held_out is {self.held_out}; give a number of rows from 1 upwards, a file of rows, or null for none"
             )
         TaskMixture(self.tasks, self.stages)
+
+    @property
+    def own_tasks(self) -> dict[str, float]:
+        """Tasks that rows name themselves, and the share of the source's draws that do; of stored rows nothing is known."""
+        share = self.recorded.wordy * (self.recorded.voices + self.recorded.more)
+        return {WORDY: share} if self.kind == "recorded-digits" and share > 0 else {}
+
+    @property
+    def mixtures(self) -> list[dict[str, float]]:
+        """Weights of tasks: of the source, of each stage, and of rows that name their own."""
+        return [self.tasks, *(stage.tasks for stage in self.stages), *([self.own_tasks] if self.own_tasks else [])]
 
 
 @dataclass(frozen=True)
@@ -98,9 +109,18 @@ class DataConfig:
                     f"data.sources.{i}.held_out is {source.held_out}, but another source of {source.path} holds out "
                     f"{kept_back[source.path]} rows, which would be trained on here: give both the same"
                 )
+        if self.sounds and self.alignment == "none":
+            raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
         if self.micro_batches < 1:
             raise UserError(f"data.micro_batches is {self.micro_batches}; it must be at least 1")
         if self.broken not in ("error", "skip"):
             raise UserError(f"data.broken {self.broken!r} is unknown; use 'error' or 'skip'")
         if self.workers < 0 or self.prefetch < 1:
             raise UserError(f"data.workers is {self.workers} and data.prefetch {self.prefetch}; they are at least 0 and 1")
+
+    @property
+    def drawn(self) -> set[str]:
+        """Names of the tasks that the mixture can draw."""
+        return {
+            name for source in self.sources for mixture in source.mixtures for name, weight in mixture.items() if weight > 0
+        }

@@ -123,9 +123,9 @@ class ExampleMaker:
                 f"the alignment {self.alignment.kind!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
                 "set model.ctc to that number, or choose another alignment"
             )
-        if self.alignment.sounds != model.ctc_sounds:
+        if self.alignment.sound_size != model.ctc_sounds:
             raise UserError(
-                f"the alignment has {self.alignment.sounds} ids of sounds, model.ctc_sounds is {model.ctc_sounds}; "
+                f"the alignment has {self.alignment.sound_size} ids of sounds, model.ctc_sounds is {model.ctc_sounds}; "
                 "set model.ctc_sounds to that number, or change data.sounds"
             )
 

@@ -33,6 +33,9 @@ from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 
+WORDY = "A1T1"
+"""The task of strings of other words."""
+
 SILENT = 1e-4
 """The loudest sample of a word that was said is above this."""
 
@@ -67,10 +70,11 @@ class RecordedDigitsConfig:
         otherwise: share of words that are said as one of their other pronunciations.
         accented: share of the synthetic voices' strings that have such an accent.
         more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
-            what they read: `en` for English words, or a language of `accents`; each says the ten digits once, in every process.
+            what they read: `en` for English words, or a language of `accents`; each says each digit once, in every process.
         more: share of strings that they say.
         words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).
-            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better.
+            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better. Each
+            voice of another program says each once in every process, which keeps 30 kB of it.
         wordy: share of the synthetic voices' strings that are of such words.
     """
 
@@ -119,6 +123,11 @@ class RecordedDigitsConfig:
             raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
         if self.accented and not self.accents:
             raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
+        for word in self.words.split():
+            if "|" in word or not re.search(r"[^\W\d_]", word):
+                raise UserError(f"recorded.words has {word!r}: write words of letters, apart by spaces, without bars")
+        if self.wordy and self.voices + self.more == 0:
+            raise UserError(f"recorded.wordy is {self.wordy}, but synthetic voices say nothing: raise recorded.voices or more")
         if self.wordy and not self.words.split():
             raise UserError(f"recorded.wordy is {self.wordy}, but recorded.words has none: write some, apart by spaces")
         if self.wordy and self.more and not self.more_voices.get("en"):
@@ -130,6 +139,7 @@ class RecordedDigitsConfig:
             for word in words.split():
                 if not all(word.split("|")):
                     raise UserError(f"recorded.{name} has {word!r}: write a word before, between and behind bars")
+        known: set[str] = set()
         for language, specs in self.more_voices.items():
             if language != "en" and language not in self.accents:
                 raise UserError(
@@ -138,6 +148,9 @@ class RecordedDigitsConfig:
                 )
             for spec in specs:
                 check_spec(spec)
+                if spec in known:
+                    raise UserError(f"recorded.more_voices.{language} names {spec!r}, which is there already: name it once")
+                known.add(spec)
 
 
 class RecordedDigits:
@@ -215,7 +228,7 @@ class RecordedDigits:
         words = rng.choices(self.config.words.split(), k=self._length(rng))
         sound = self._joined(rng, voice, range(len(words)), True, words)
         turn = RowTurn(question_text=" ".join(words), question_audio=sound)
-        return Row((turn,), id=str(number), source=f"{self.name}/words", speaker=voice, task="A1T1", where=where)
+        return Row((turn,), id=str(number), source=f"{self.name}/words", speaker=voice, task=WORDY, where=where)
 
     def _row(self, rng: random.Random, speaker: str, number: int, where: str, varied: bool) -> Row:
         length = self._length(rng)

@@ -16,6 +16,7 @@ import difflib
 import functools
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -37,6 +38,7 @@ _SYNCHRONOUS, _UTF8 = 2, 1  # espeak_AUDIO_OUTPUT, espeakCHARS_*
 _RATE, _PITCH, _PITCH_RANGE = 1, 3, 4  # espeak_PARAMETER
 _IPA = 2  # espeakPHONEMES_IPA; the separator stands in bits 8 to 23
 _PROSODY = str.maketrans("", "", "\u02c8\u02cc\u02d0")  # primary and secondary stress, length
+_LANGUAGE = re.compile(r"\([^)]*\)")  # what is read in another language: "(hi)n_..."
 _NOISE_SEED = 1
 _SILENCE = 0.005  # amplitude below which a sample counts as silent
 _MARGIN = 220  # samples of silence kept on either side when trimmed: 10 ms
@@ -122,7 +124,7 @@ def phonemes(word: str, language: str = "en-us") -> tuple[str, ...]:
         library.espeak_TextToPhonemes.restype = ctypes.c_char_p
         while rest.value:  # one clause after the other
             clause = library.espeak_TextToPhonemes(ctypes.byref(rest), _UTF8, _IPA | ord("_") << 8)
-            found += (clause or b"").decode().replace(" ", "_").split("_")
+            found += _LANGUAGE.sub("_", (clause or b"").decode()).replace(" ", "_").split("_")
     return tuple(sound for sound in (part.translate(_PROSODY).strip() for part in found) if sound)
 
 

@@ -39,11 +39,9 @@ def rest_of(config: FitConfig) -> bool:
     """Whether a step has losses that belong to no balanced task: of tasks that are not named, or of the alignment."""
     section, objective = config.balance, config.objective
     assert section is not None
-    mixtures = [w for s in config.data.sources for w in (s.tasks, *(stage.tasks for stage in s.stages))]
-    drawn = {name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
     names = balanced_tasks(section, config.data)
     aligned = max(objective.ctc_weight, objective.ctc_final or 0) > 0
-    return aligned or (section.tasks == "tasks" and not drawn <= set(names))
+    return aligned or (section.tasks == "tasks" and not config.data.drawn <= set(names))
 
 
 def count_of(config: FitConfig, streams: int) -> int:

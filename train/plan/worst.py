@@ -24,10 +24,7 @@ PADDED_COLUMNS = 256
 
 def tasks_of(data: DataConfig) -> list[Task]:
     """The tasks that the mixture can draw, in the table's order."""
-    names: set[str] = set()
-    for source in data.sources:
-        mixtures = [source.tasks, *(stage.tasks for stage in source.stages)]
-        names |= {find_task(name).name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
+    names = {find_task(name).name for name in data.drawn}
     return [task for name, task in TASKS.items() if name in names]
 
 
@@ -68,11 +65,17 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
         mels=torch.zeros(len(frames), shape.encoder.n_mels, max(lengths, default=0)),
         mel_lengths=lengths,
         frames=frames,
-        transcripts=[[1 + i % (shape.ctc - 1) for i in range(max(1, n // 4))] if spelt else [] for n in frames],
+        transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
         examples=rows * max(1, len(heard)),
         positions=rows * length,
         state={},
     )
+
+
+def _transcript(count: int, shape: ModelConfig) -> list[int]:
+    """So many ids of each spelling."""
+    sounds = shape.ctc_sounds - 1
+    return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
 
 
 def _clips(length: int, shape: ModelConfig) -> list[int]:
