@@ -15,12 +15,13 @@ from torch import Tensor
 
 from omni.errors import UserError
 from tests.close import assert_near
-from tests.train.balance_toys import balanced_config, balanced_fit, balanced_parts
+from tests.train.balance_toys import MIX, balanced_config, balanced_fit, balanced_parts
 from tests.train.test_parallel import environment, free_port
 from tests.train.toys import final_tensors
 from train.adapters import LoRASection
 from train.balance.section import BalanceSection
 from train.config import BudgetConfig, CheckpointConfig, FabricConfig, LogConfig
+from train.data.config import DataConfig, SourceConfig
 from train.logs import BALANCE, read_table
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -88,8 +89,8 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_are_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None:
     """The one process has both's micro-batches as one: at level features it must see all rows at once, as the two do."""
     count = 3 if name in THREE else 1
-    config = balanced_config(tmp_path, BalanceSection(**RUNS[name]), True, **LINES)
-    config = replace(config, data=replace(config.data, micro_batches=count))
+    data = DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=count)
+    config = balanced_config(tmp_path, BalanceSection(**RUNS[name]), True, data=data, **LINES)
     balanced_fit(config, replace(balanced_parts(config, join=2, outers=1), micro_batches=count))
     ours, wanted = read_table(together / strategy / name / BALANCE), read_table(tmp_path / BALANCE)
     for a, b in zip(ours, wanted, strict=True):

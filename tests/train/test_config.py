@@ -15,7 +15,16 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.text import Tokenizer
-from train.config import CheckpointConfig, FitConfig, ModelSection, OptimizerConfig, ValidationConfig, completed, plain_config
+from train.config import (
+    BudgetConfig,
+    CheckpointConfig,
+    FitConfig,
+    ModelSection,
+    OptimizerConfig,
+    ValidationConfig,
+    completed,
+    plain_config,
+)
 from train.data.config import DataConfig, SourceConfig
 from train.data.synthetic import SpokenDigitsConfig
 from train.fit import with_alignment
@@ -124,7 +133,7 @@ def test_a_stored_configuration_is_completed_with_what_is_newer() -> None:
 def test_the_head_has_the_ids_that_the_data_need(model: dict[str, Any], sounds: bool, ctc: int, ctc_sounds: int) -> None:
     digits = SpokenDigitsConfig(digit_phrases=("{}",), arithmetic_phrases=("{}",))
     data = DataConfig((SourceConfig(digits=digits),), alignment="words", sounds=sounds)
-    config = with_alignment(FitConfig(model=ModelSection(preset="nano", **model), data=data))
+    config = with_alignment(FitConfig(budget=BudgetConfig(steps=1), model=ModelSection(preset="nano", **model), data=data))
     assert (config.model.ctc, config.model.ctc_sounds) == (ctc, ctc_sounds)
     shape = changed(preset("nano"), config.model)
     assert SpeechModel(shape).alignment_head.out_features == ctc + ctc_sounds

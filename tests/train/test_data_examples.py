@@ -204,7 +204,7 @@ def test_alignments_spell():
 
 def test_alignments_spell_by_sounds_as_well():
     plain, both = Alignment("words", ["one", "six"]), Alignment("words", ["one", "six"], sounds=True)
-    assert plain.sounds == 0 and both.size == plain.size == 3
+    assert plain.sound_size == 0 and both.size == plain.size == 3
     split = lambda text: ([i for i in both.ids(text) if i < 3], [i - 3 for i in both.ids(text) if i >= 3])  # noqa: E731
     words, sounds = split("One six")
     assert words == [1, 2] and len(sounds) == 3 + 4 and sounds[3] == sounds[6]
@@ -212,7 +212,7 @@ def test_alignments_spell_by_sounds_as_well():
     assert split("far")[1] == [*split("fa")[1], split("red")[1][0]]  # a vowel before r is two sounds
     assert split("...") == ([], []) and both.ids("don't") == both.ids("don\u2019t")
     every = {i for text in ("church judge toy cow bath the vision hello", "young king ago") for i in split(text)[1]}
-    assert min(every) > 0 and max(every) < both.sounds  # 0 is the blank
+    assert min(every) > 0 and max(every) < both.sound_size  # 0 is the blank
     with pytest.raises(UserError, match=r"data.sounds is a second spelling, but data.alignment is none"):
         Alignment("none", sounds=True)
 
