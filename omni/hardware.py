@@ -28,6 +28,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def multiplies_bf16(kind: str = "auto") -> bool:
+    """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; else no) multiplies bf16 by itself, hence faster than fp32.
+
+    Of processors those with AVX512-BF16 or AMX; a product then takes about a quarter of the time.
+    """
+    if kind in ("cuda", "gpu") or (kind == "auto" and torch.cuda.is_available()):
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities() if kind in ("auto", "cpu") and hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Peak FLOP/s of a device in half precision; None where it is not known (every CPU)."""
     if device.type != "cuda":

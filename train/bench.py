@@ -1,5 +1,5 @@
 """`python -m train bench`: the objective against the plain one, the training step, data made while training, the
-balance of tasks, and the graph guard.
+balance of tasks, the graph guard, and bf16.
 
 Every ratio compares two ways of doing the same work in one run, on one machine.
 """
@@ -216,7 +216,9 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
     config = with_alignment(read_fit_config([file])[0])
     initial = build_initial(config.model, config.seed)
     module = Objective(initial.model, replace(config.objective, align_first=0.0)).to(device)
-    optimizer = build_optimizer([(n.removeprefix("model."), p) for n, p in module.named_parameters()], config.optimizer)
+    optimizer = build_optimizer(
+        [(n.removeprefix("model."), p) for n, p in module.named_parameters()], config.optimizer, config.fabric.precision
+    )
     pipeline = build_pipeline(config.data, initial.config, initial.tokenizer, initial.codec)
 
     def run(batches: Iterator[Any], count: int) -> tuple[list[Any], float]:
@@ -334,7 +336,7 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -
 
 # --- the command -------------------------------------------------------------------------------------------------------
 
-SECTIONS = ("objective", "step", "data", "balance", "guard")
+SECTIONS = ("objective", "step", "data", "balance", "guard", "precision")
 
 
 def sections(device: torch.device, only: Sequence[str], positions: int, config: str) -> Iterator[tuple[str, list[Row]]]:
@@ -352,6 +354,10 @@ def sections(device: torch.device, only: Sequence[str], positions: int, config: 
         from train.bench_guard import guard
 
         yield f"graph guard: {config}", guard(config, device)
+    if "precision" in only:
+        from train.bench_precision import precision
+
+        yield f"precision: {config}", precision(config, device)
     if "objective" in only:
         for text, audio in ((0.2, 0.6), (1.0, 1.0)):
             title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"
@@ -364,13 +370,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--only",
-        type=list[Literal["objective", "step", "data", "balance", "guard"]],
+        type=list[Literal["objective", "step", "data", "balance", "guard", "precision"]],
         default=list(SECTIONS),
         help="which tables",
     )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
     parser.add_argument(
-        "--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data, balance and guard"
+        "--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data, balance, guard and precision"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a table instead of tables")
     try:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from omni.config import from_dict
 from omni.errors import UserError
+from omni.hardware import multiplies_bf16
 from train.adapters import LoRASection, learning
 from train.balance.section import BalanceSection, check_balance
 from train.data.config import DataConfig
@@ -33,7 +34,8 @@ class FabricConfig:
         devices: processes per node; a number, a list such as "0,1", or `auto`.
         num_nodes: machines; under torchrun or srun they are counted from the environment.
         strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over all processes).
-        precision: `32-true`, `bf16-mixed`, `bf16-true` or `16-mixed`.
+        precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
+            by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the configuration is read.
         checkpointing: recompute activations in the backward pass (less memory, about a third more work).
         compile: compile the transformer blocks with torch.compile.
     """
@@ -42,9 +44,21 @@ class FabricConfig:
     devices: int | str = "auto"
     num_nodes: int = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
     checkpointing: bool = False
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision == "auto":
+            object.__setattr__(self, "precision", "bf16-mixed" if multiplies_bf16(self.accelerator) else "32-true")
+
+    @property
+    def processes(self) -> int | None:
+        """Processes of the run over all nodes; None where only the machine tells."""
+        listed = str(self.devices).split(",")
+        if not all(device.strip().isdecimal() for device in listed):
+            return None
+        return (len(listed) if len(listed) > 1 else int(listed[0])) * self.num_nodes
 
 
 @dataclass(frozen=True)
@@ -314,7 +328,7 @@ class FitConfig:
         )
         _need(self.clip is None or self.clip > 0, f"clip is {self.clip}; it must be above 0, or null for no clipping")
         if self.balance is not None:
-            check_balance(self.balance, self.data, self.fabric.precision, self.fabric.strategy)
+            check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes)
 
     @property
     def learns(self) -> tuple[str, ...]:

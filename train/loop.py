@@ -61,7 +61,7 @@ class Loop:
         self.module = fabric.setup_module(self.objective)
         learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
-        self.optimizer = build_optimizer(own_names, config.optimizer)
+        self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision)
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
         self.watch = Watch(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None

@@ -27,11 +27,12 @@ Params = list[tuple[str, nn.Parameter]]
 class BatchedMuon(torch.optim.Muon):
     """`torch.optim.Muon` with all matrices of one shape orthogonalised in one batched product.
 
-    On the CPU the iteration runs in fp32, which most processors multiply faster than bf16; on a GPU in bf16, as torch's own.
+    The iteration runs in bf16, as torch's own, but on the CPU in fp32 unless `half`: most processors multiply that faster.
     A matrix and a transposed one of the same shape share a batch. Where `found_inf` is 1, a step leaves all as it is.
     """
 
     found_inf: Tensor | None = None
+    half = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -53,7 +54,7 @@ class BatchedMuon(torch.optim.Muon):
                 shapes[min(p.shape), max(p.shape)].append((p, update))
             for pairs in shapes.values():
                 wide = torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for _, u in pairs])
-                wide = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                wide = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"], self.half)
                 if keep is not None:
                     wide = wide * keep
                 for (p, _), u in zip(pairs, wide, strict=True):
@@ -63,14 +64,18 @@ class BatchedMuon(torch.optim.Muon):
 
 
 def orthogonalize(
-    matrices: Tensor, coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315), steps: int = 5, eps: float = 1e-7
+    matrices: Tensor,
+    coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+    half: bool = False,
 ) -> Tensor:
     """The quintic Newton-Schulz iteration X <- a X + (b G + c G^2) X with G = X X^T on matrices [N, m, n], m <= n.
 
-    Brings every singular value near 1. Coefficients: K. Jordan, "Muon" (2024). fp32 on the CPU, bf16 elsewhere.
+    Brings every singular value near 1. Coefficients: K. Jordan, "Muon" (2024). fp32 on the CPU unless `half`, else bf16.
     """
     a, b, c = coefficients
-    x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" and not half else torch.bfloat16)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(eps)
     for _ in range(steps):
         gram = x @ x.mT
@@ -225,9 +230,13 @@ def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, 
     return list(groups.values())
 
 
-def build_optimizer(params: Params, config: OptimizerConfig) -> Optimizers:
-    """The optimizer of a run over the trainable parameters."""
-    return Optimizers(parameter_groups(params, config), config)
+def build_optimizer(params: Params, config: OptimizerConfig, precision: str = "32-true") -> Optimizers:
+    """The optimizer of a run over the trainable parameters; Muon's iteration is in bf16 where the run's precision is."""
+    optimizer = Optimizers(parameter_groups(params, config), config)
+    for inner in optimizer.inner.values():
+        if isinstance(inner, BatchedMuon):
+            inner.half = precision.startswith("bf16")
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

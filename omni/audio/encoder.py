@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
+from omni.attention import attention
 from omni.audio import encoder_features
 from omni.audio.encoder_config import EncoderConfig
 from omni.audio.encoder_packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Packing, pack
@@ -178,7 +179,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packi
     rows = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for group, qkv in zip(packing.groups, rows, strict=True):
         q, k, v = (_side_by_side(x, group, heads) for x in qkv)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+        out = attention(q, k, v, group.mask)
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
         attended.append(out if group.place is None else out.index_select(0, group.place))
     return torch.cat(attended)

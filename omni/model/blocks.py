@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.attention import attention
 from omni.config import DecoderConfig
 from omni.model.kv_cache import Cache
 
@@ -62,6 +63,8 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and self.weight.dtype == torch.float32:
+            x = x.float()  # as autocast has it on a GPU
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return super().forward(x)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -102,7 +105,7 @@ class Attention(nn.Module):
         if t == 1 and group > 1 and mask is not None:
             # One query per head: the heads of a group stand in the time dimension, so keys are read once and never copied.
             q = q.view(b, self.kv_heads, group, self.head_dim)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            y = attention(q, k, v, mask)
         else:
             grouped = group > 1
             if grouped and mask is not None and q.is_cuda:
@@ -110,7 +113,7 @@ class Attention(nn.Module):
                 # writes all of the attention's weights to memory.
                 k, v, grouped = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), False
             q = q.transpose(1, 2)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+            y = attention(q, k, v, mask, mask is None, grouped)
             y = y.transpose(1, 2)
         return self.out(y.reshape(b, t, -1))
 

@@ -10,6 +10,7 @@ import pytest
 from omni.errors import UserError
 from tests.train.balance_toys import balanced_config, balanced_fit, balanced_parts
 from train.balance.section import BalanceSection, balanced_tasks
+from train.config import FabricConfig
 from train.data.config import DataConfig, SourceConfig
 from train.data.mixture import Stage
 from train.parse import read_fit_config
@@ -56,6 +57,10 @@ def test_tasks_are_those_of_all_sources_and_stages() -> None:
         (["equal", "--balance.names", "[A1T1]"], "has 1 task"),
         (["upgrad", "--fabric.precision", "16-mixed"], "may overflow under fabric.precision 16-mixed"),
         (["modo"], "takes three batches a step apart, but data.micro_batches is 1"),
+        (
+            ["moml", "--data.micro_batches", "4", "--fabric.devices", "2"],
+            "data.micro_batches is 4 and fabric has 2 process(es); make data.micro_batches 2",
+        ),
         (["equal", "--balance.rows", "0"], "balance.rows is 0"),
         (["equal", "--balance.methods", "x"], "unknown option --balance.methods; did you mean balance.method"),
     ],
@@ -78,7 +83,11 @@ def test_data_without_two_tasks_that_ask_by_speech() -> None:
         (BalanceSection("mgda"), {"trainable": ("decoder.*",)}, "nothing below the features learns"),
         (BalanceSection("mgda", "parameters", separate=("*",)), {}, "balance.separate names all parameters"),
         (BalanceSection("mgda", "parameters", separate=("adaptor.*",)), {}, "balance.separate"),
-        (BalanceSection("moml"), {}, "takes one micro-batch a step in each process; make data.micro_batches 1"),
+        (
+            BalanceSection("moml"),
+            {"fabric": FabricConfig(accelerator="cpu", devices="auto")},
+            "takes one micro-batch a step in each process; make data.micro_batches 1",
+        ),
     ],
 )
 def test_what_the_model_does_not_fit(tmp_path: Path, section: BalanceSection, changes: dict[str, Any], words: str) -> None:

@@ -45,6 +45,23 @@ def test_orthogonalize_equals_the_polynomial_of_the_singular_values(shape: tuple
     assert orthogonalize(torch.zeros(1, 4, 4)).abs().max() == 0
 
 
+@pytest.mark.parametrize(
+    ("precision", "half"), [("32-true", False), ("16-mixed", False), ("bf16-mixed", True), ("bf16-true", True)]
+)
+def test_muon_iterates_in_the_runs_precision(precision: str, half: bool) -> None:
+    """In bf16 it is torch's own to the last bit of that; in fp32 it is not."""
+    dice = torch.Generator().manual_seed(2)
+    ours, theirs = (nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
+    optimizer = build_optimizer([("w", ours)], OptimizerConfig("muon", muon_lr=1.0, weight_decay=0.0), precision)
+    reference = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=OptimizerConfig().muon_momentum)
+    ours.grad = torch.randn(16, 16, generator=dice)
+    theirs.grad = ours.grad.clone()
+    optimizer.step()
+    reference.step()
+    far = float((ours - theirs).detach().abs().max())
+    assert far < 0.03 and (far == 0) == half
+
+
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shapes", [[(16, 16), (16, 16)], [(24, 8), (8, 24), (8, 8)]])
 def test_batched_muon_equals_torch_muon(shapes: list[tuple[int, int]], scale: str) -> None:

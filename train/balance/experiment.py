@@ -71,7 +71,7 @@ def variant(config: FitConfig, method: str, seed: int, out: Path) -> FitConfig:
         section = own
     else:
         section = replace(own or BalanceSection(), method=name, level=level or None, settings={})
-    check_balance(section, config.data, config.fabric.precision, config.fabric.strategy)
+    check_balance(section, config.data, config.fabric.precision, config.fabric.processes)
     data = replace(config.data, seed=seed)
     return replace(config, balance=section, seed=seed, data=data, run_folder=str(out / f"{method.replace(':', '-')}-{seed}"))
 

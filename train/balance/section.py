@@ -91,8 +91,11 @@ def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
     return _enough([name for name in chosen if TASKS[name].question == "audio"], section, "task(s) that ask by speech")
 
 
-def check_balance(section: BalanceSection, data: DataConfig, precision: str, strategy: str) -> None:
+def check_balance(section: BalanceSection, data: DataConfig, precision: str, processes: int | None) -> None:
     """Refuse what does not fit together.
+
+    Args:
+        processes: of the run, where the configuration tells.
 
     Raises:
         UserError: with a line that says what to change.
@@ -107,6 +110,11 @@ def check_balance(section: BalanceSection, data: DataConfig, precision: str, str
         raise UserError(
             f"balance.method {method} takes three batches a step apart, but data.micro_batches is {data.micro_batches}; make "
             "it 3 for each process"
+        )
+    if method in BILEVEL and processes is not None and data.micro_batches > processes:
+        raise UserError(
+            f"balance.method {method} takes one micro-batch a step in each process, but data.micro_batches is "
+            f"{data.micro_batches} and fabric has {processes} process(es); make data.micro_batches {processes}"
         )
 
 

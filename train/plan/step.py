@@ -68,7 +68,9 @@ def build_workbench(
         objective.to(device)
     set_trainable(model, config.learns)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
-    optimizer = build_optimizer([(name.removeprefix("model."), p) for name, p in learning], config.optimizer)
+    optimizer = build_optimizer(
+        [(name.removeprefix("model."), p) for name, p in learning], config.optimizer, config.fabric.precision
+    )
     return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)
 
 
