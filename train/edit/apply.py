@@ -89,7 +89,7 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     taught = lessons.pieces(rows, tasks)
     if mend is not None:
         # One after another, as the editor has learnt them: their mean gradient is no correction that it has ever seen.
-        first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, rephrased=False)]
+        first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, "own")]
         edits = stack([mend.edit(lm.model, pieces, lessons.loss) for pieces in first if pieces])
         return Taught(edits, len(facts.facts), time.monotonic() - started, _after(lessons, edits, taught), None)
     others = _untouched(lm, lessons, facts, config, tasks)

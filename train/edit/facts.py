@@ -7,7 +7,9 @@ question_text, question_audio   what is asked: a text, a sound file (paths start
 answer_text                     what is to be answered
 answer_audio, answer_codes      the answer as it is to be spoken: a sound file, or frames [streams][frames] of the model's
                                 codec; by default a voice says the text
-rephrased                       the question in other words; on these the edit is judged
+rephrased                       the question in other words; fine-tuning learns these as well
+judged                          the question in other words that no method is taught, for `edit eval`; without them it asks
+                                those of `rephrased`
 untouched                       questions whose answers are to stay; a line may hold nothing else
 """
 
@@ -36,7 +38,13 @@ class Fact:
     answer_audio: str | None = None
     answer_codes: tuple[tuple[int, ...], ...] | None = None
     rephrased: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Every text that asks for it."""
+        return tuple(text for text in (self.question_text, *self.rephrased, *self.judged) if text)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Facts:
 
     def asked(self) -> set[str]:
         """Every question that an edit is to change, as `plain` has it."""
-        return {plain(text) for fact in self.facts for text in (fact.question_text, *fact.rephrased) if text}
+        return {plain(text) for fact in self.facts for text in fact.asked}
 
     def where(self, number: int) -> str:
         """A fact by its place among the facts, for errors."""
@@ -86,7 +94,7 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
         where = f"{file}, line {number}"
         fact = from_dict(Fact, _parsed(line, where), where)
         untouched += fact.untouched
-        for text in (fact.question_text, *fact.rephrased, *fact.untouched):
+        for text in (*fact.asked, *fact.untouched):
             if any("\ud800" <= sign <= "\udfff" for sign in text):
                 raise UserError(f"{where}: {text!a} holds half of a surrogate pair, which is no text; write it anew as UTF-8")
         if fact.question_text.strip() or fact.question_audio or fact.answer_text.strip():
@@ -138,12 +146,16 @@ def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
         raise UserError(f"{where}: answer_codes are ragged; give as many frames for every stream")
     if fact.answer_audio and fact.answer_codes is not None:
         raise UserError(f"{where}: it has both answer_audio and answer_codes; give one of them")
+    taught = {plain(text) for text in (fact.question_text, *fact.rephrased)}
+    for text in fact.judged:
+        if plain(text) in taught:
+            raise UserError(f"{where}: {text!r} is taught and stands under judged as well; keep it in one place")
 
 
 def _check_together(found: Facts) -> None:
     answers: dict[str, str] = {}
     for number, fact in enumerate(found.facts):
-        asked = {plain(text): text for text in (fact.question_text, *fact.rephrased) if text}
+        asked = {plain(text): text for text in fact.asked}
         if fact.question_audio:
             asked[f"\0{(found.folder / fact.question_audio).resolve()}"] = fact.question_audio
         for name, text in asked.items():

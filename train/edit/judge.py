@@ -2,14 +2,14 @@
 
     success                  the facts' questions as they are written down, and recordings
     generalisation/voices    the same, spoken in the voices named here
-    generalisation/rephrased in other words, spoken in these voices
-    portability/written      asked in writing
+    generalisation/rephrased in other words, spoken in these voices: those kept for judging, else the taught ones
+    portability/written      in the same words, asked in writing
     portability/speech       of answers with the right text, those that also sound nearest to it, among the right answers of
                              all facts and the former ones of other texts, and of the same text where a fact brings its own
                              sound (dynamic time warping, `train.ear`); none where there is nothing to tell it from
     locality                 untouched questions whose written answer is the same, letter by letter
     locality/speech          those whose codes are the same, or sound nearest to their former answer
-    locality/kl              divergence of these answers, in nats a position
+    locality/kl              divergence of those answers that the model ends by itself, in nats a position
 
 Shares come with Wilson's interval of 95 %. Source of the measures: Mitchell et al. 2022 (arXiv 2110.11309), section 4.
 """
@@ -109,13 +109,13 @@ def judge_edits(lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig
     speaks = lm.codec is not None
     spoken, written = ("A1A2", "T1A2") if speaks else ("A1T2", "T1T2")
     groups: list[tuple[str, str, list[Row]]] = []
-    voiced = [row for rows in fact_rows(facts, speakers, config.voices, rephrased=False) for row in rows]
+    voiced = [row for rows in fact_rows(facts, speakers, config.voices, "own") for row in rows]
     groups.append(("success", spoken, [row for row in voiced if row.source == "facts/recorded"]))
     groups.append(("success", written, _once(voiced)))
     groups.append(("generalisation/voices", spoken, [row for row in voiced if row.source == "facts"]))
     texts = {plain(fact.question_text) for fact in facts.facts}
-    other = [row for rows in fact_rows(facts, speakers, config.voices * 2) for row in rows]
-    other = [row for row in other if row.turns[0].question_text and plain(row.turns[0].question_text) not in texts]
+    other = [row for rows in fact_rows(facts, speakers, config.voices, "judged") for row in rows]
+    other = [row for row in other if plain(row.turns[0].question_text) not in texts]
     groups.append(("generalisation/rephrased", spoken, other))
     groups.append(("portability/written", written, _once(other)))
     stay = untouched_rows(facts, speakers) + _held_out(lm, facts, config)

@@ -5,6 +5,8 @@ Dimensions: S samples, A audio streams, F frames.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -77,18 +79,23 @@ class Speakers:
         return self._said[text]
 
 
-def fact_rows(facts: Facts, speakers: Speakers, each: int, rephrased: bool = True) -> list[list[Row]]:
-    """Every fact as rows, `each` spoken forms of it: in its own words and, by turns, in the others.
+def fact_rows(
+    facts: Facts, speakers: Speakers, each: int, wording: Literal["own", "taught", "judged"] = "taught"
+) -> list[list[Row]]:
+    """Every fact as rows, `each` spoken forms of it.
 
-    A fact with a recording and no text has that one form.
+    Args:
+        wording: `own`: in its own words, and its recording. `taught`: by turns in those and in others. `judged`: in those kept
+            for judging, or else in the other taught ones.
     """
     out = []
     for number, fact in enumerate(facts.facts):
         where = facts.where(number)
         codes = speakers.answer(fact, facts, where)
-        texts = [text for text in (fact.question_text, *(fact.rephrased if rephrased else ())) if text]
+        others = {"own": (), "taught": fact.rephrased, "judged": fact.judged or fact.rephrased}[wording]
+        texts = [text for text in (*((fact.question_text,) if wording != "judged" else ()), *others) if text]
         rows = []
-        if fact.question_audio:
+        if fact.question_audio and wording != "judged":
             sound = Sound(path=fact.question_audio, folder=facts.folder)
             turn = RowTurn(fact.question_text, sound, fact.answer_text, answer_codes=codes)
             rows.append(Row((turn,), id=f"{number}", source="facts/recorded", where=where))
