@@ -1,4 +1,4 @@
-"""Methods by losses alone, against autograd, other code and their own definitions."""
+"""Methods by losses alone, against autograd and their own definitions (against TorchJD: test_balance_torchjd.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-from torchjd import scalarization
 
 from tests.close import assert_near
 from train.balance import BalanceConfig, Balancer
@@ -19,38 +17,6 @@ LOSSES = torch.tensor([0.5, 2.0, 1.2], dtype=torch.float64)
 
 def balancer(method: str, **settings: float) -> Balancer:
     return Balancer(BalanceConfig.of(method, "loss", **settings), NAMES)
-
-
-def by_autograd(scalar: scalarization.Scalarizer, losses: Tensor = LOSSES) -> Tensor:
-    leaf = losses.clone().requires_grad_()
-    scalar(leaf).backward()
-    assert leaf.grad is not None
-    return leaf.grad
-
-
-def test_geometric_mean_is_torchjds() -> None:
-    assert_near(balancer("geometric").weights(LOSSES).weights, by_autograd(scalarization.GeometricMean()), 1e-12)
-
-
-def test_uncertainty_learns_as_its_loss_says() -> None:
-    """Three steps of torch's Adam on the loss itself."""
-    own, log_variance = balancer("uncertainty", lr=0.1), torch.full((3,), -0.5, dtype=torch.float64, requires_grad=True)
-    adam = torch.optim.Adam([log_variance], lr=0.1)
-    for _ in range(3):
-        assert_near(own.weights(LOSSES).weights, (-log_variance).exp() / 2, 1e-12)
-        adam.zero_grad()
-        (LOSSES / (2 * log_variance.exp()) + log_variance / 2).sum().backward()
-        adam.step()
-
-
-def test_famo_is_torchjds() -> None:
-    own, theirs = balancer("famo"), scalarization.FAMO(3).double()
-    for step in range(5):
-        losses = LOSSES * (1 + 0.1 * step)
-        assert_near(own.weights(losses).weights, by_autograd(theirs, losses), 1e-6)
-        assert float(own.weights(losses).weights.sum()) == pytest.approx(1)
-        theirs.update(losses * torch.tensor([0.9, 0.8, 1.1]))
-        own.after(losses * torch.tensor([0.9, 0.8, 1.1]))
 
 
 def test_stch_is_the_gradient_of_its_formula() -> None:
