@@ -158,7 +158,11 @@ class CrossStitch(nn.Module):
 
 
 class MTAN(nn.Module):
-    """One shared network, and for each task masks over what its layers say (Liu, Johns and Davison 2019)."""
+    """One shared network, and for each task masks over what its layers say (Liu, Johns and Davison 2019).
+
+    A mask is one map of a layer's output and of what the task made of the layer before; the paper's are two maps and read what
+    lies between a layer's convolutions, and what passes on between layers is mapped by one network for all tasks.
+    """
 
     def __init__(self, inner: int, outer: int, tasks: int, layers: int = 2) -> None:
         super().__init__()

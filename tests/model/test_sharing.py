@@ -17,7 +17,7 @@ from omni.config import AdapterConfig, DecoderConfig, ModelConfig, from_dict, to
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.model.adapter import Adapter
-from omni.model.sharing import CGC, LTB, CrossStitch, DSelectK, Experts, MMoE, make_sharing
+from omni.model.sharing import CGC, LTB, MTAN, PLE, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE, make_sharing
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.text import Tokenizer
@@ -95,6 +95,78 @@ def test_cgc_by_hand_never_asks_another_tasks_experts() -> None:
         wanted = gate[0] * expert(module.private[0], task, row)
         wanted = wanted + gate[1] * expert(module.common[0], 0, row) + gate[2] * expert(module.common[0], 1, row)
         assert_near(got, wanted, 1e-5)
+
+
+def shaken(module: nn.Module) -> Any:
+    """Biases, gates and stitches do not stand at zero either."""
+    g = torch.Generator().manual_seed(3)
+    for p in module.parameters():
+        p.data = p.data + 0.5 * torch.randn(p.shape, generator=g)
+    return module.eval()
+
+
+def mapped(bank: Bank, i: int, x: Tensor) -> Tensor:
+    return F.linear(x, bank.weight[i], bank.bias[i])
+
+
+def mixed(logits: Tensor, parts: list[Tensor]) -> Tensor:
+    return torch.stack([w * part for w, part in zip(logits.softmax(-1), parts, strict=True)]).sum(0)
+
+
+def test_hard_sharing_by_hand() -> None:
+    """One network of two layers, whatever the task."""
+    module, x = shaken(Hard(6, 8, 3)), features()
+    assert_near(module(x, TASK), expert(module.shared, 0, x), 1e-5)
+
+
+def test_ple_by_hand() -> None:
+    """Progressive layered extraction (Tang et al. 2020), three layers of two experts each.
+
+    A task's experts and gate read what that task's gate said last, the shared ones what the shared gate said, which mixes the
+    experts of all tasks and the shared ones.
+    """
+    module, x = shaken(PLE(6, 8, 3, layers=3, shared=2, own=2)), features()
+    for row, task, got in zip(x, TASK.tolist(), module(x, TASK), strict=True):
+        shared, own = row, [row] * 3
+        for i, gates in enumerate(module.gates):
+            common = [expert(module.common[i], e, shared) for e in range(2)]
+            private = [[expert(module.private[i], 2 * t + e, own[t]) for e in range(2)] for t in range(3)]
+            own = [mixed(mapped(gates, t, own[t]), [*private[t], *common]) for t in range(3)]
+            if i < 2:
+                shared = mixed(module.mixers[i](shared), [*private[0], *private[1], *private[2], *common])
+        assert_near(got, own[task], 1e-5)
+
+
+def test_cross_stitch_by_hand() -> None:
+    """Misra et al. 2016, eq. 1, after each layer's activation but the last: row s of a stitch is what tower s reads next."""
+    module, x = shaken(CrossStitch(6, 8, 3, layers=3)), features()
+    for row, task, got in zip(x, TASK.tolist(), module(x, TASK), strict=True):
+        towers = [mapped(module.towers[0], t, row) for t in range(3)]
+        for tower, alpha in zip(module.towers[1:], module.stitches, strict=True):
+            said = [F.gelu(t) for t in towers]
+            towers = [mapped(tower, s, alpha[s, 0] * said[0] + alpha[s, 1] * said[1] + alpha[s, 2] * said[2]) for s in range(3)]
+        assert_near(got, towers[task], 1e-5)
+
+
+def test_stitches_begin_as_averages() -> None:
+    """A tower keeps most of itself, and has the same share of each other one."""
+    wanted = torch.tensor([[0.7, 0.15, 0.15], [0.15, 0.7, 0.15], [0.15, 0.15, 0.7]])
+    assert_near(CrossStitch(6, 8, 3, layers=3, keep=0.7).stitches, wanted.expand(2, 3, 3), 1e-6)
+
+
+def test_mtan_by_hand() -> None:
+    """Liu, Johns and Davison 2019: a mask between 0 and 1 over the shared features of each layer.
+
+    The first mask reads these alone, later ones also what the task has made of the layer before.
+    """
+    module, x = shaken(MTAN(6, 8, 3, layers=3)), features()
+    for row, task, got in zip(x, TASK.tolist(), module(x, TASK), strict=True):
+        shared, seen = row, torch.zeros(0)
+        for layer, masks, outs in zip(module.shared, module.masks, module.outs, strict=True):
+            shared = expert(layer, 0, shared)
+            mask = mapped(masks, task, torch.cat([shared, seen])).sigmoid()
+            seen = mapped(outs, task, mask * shared)
+        assert_near(got, seen, 1e-5)
 
 
 def test_unstitched_towers_are_apart() -> None:
