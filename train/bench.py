@@ -286,30 +286,42 @@ def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -
 
 # --- balance -----------------------------------------------------------------------------------------------------------
 
-BALANCED = (("uncertainty", "loss"), ("dwa", "loss"), ("stch", "loss"), ("famo", "loss"), ("mgda", "features"))
-"""Methods and levels of the balance's table."""
+BALANCED = ("uncertainty", "dwa", "stch", "famo", "mgda:features")
+"""Methods of the balance's table, each at its first level or at the one after a colon."""
 
 
-def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -> list[Row]:
+def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12, methods: Sequence[str] = BALANCED) -> list[Row]:
     """A recipe's training steps with balanced tasks, over plain ones: three tasks that ask by speech, batches at hand.
 
     Slices of plain and balanced steps alternate, and in every other round backwards, so that a machine's moods meet all alike.
     Weights change, work does not: all train one model.
+
+    Raises:
+        UserError: an unknown method or level, or one that does not fit the recipe.
     """
     import tempfile
 
-    from train.balance.section import BalanceSection
+    from train.balance.section import BILEVEL, BalanceSection, check_balance
     from train.parse import read_fit_config
 
     config = read_fit_config([file])[0]
     source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1T2": 1.0, "A1A2": 1.0}, stages=())
-    sections = {f"{method}, level {level}": BalanceSection(method, level) for method, level in BALANCED}
-    sections["famo, look same"] = BalanceSection("famo", settings={"look": "same"})
+    mixture = replace(config.data, sources=(source,))
+    sections: dict[str, BalanceSection] = {}
+    for method, _, level in (name.partition(":") for name in methods):
+        section = BalanceSection(method, level or None)
+        check_balance(section, mixture, config.fabric.precision, 1)
+        sections[f"{method}, level {section.at}"] = section
+    if not sections:
+        raise UserError("bench: --methods names none; leave it out, or name some")
+    if "famo, level loss" in sections:
+        sections["famo, look same"] = BalanceSection("famo", settings={"look": "same"})
+    judged = [section for section in sections.values() if section.method in BILEVEL]  # for whom held-out rows are drawn
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             config,
-            balance=next(iter(sections.values())),
-            data=replace(config.data, sources=(source,)),
+            balance=(judged or list(sections.values()))[0],
+            data=mixture,
             objective=replace(config.objective, align_first=0.0),
         )
         loop, given = at_hand(config, device, Path(folder), steps)
@@ -339,7 +351,9 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12) -
 SECTIONS = ("objective", "step", "data", "balance", "guard", "precision")
 
 
-def sections(device: torch.device, only: Sequence[str], positions: int, config: str) -> Iterator[tuple[str, list[Row]]]:
+def sections(
+    device: torch.device, only: Sequence[str], positions: int, config: str, methods: Sequence[str] = BALANCED
+) -> Iterator[tuple[str, list[Row]]]:
     """All tables, one after another."""
     if "step" in only:
         yield "training step: nano decoder, 8 x 256 positions", decoder_step(device, "nano", 8, 256, False)
@@ -349,7 +363,7 @@ def sections(device: torch.device, only: Sequence[str], positions: int, config: 
     if "data" in only:
         yield f"data: {config}", data(config, device)
     if "balance" in only:
-        yield f"balance of three tasks: {config}", balance(config, device)
+        yield f"balance of three tasks: {config}", balance(config, device, methods=methods)
     if "guard" in only:
         from train.bench_guard import guard
 
@@ -378,6 +392,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data, balance, guard and precision"
     )
+    parser.add_argument(
+        "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a table instead of tables")
     try:
         options = parser.parse_args(list(argv))
@@ -388,7 +405,7 @@ def main(argv: Sequence[str]) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but this machine has no GPU that PyTorch can use; leave it out")
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
-    for title, rows in sections(device, options.only, options.positions, options.config):
+    for title, rows in sections(device, options.only, options.positions, options.config, options.methods):
         if options.json:
             print(json.dumps({"table": title, "rows": {row.name: row.value for row in rows}}), flush=True)
             continue
