@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from omni.config import from_dict
+from omni.config import from_dict, preset
 from omni.errors import UserError
 from omni.hardware import multiplies_bf16
 from train.adapters import LoRASection, learning
@@ -93,6 +93,14 @@ class ModelSection:
             self.preset is not None or self.init_from is not None,
             "model has neither preset nor init_from; name a preset (such as nano) or a model folder",
         )
+
+    @property
+    def streams(self) -> int | None:
+        """How many the layout has, where that is known before a model folder is read."""
+        given = self.layout.get("streams")
+        if isinstance(given, (list, tuple)):
+            return len(given)
+        return None if self.preset is None else len(preset(self.preset).layout)
 
 
 Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
@@ -328,7 +336,8 @@ class FitConfig:
         )
         _need(self.clip is None or self.clip > 0, f"clip is {self.clip}; it must be above 0, or null for no clipping")
         if self.balance is not None:
-            check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes)
+            streams = self.model.streams if self.balance.tasks == "streams" else None
+            check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
 
     @property
     def learns(self) -> tuple[str, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from omni.config import preset, to_dict
 from omni.errors import UserError
+from omni.layout import Layout
 from tests.train.balance_toys import balanced_config, balanced_fit, balanced_parts
 from train.balance.section import BalanceSection, balanced_tasks
-from train.config import FabricConfig
+from train.config import FabricConfig, ModelSection
 from train.data.config import DataConfig, SourceConfig
 from train.data.mixture import Stage
 from train.parse import read_fit_config
@@ -69,6 +72,26 @@ def test_what_does_not_combine_is_refused_when_it_is_read(options: list[str], wo
     with pytest.raises(UserError) as caught:
         read_fit_config([*WITH, *options])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("codebooks", [8, 9, 10, 16])
+def test_more_streams_than_can_be_balanced_are_refused_when_they_are_read(codebooks: int) -> None:
+    """Ten are the most, the text's among them."""
+    streams = json.dumps(to_dict(Layout.build([64] * codebooks, 256))["streams"])
+    options = [*WITH, "uncertainty", "--balance.tasks", "streams", "--model.layout", f'{{"streams": {streams}}}']
+    if codebooks < 10:
+        assert read_fit_config(options)[0].model.streams == codebooks + 1
+        return
+    with pytest.raises(UserError, match=f"layout has {codebooks + 1} of them, and 2 to 10 can be balanced; use tasks"):
+        read_fit_config(options)
+    assert read_fit_config([*WITH, "uncertainty", "--model.layout", f'{{"streams": {streams}}}'])[0].balance is not None
+
+
+def test_streams_are_known_of_presets_only() -> None:
+    """Those of a model folder are not, before it is read."""
+    for name in ("nano", "qwen2-0.5b-omni"):
+        assert ModelSection(name).streams == len(preset(name).layout)
+    assert ModelSection(init_from="models/none").streams is None
 
 
 def test_data_without_two_tasks_that_ask_by_speech() -> None:

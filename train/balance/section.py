@@ -91,17 +91,25 @@ def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
     return _enough([name for name in chosen if TASKS[name].question == "audio"], section, "task(s) that ask by speech")
 
 
-def check_balance(section: BalanceSection, data: DataConfig, precision: str, processes: int | None) -> None:
+def check_balance(
+    section: BalanceSection, data: DataConfig, precision: str, processes: int | None, streams: int | None = None
+) -> None:
     """Refuse what does not fit together.
 
     Args:
         processes: of the run, where the configuration tells.
+        streams: of the layout, where the configuration tells.
 
     Raises:
         UserError: with a line that says what to change.
     """
     balanced_tasks(section, data)
     kind, method = section.kind, section.method
+    if section.tasks == "streams" and streams is not None and not 2 <= streams <= MOST:
+        raise UserError(
+            f"balance.tasks is streams, but the model's layout has {streams} of them, and 2 to {MOST} can be "
+            "balanced; use tasks"
+        )
     if precision == "16-mixed" and (section.at != "loss" or method in BILEVEL):
         raise UserError(
             f"balance.method {method} looks at gradients, which may overflow under fabric.precision 16-mixed; use bf16-mixed"
