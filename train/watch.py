@@ -1,4 +1,4 @@
-"""The graph guard around the steps of a run, and which streams and tasks of it never get a target."""
+"""The graph guard around the steps of a run, which streams and tasks of it never get a target, and which learn no end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from omni.diagnostics import Finding, GraphError, Guard, report
 from omni.diagnostics.findings import some
+from omni.diagnostics.labels import REMEDY_END
 from omni.errors import UserError
-from omni.layout import Layout
+from omni.layout import IGNORE, Layout
 from omni.tasks import TASKS, find_task
 from train.data.batch import Batch
 from train.data.config import DataConfig
@@ -42,6 +43,7 @@ class Watch:
     ) -> None:
         self.guard, self.idle = Guard(objective, optimizer), idle
         self.targets = targets_of(objective, data)
+        self.ends = ends_of(objective)
 
     def step(
         self,
@@ -72,6 +74,8 @@ class Watch:
             raise UserError(f"step {number}: {error}") from error
         if self.targets is not None:
             guard.add(self.targets.look(step.batches))
+        if self.ends is not None:
+            guard.add(self.ends.look(step.batches))
         new = [finding for finding in guard.findings if finding.key not in known]
         if new:
             say(f"guard, step {number}:\n{report(new)}")
@@ -136,6 +140,54 @@ class Targets:
         return [Finding("no_target", what, REMEDY, tensor=f"targets of {some(names, 12)}")]
 
 
+class Ends:
+    """Looks for streams whose true ends are all masked, until each has had a target that is its end.
+
+    A finding needs both: no target of a step or of those before is the end, and the end follows what is learnt without being
+    learnt itself. So answers that are cut off, streams and turns without targets, and prompts (in which an end stands too) give
+    none. Streams whose loss has no weight are left alone.
+
+    Args:
+        weights: of the streams' losses [K]; all 1 by default.
+    """
+
+    def __init__(self, layout: Layout, weights: Tensor | None = None) -> None:
+        self.names = layout.names
+        ends = layout.ids("end").tolist()
+        self.left = {k: end for k, end in enumerate(ends) if weights is None or float(weights[k]) > 0}
+
+    def look(self, batches: Sequence[Any]) -> list[Finding]:
+        """Look at a step's batches; of each stream once what is wrong."""
+        masked = {}
+        for k, end in list(self.left.items()):
+            having = [batch for batch in batches if isinstance(batch, Batch) and len(batch.supervised[k])]
+            if any(bool((batch.targets[:, k] == end).any()) for batch in having):
+                del self.left[k]
+                continue
+            at = [place for batch in having for place in masked_ends(batch, k, end)]
+            if at:
+                del self.left[k]
+                masked[self.names[k]] = at
+        if not masked:
+            return []
+        count, (row, column) = sum(map(len, masked.values())), next(iter(masked.values()))[0]
+        what = (
+            f"no end is learnt on {some(list(masked))}: {count} times it follows what is learnt, with target {IGNORE}; "
+            "the model will not stop"
+        )
+        where = f"targets of {some(list(masked), 12)}; {next(iter(masked))}: row {row}, column {column}"
+        return [Finding("label_end", what, REMEDY_END, tensor=where)]
+
+
+def masked_ends(batch: Batch, stream: int, end: int) -> list[list[int]]:
+    """Row and column of the targets that are left out although the end would be one, right after a target of its example."""
+    tokens, targets, segments = batch.tokens[:, stream], batch.targets[:, stream], batch.segments
+    learnt, masked = targets[:, :-2] != IGNORE, targets[:, 1:-1] == IGNORE
+    found = learnt & masked & (tokens[:, 2:] == end) & (segments[:, 2:] == segments[:, :-2])
+    rows, columns = found.nonzero(as_tuple=True)
+    return torch.stack([rows, columns + 1], dim=1).tolist()
+
+
 REMEDY = (
     "look at the rows that the mixture draws (a row that names its own task keeps it, broken and too long ones are left out: "
     "rows_broken and rows_skipped of the log), or leave the task out of the mixture"
@@ -171,3 +223,9 @@ def targets_of(objective: nn.Module, data: DataConfig | None = None, seen: int =
     layout = getattr(getattr(objective, "model", None), "layout", None)
     weights = getattr(objective, "stream_weights", None)
     return Targets(layout, weights, data, seen) if isinstance(layout, Layout) else None
+
+
+def ends_of(objective: nn.Module) -> Ends | None:
+    """As `targets_of`."""
+    layout = getattr(getattr(objective, "model", None), "layout", None)
+    return Ends(layout, getattr(objective, "stream_weights", None)) if isinstance(layout, Layout) else None

@@ -305,6 +305,8 @@ class _Step:
         finally:
             scene.later.clear()
             scene.held.clear()
+            if scene.trace is not None:
+                scene.trace.forget()
             scene.frame = self.frame = None
 
 

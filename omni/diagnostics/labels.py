@@ -16,6 +16,11 @@ TOKENS = ("input_ids", "tokens", "inputs", "ids")
 LABELS = ("labels", "label", "targets", "target")
 """Names by which ids and their labels are known in a batch."""
 
+REMEDY_END = (
+    "mask by length, not by id: labels[time >= length] = ignore, with the first end counted in; or give padding an id of its "
+    "own"
+)
+
 _LAST = re.compile(r"(.*)(?:\['(\w+)'\]|\.(\w+))")
 """The way to a tensor in a batch, and the last name of it."""
 
@@ -55,8 +60,7 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
         Finding(
             "label_end",
             f"{len(wrong)} of {len(tokens)} rows learn no end ({why}): the model will not stop",
-            "mask by length, not by id: labels[time >= length] = ignore, with the first eos counted in; or give padding an id "
-            "of its own",
+            REMEDY_END,
             tensor=f"labels of rows {some([str(row) for row in wrong])}; row {wrong[0]}, column {int(end[wrong[0]]) - shift}",
         )
     ]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.held import modules_of, shape_of, storage_of, tensors_in
+from omni.diagnostics.held import MODULE_FIELDS, modules_of, shape_of, storage_of, tensors_in
 from omni.diagnostics.source import definition
 
 if TYPE_CHECKING:
@@ -34,11 +34,13 @@ class Expectation:
     def __init__(self, guard: Guard, module: nn.Module, tensors: Any) -> None:
         self.guard, self.module = guard, module
         given = list(tensors_in(tensors)) if tensors is not None else []
-        own = [(name, p) for name, p in module.named_parameters()]
+        hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+        # Offloaded weights are empty between forwards; beside them a hook is a patch that works.
+        own = [(name, p) for name, p in module.named_parameters() if not (hooked and p.is_meta)]
         self.tensors: list[tuple[str, Tensor]] = (
             [(name or "tensor", t) for name, t in given] if tensors is not None else list(own)
         )
-        self.wants_call = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+        self.wants_call = hooked or "forward" in vars(module)
         self.called = False
         self.sharded = _is_sharded(module)
         self.mode = _Seen(module if self.sharded else None)
@@ -92,16 +94,17 @@ class Expectation:
 
 
 def foreign_forwards(model: nn.Module | None, names: dict[int, str]) -> list[Finding]:
-    """Modules whose instance has a `forward` that runs another of their class instead, with none of their parameters: copies
+    """Modules whose instance has a `forward` that runs another of their kind instead, with none of their parameters: copies
     of what has been patched. Those of one `forward` are one finding."""
     found: dict[Place | None, list[nn.Module]] = {}
     for module in () if model is None else model.modules():
         forward = vars(module).get("forward")
         others = [] if forward is None else _bound(forward)
-        if not any(type(other) is type(module) for other in others) or any(other is module for other in others):
+        if not any(_is_twin(other, module) for other in others) or any(other is module for other in others):
             continue
         ids = {id(p) for p in module.parameters()}
-        if ids and not ids & {*_cells(forward), *(id(p) for other in others for p in other.parameters())}:
+        used = {*_cells(forward), *(id(p) for other in others for p in other.parameters())}
+        if ids and not ids & used and not any(_leads_to(other, module) for other in others):
             found.setdefault(definition(forward), []).append(module)
     findings = []
     for place, modules in found.items():
@@ -112,6 +115,25 @@ def foreign_forwards(model: nn.Module | None, names: dict[int, str]) -> list[Fin
         remedy = HOOK if any(map(_is_sharded, modules)) else FUNCTIONAL
         findings.append(Finding("patch", what, remedy, some(weights), paths[0], place))
     return findings
+
+
+def _is_twin(other: nn.Module, module: nn.Module) -> bool:
+    """Whether both are of one class; or of one derived from the other's, with all of its parameters by name and shape."""
+    if type(other) is type(module):
+        return True
+    if not isinstance(module, type(other)):
+        other, module = module, other
+    base, derived = ({(name, p.shape) for name, p in m.named_parameters()} for m in (other, module))
+    return isinstance(module, type(other)) and bool(base) and base <= derived
+
+
+def _leads_to(other: nn.Module, module: nn.Module) -> bool:
+    """Whether an attribute of `other`, or what a list there holds, is the module or a function that reaches it."""
+    values: list[Any] = []
+    for name, value in vars(other).items():
+        if name not in MODULE_FIELDS:
+            values += value if isinstance(value, (list, tuple)) else [value]
+    return any(m is module for value in values if callable(value) for m in modules_of(value))
 
 
 def _bound(forward: Any) -> list[nn.Module]:

@@ -111,6 +111,11 @@ class Trace:
         writes = self.writes.get(storage)
         return writes[-1].line if writes else None
 
+    def forget(self) -> None:
+        """Let go of all tensors: a graph that backward has not walked holds this trace, and must not be held by it."""
+        for kept in (self.writes, self.changed, self.uses, self.cuts, self.backwards, self.old_uses):
+            kept.clear()
+
     # --- what autograd saves ------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Saved:

@@ -219,7 +219,7 @@ def embedded_mended() -> Program:
 
 
 def dispatch(module: nn.Module) -> None:
-    """What accelerate's hooks do to a module: an instance-level forward around the old one."""
+    """A `forward` of the instance around the old one, as a closure (accelerate's, before it became a `partial`)."""
     old_forward = module.forward
 
     def new_forward(*args: Any, **kwargs: Any) -> Any:

@@ -61,6 +61,127 @@ def test_a_step_tells_of_a_copy_that_is_edited_in_vain(partly):
     assert finding.place is not None and finding.place.code == "def new_forward(*args: Any, **kwargs: Any) -> Any:"
 
 
+class Patched(nn.Linear):
+    """What a patch by class makes of a linear."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class Adapted(Patched):
+    """With a parameter more, which its copies lose."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(*shape)
+        self.low = nn.Parameter(torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize("kinds", [(nn.Linear, Patched), (Patched, nn.Linear), (Adapted, Patched), (Adapted, nn.Linear)])
+def test_a_step_tells_of_a_copy_whose_class_is_patched(kinds):
+    """Derived from the original's or the other way round: the `forward` of the instance is still the original's."""
+    original, x = kinds[0](WIDTH, WIDTH), data(0)
+    dispatch(original)
+    edited = copy.deepcopy(original)
+    edited.__class__ = kinds[1]
+    edited._parameters.pop("low", None)
+    with torch.no_grad():
+        edited.weight.add_(1)
+        assert torch.equal(edited(x), original(x)), "the law of this test: the edit is ignored"
+    guard = Guard(edited)
+    with guard.step(x), torch.no_grad():
+        edited(x)
+    (finding,) = guard.findings
+    assert (finding.kind, finding.tensor) == ("patch", "weight, bias")
+
+
+class Wider(nn.Linear):
+    """A part beside another that is itself a linear: it keeps the other's `forward`, or the other in a list, unregistered."""
+
+    def __init__(self, base: nn.Module, hidden: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.base = [base, base.forward] if hidden else base.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (self.base[1] if isinstance(self.base, list) else self.base)(x)
+
+
+def test_modules_of_related_classes_that_lend_their_forward_are_no_patch():
+    """A patch of a derived class, or of the same, that leads back; classes with a base in common and other parameters."""
+    lent: list[nn.Module] = []
+    for hidden in (False, True):
+        for kind in (nn.Linear, Patched):
+            lent.append(kind(WIDTH, WIDTH))
+            lent[-1].forward = Wider(lent[-1], hidden).forward
+    inner = Wider(nn.Linear(WIDTH, WIDTH), False)
+    inner.forward = Wider(inner, True).forward
+    holder, narrow = nn.Module(), Patched(2, WIDTH)
+    holder.table, holder.forward = nn.Parameter(torch.ones(2)), nn.Linear(WIDTH, WIDTH).forward
+    narrow.forward = nn.Linear(WIDTH, WIDTH).forward
+    model = nn.Sequential(*lent, inner, holder, narrow)
+    guard = Guard(model)
+    with guard.step(), torch.no_grad():
+        model(data(0))
+    assert guard.report() == ""
+
+
+def hooked(kind: str) -> nn.Module:
+    """A model under accelerate's own hooks."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+    if kind == "hook":
+        accelerate.hooks.add_hook_to_module(model[2], accelerate.hooks.ModelHook())
+    elif kind == "offloaded":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["hook", "dispatched"])
+def test_a_deep_copy_under_accelerate_runs_its_own_weights(kind):
+    model, x = hooked(kind), data(0)
+    edited = copy.deepcopy(model)
+    with torch.no_grad():
+        plain = model(x)
+        edited[2].weight.add_(1)
+        guard = Guard(edited)
+        with guard.step(x), guard.expect_changed(edited[2]):
+            changed = edited(x)
+        assert torch.equal(model(x), plain) and not torch.equal(changed, plain)
+    assert guard.report() == ""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_shallow_copy_under_accelerate_is_edited_in_vain(asked):
+    """`copy.copy` and parameters of its own: the copied `forward` is bound to the original still."""
+    original, x = hooked("hook")[2], data(0)
+    edited = copy.copy(original)
+    edited._parameters = {name: nn.Parameter(p.detach() + 1) for name, p in original.named_parameters()}
+    guard = Guard(edited)
+    with torch.no_grad(), guard.expect_changed(edited) if asked else guard.step(x):
+        assert torch.equal(edited(x), original(x)), "the law of this test: the edit is ignored"
+    (finding,) = guard.findings
+    assert finding.kind == "patch" and "bound to another module" in finding.what and "weight, bias" in finding.tensor
+    assert finding.place is not None and finding.place.file.endswith("accelerate/hooks.py")
+
+
+def test_weights_that_accelerate_offloads_are_edited_in_vain_and_a_hook_is_not():
+    """They come from its own map in every forward, whatever the module was given."""
+    model, x = hooked("offloaded"), data(0)
+    guard = Guard(model)
+    with torch.no_grad():
+        plain = model(x)
+        model[2].weight = weight = nn.Parameter(torch.ones(2, WIDTH))
+        with guard.expect_changed(model[2], weight):
+            assert torch.equal(model(x), plain), "the law of this test: the edit is ignored"
+        (finding,) = guard.findings
+        assert "takes no part in forward" in finding.what and "forward hook" in finding.remedy
+        guard = Guard(model)
+        model[2].register_forward_hook(low_rank)
+        with guard.expect_changed(model[2]):
+            assert not torch.equal(model(x), plain)
+    assert guard.report() == ""
+
+
 def test_forwards_that_use_the_modules_own_weights_are_no_patch():
     """Wrapped, handed on to a part or to the whole, and accelerate's own, which copies well."""
     wrapped = nn.Linear(WIDTH, WIDTH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.errors import UserError
-from omni.layout import IGNORE
+from omni.layout import IGNORE, Layout
 from omni.model.adapter import Adapter
 from omni.model.speech_model import SpeechModel
-from omni.tasks import TASKS
+from omni.tasks import TASKS, Turn, example
 from tests.train.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
 from train.bench import Row
 from train.bench_guard import guard
 from train.cli import main
 from train.config import LogConfig
-from train.data.batch import Batch
+from train.data.batch import Batch, assemble
 from train.data.config import DataConfig, SourceConfig
 from train.data.mixture import Stage
 from train.data.recorded import RecordedDigitsConfig
@@ -32,7 +33,7 @@ from train.loop import Loop
 from train.objective import Objective, ObjectiveConfig
 from train.parse import read_fit_config
 from train.plan.worst import tasks_of
-from train.watch import SEEN, Targets, Watch, shares_of
+from train.watch import SEEN, Ends, Targets, Watch, shares_of
 
 SMALL = [
     "configs/nano.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -192,6 +193,19 @@ def test_the_doctor_names_streams_and_tasks_without_targets(monkeypatch: pytest.
     assert missed[0].what.startswith("T1A1, audio0, audio1, audio2, audio3 got no target in 1 steps")
 
 
+def by_id(*args: Any) -> Batch:
+    """A collation that leaves out every target which is an end."""
+    batch, layout = assemble(*args), args[2]
+    return masked(batch, layout, range(len(layout)))
+
+
+def test_the_doctor_names_streams_whose_ends_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.data.lanes.assemble", by_id)
+    found = examine(read_fit_config([*SMALL, "--data.sources.0.tasks", "{T1T2: 0.5, T1A2: 0.5}"])[0], 1)
+    (what,) = [finding.what for finding in found if finding.kind == "label_end"]
+    assert what.startswith("no end is learnt on audio0, audio1, audio2, audio3, text: ")
+
+
 # --- streams and tasks without targets --------------------------------------------------------------------------------
 
 
@@ -274,6 +288,70 @@ def test_a_watched_run_says_which_stream_learns_nothing(model: SpeechModel) -> N
         watch.step(number, Step([batch], torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
     assert len(said) == 1 and said[0].startswith(f"guard, step {SEEN}:\n[no_target] audio1 got no target")
     assert [finding.kind for finding in watch.guard.findings] == ["no_target"]
+
+
+# --- ends that are masked ---------------------------------------------------------------------------------------------
+
+
+def masked(batch: Batch, layout: Layout, streams: Iterable[int], most: int = 10**6) -> Batch:
+    """Without the targets that are an end on these streams, or without the first ones of each."""
+    for k in streams:
+        rows, columns = (batch.targets[:, k] == layout.ids("end")[k]).nonzero(as_tuple=True)
+        batch.targets[rows[:most], k, columns[:most]] = IGNORE
+    return batch
+
+
+def of_turns(model: SpeechModel, *tasks: str) -> Batch:
+    """One conversation, beside itself."""
+    layout = model.layout
+    codes = torch.zeros(layout.n_audio, 3, dtype=torch.long)
+    columns = example(layout, [Turn(task, features=4, question=[1, 2], text=[3, 4, 5], codes=codes) for task in tasks])
+    piece = (columns, None, 0, [], list(TASKS).index(tasks[0]))
+    packed = vars(pack(model, [[piece, piece], [piece]], 2 * len(columns) + 3))
+    del packed["supervised"]
+    return Batch(**packed, examples=3, positions=3 * len(columns), state={})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_watched_run_says_on_which_streams_no_end_is_learnt(name: str) -> None:
+    """Once, though every step has such batches; not of a stream that one batch of a step teaches the end, or without weight."""
+    objective = Objective(SpeechModel(MODELS[name]), ObjectiveConfig())
+    model, text = objective.model, len(MODELS[name].layout) - 1
+    batches = [masked(some_batch(model, *tasks), model.layout, [0, 1, text]) for tasks in (["A1A2", "T1T2"], ["T1A2"])]
+    batches[1].targets[:, 1] = some_batch(model, "T1A2").targets[:, 1]
+    watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
+    said: list[str] = []
+    for number in (1, 2, 3):
+        watch.step(number, Step(batches, torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
+    (words,) = said
+    assert "[label_end] no end is learnt on audio0, text: 5 times it follows" in words and "step 1:" in words
+    first = some_batch(model, "A1A2", "T1T2").targets[:, 0]
+    row, column = (first == model.layout.ids("end")[0]).nonzero()[0].tolist()
+    assert f"audio0: row {row}, column {column}" in words and "mask by length" in words
+    weights = torch.zeros(len(model.layout))
+    weights[text] = 1
+    (finding,) = Ends(model.layout, weights).look(batches)
+    assert finding.what.startswith("no end is learnt on text: 3 times")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tasks", [[task] for task in TASKS] + [["T1T2", "A1A2"], ["A1A2", "T1T2"], ["T1A1", "A1T1", "T1A2"]])
+def test_ends_that_are_learnt_give_no_false_alarm(name: str, tasks: list[str]) -> None:
+    """Every task, alone and as turns; where answers are cut off, and where one end of many is masked."""
+    model = SpeechModel(MODELS[name])
+    whole = of_turns(model, *tasks)
+    ends = Ends(model.layout)
+    assert ends.look([whole]) == [] == ends.look([None])
+    silent = [k for k in range(len(model.layout)) if not len(whole.supervised[k])]
+    assert list(ends.left) == silent
+    some = masked(of_turns(model, *tasks), model.layout, range(len(model.layout)), most=1)
+    assert Ends(model.layout).look([some]) == []
+    for column in range(whole.tokens.shape[2]):
+        cut = of_turns(model, *tasks)
+        for field in ("tokens", "targets"):
+            setattr(cut, field, getattr(cut, field)[..., : column + 1])
+        cut.segments, cut.targets[..., -1] = cut.segments[..., : column + 1], IGNORE
+        assert Ends(model.layout).look([cut]) == []
 
 
 @pytest.mark.parametrize(
