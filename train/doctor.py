@@ -1,7 +1,7 @@
 """`python -m train doctor CONFIG`: a few steps of a run under the graph guard's full trace.
 
-Says what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), and which streams and tasks got
-no target although these steps had them or the mixture should have drawn them (train/watch.py).
+Says what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), which streams and tasks got no
+target although these steps had them or the mixture should have drawn them, and whose ends are masked (train/watch.py).
 Nothing of the run itself is written.
 """
 

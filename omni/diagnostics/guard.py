@@ -22,6 +22,7 @@ from omni.diagnostics.recompute import watch_checkpoints
 from omni.diagnostics.scene import Scene
 from omni.diagnostics.snapshot import Snapshot, undone
 from omni.diagnostics.spread import alone, end_step, gathered
+from omni.diagnostics.state import Doubt
 from omni.diagnostics.trace import Trace
 
 HINT = "For the line of each culprit, repeat the step: guard.rerun(step), where step() does what failed."
@@ -39,7 +40,9 @@ class Guard:
         print(guard.report())
 
     What is looked at in every step is cheap. The full trace, which knows the line of each write, sees every operation: it
-    repeats one step (`rerun`, or `run`, which does so when the step fails). Nothing stays behind between steps.
+    repeats one step (`rerun`, or `run`, which does so when the step fails). Nothing stays behind between steps. In steps 1, 2,
+    4, 8 and so on, state of checkpointed parts is compared when backward repeats them; where it differs, which may do no harm,
+    the next step runs under the trace, once for each piece of state.
 
     Args:
         model: whose state and parameters are looked at; several in one `nn.ModuleList`.
@@ -75,6 +78,9 @@ class Guard:
         self.batch: Any = None
         self.active: _Step | None = None
         self.recent: list[Finding] = []
+        self.steps = 0
+        self.doubts: set[Doubt] = set()
+        self.settled: set[Doubt] = set()
 
     def step(self, batch: Any = None, *, last: bool = True, trace: bool = False) -> _Step:
         """Around forward and backward, and the optimizer's step if you like.
@@ -224,6 +230,10 @@ class _Step:
             self.inner = True
             return self
         guard.active, guard.batch, guard.failed = self, self.batch, False
+        guard.steps += 1
+        self.traced = self.traced or not guard.doubts <= guard.settled
+        guard.settled |= guard.doubts
+        doubt = guard.doubts.update if guard.steps & (guard.steps - 1) == 0 else None
         guard.start = self.start = Snapshot(guard.model, self.batch)
         names = guard.names()
         self.scene = scene = Scene(guard.model, names, next_number(), self.batch, self.frame, self.function)
@@ -241,7 +251,8 @@ class _Step:
             self.stack.callback(optimizer.register_step_pre_hook(self._complete).remove)
         if self.traced:
             scene.trace = Trace(self._learning(), scene.first)
-        scene.regions = self.stack.enter_context(watch_checkpoints(self.found.append, scene.trace, guard.model, names))
+        watching = watch_checkpoints(self.found.append, scene.trace, guard.model, names, doubt)
+        scene.regions = self.stack.enter_context(watching)
         if scene.trace is not None:
             self.stack.enter_context(scene.trace.running())
         return self

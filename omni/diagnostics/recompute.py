@@ -1,7 +1,8 @@
 """Checkpointed parts: which run without an input gradient, and which run differently when they are run again.
 
 In a full trace every operation of a checkpointed part is compared with its first run, by sum and norm of its result, and so
-are the hooks, buffers and attributes of its modules: the operation is the effect, the state the cause.
+are the hooks, buffers and attributes of its modules: the operation is the effect, the state the cause. Without a trace the
+state alone is compared: where it differs, that may do no harm, and a trace is worth its cost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.held import modules_of, shape_of, storage_of, version_of
 from omni.diagnostics.source import Line, is_ours, left_block, line_of, outer_lines, place_of, user_frame
-from omni.diagnostics.state import Change, capture, differences
+from omni.diagnostics.state import Change, Doubt, Glance, capture, differences
 from omni.diagnostics.trace import Saved, Trace
 
 _CASTS = frozenset({"aten._to_copy", "aten.clone", "aten.detach"})
@@ -54,7 +55,7 @@ class Region:
         self.trace, self.names = trace, names
         self.line = line_of(user_frame())
         self.callers, self.later = outer_lines(), list[Line]()
-        self.modules = modules_of(function) or ([model] if model is not None else [])
+        self.modules = _modules(function, model)
         self.saved = [Saved(t, version_of(t), trace.clock, self.line) for t in inputs if isinstance(t, Tensor)]
         self.before = capture(self.modules, names)
         self.steps: list[Step] = []
@@ -138,6 +139,11 @@ class Region:
         return place_of(self.callers[0] if self.callers else None) or place, remedy
 
 
+def _modules(function: Any, model: nn.Module | None) -> list[nn.Module]:
+    """Those of a part; the whole model where its function shows none."""
+    return modules_of(function) or ([model] if model is not None else [])
+
+
 def digest(out: Any) -> tuple[float, ...]:
     """Sum and norm of the first floating-point result."""
     for t in out if isinstance(out, (list, tuple)) else [out]:
@@ -159,11 +165,17 @@ def same(old: tuple[float, ...], new: tuple[float, ...], out: Any) -> bool:
 
 @contextmanager
 def watch_checkpoints(
-    report: Callable[[Finding], None], trace: Trace | None, model: nn.Module | None, names: dict[int, str]
+    report: Callable[[Finding], None],
+    trace: Trace | None,
+    model: nn.Module | None,
+    names: dict[int, str],
+    doubt: Callable[[set[Doubt]], None] | None = None,
 ) -> Iterator[list[Region]]:
     """Report reentrant checkpoints without input gradient; with a trace, yield the regions as they come.
 
-    `names`: paths by id of parameters and modules.
+    Args:
+        names: paths by id of parameters and modules.
+        doubt: without a trace, is told of state that differs when a part is repeated; graphs that outlive the step hold it.
     """
     function_class, regions = library.CheckpointFunction, list[Region]()
     original, outer = function_class.apply, vars(function_class).get("apply")  # the latter is another guard's around this
@@ -173,8 +185,10 @@ def watch_checkpoints(
             finding = _without_gradient(function, args, names)
             if finding is not None:
                 report(finding)
-        if trace is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (trace is None and doubt is None):
             return original(function, preserve, *args)
+        if trace is None:
+            return original(glanced(function, repeats=False), preserve, *args)
         region = Region(function, args, trace, model, names)
         regions.append(region)
 
@@ -192,13 +206,28 @@ def watch_checkpoints(
 
         return original(run, preserve, *args)
 
+    def glanced(function: Any, repeats: bool) -> Any:
+        """The function of a part, which tells of doubts when it is called again, or the first time where it `repeats`."""
+        glance, calls = Glance(_modules(function, model), names), [repeats]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if calls[0] and doubt is not None:
+                doubt(glance.doubts())
+            calls[0] = True
+            return function(*args, **kwargs)
+
+        return run
+
     name = next((n for n in _GENERATORS if hasattr(library, n)), None)
-    generator = None if name is None or trace is None else getattr(library, name)
+    generator = None if name is None or (trace is None and doubt is None) else getattr(library, name)
 
     def generate(function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
-        assert trace is not None and generator is not None
+        assert generator is not None
         if not torch.is_grad_enabled():
             yield from generator(function, *rest, **kwargs)
+            return
+        if trace is None:
+            yield from generator(glanced(function, repeats=True), *rest, **kwargs)
             return
         region = Region(function, rest[0] if rest and isinstance(rest[0], tuple) else rest, trace, model, names)
         regions.append(region)

@@ -43,6 +43,8 @@ class Change(NamedTuple):
 
 
 State = dict[str, Entry]
+Doubt = tuple[str, str]
+"""Module and name of a piece of state."""
 
 
 def capture(modules: Sequence[nn.Module], names: dict[int, str]) -> State:
@@ -65,6 +67,23 @@ def capture(modules: Sequence[nn.Module], names: dict[int, str]) -> State:
             token = (storage_of(held.tensor), version_of(held.tensor))
             state[full.path] = Entry("tensor", token, full, full.module, full.name, held.owner or type(top))
     return state
+
+
+class Glance:
+    """State of modules at one moment, by what it must have in common with another; it keeps no tensor and no function alive."""
+
+    def __init__(self, modules: Sequence[nn.Module], names: dict[int, str]) -> None:
+        self.modules, self.names = modules, names
+        self.tokens = self._take()
+
+    def _take(self) -> dict[str, tuple[Doubt, Any]]:
+        state = capture(self.modules, self.names).items()
+        return {key: ((e.module, e.name), id(e.token) if e.kind == "code" else e.token) for key, e in state}
+
+    def doubts(self) -> set[Doubt]:
+        """What is different now."""
+        now = self._take()
+        return {(now.get(key) or self.tokens[key])[0] for key in {*self.tokens, *now} if self.tokens.get(key) != now.get(key)}
 
 
 def differences(before: State, after: State, trace: Trace, end: int) -> list[Change]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.diagnostics import GraphError, Guard
 from omni.diagnostics.snapshot import undone
+from omni.diagnostics.trace import Trace
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, data
 
@@ -202,6 +204,80 @@ def test_zeros_of_zero_grad_are_no_gradient():
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
     assert [(f.kind, f.tensor) for f in guard.findings] == [("no_gradient", "1.weight, 1.bias")]
+
+
+# --- checkpointed parts without being asked for a trace ----------------------------------------------------------------
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each trace."""
+    traces: list[int] = []
+
+    class Counted(Trace):
+        def __init__(self, *args: Any) -> None:
+            traces.append(1)
+            super().__init__(*args)
+
+    monkeypatch.setattr("omni.diagnostics.guard.Trace", Counted)
+    return traces
+
+
+def hook_gone_reentrant() -> programs.Program:
+    model = nn.Linear(WIDTH, WIDTH)
+
+    def loss(i: int) -> torch.Tensor:
+        handle = model.register_forward_hook(programs.double)
+        out = library.checkpoint(model, data(i).requires_grad_(), use_reentrant=True)
+        handle.remove()
+        return out.square().mean()
+
+    return programs.train(model, loss)
+
+
+@pytest.mark.parametrize("run", [True, False])
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (programs.checkpointed_state, "self.seen = 0.5 * self.seen.detach() + key.detach()"),
+        (lambda: programs.hook_gone(False), "def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:"),
+        (hook_gone_reentrant, "def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:"),
+    ],
+)
+def test_a_part_that_is_repeated_otherwise_shows_in_the_next_step(make, line, run, traced):
+    """Nobody asks for a trace, and no error is raised."""
+    torch.manual_seed(0)
+    program = make()
+    guard = Guard(program.model, program.optimizer)
+    for i in range(6):
+        if run:
+            guard.run(lambda i=i: program.step(i))
+        else:
+            with guard.step():
+                program.step(i)
+        assert [f.kind for f in guard.findings] == ["recompute"] * (i > 0)
+    assert guard.findings[0].place is not None and guard.findings[0].place.code == line
+    assert len(traced) == 1
+
+
+def test_a_hook_that_only_looks_costs_one_trace(traced):
+    """It is a new one in every step, and gone before backward."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    seen: list[torch.Tensor] = []
+
+    def loss(i: int) -> torch.Tensor:
+        handle = model[0].register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+        out = library.checkpoint(model, data(i), use_reentrant=False)
+        handle.remove()
+        return out.square().mean()
+
+    program = programs.train(model, loss)
+    guard = Guard(program.model, program.optimizer)
+    for i in range(9):
+        with guard.step():
+            program.step(i)
+        assert len(traced) == (i > 0)
+    assert guard.report() == ""
 
 
 class Cache:

@@ -148,6 +148,9 @@ def test_a_deep_copy_under_accelerate_runs_its_own_weights(kind):
             changed = edited(x)
         assert torch.equal(model(x), plain) and not torch.equal(changed, plain)
     assert guard.report() == ""
+    edited.to(torch.float64)
+    moved = [one[2].weight.dtype == torch.float64 for one in (model, edited)]
+    assert moved == [kind == "dispatched", kind == "hook"], "the trap is gone: say so in docs/gradients.md"
 
 
 @pytest.mark.parametrize("asked", [False, True])
