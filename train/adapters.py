@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from omni.checkpoint.peft import check_base, checksum, load_adapter, save_adapter
-from omni.model.lora import LoRAConfig, add_adapter, attach, linears_of
+from omni.model.lora import LoRAConfig, add_adapter, attach, linear_of, linears_of
 from omni.model.lora_weights import replace_whole, weights_of
 from omni.model.quantize import quantize
 from omni.patterns import match_names
@@ -44,8 +45,11 @@ class LoRASection(LoRAConfig):
     merged: bool = True
 
 
-def apply(model: nn.Module, section: LoRASection) -> int:
-    """Give a model the adapters of a run.
+def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32) -> int:
+    """Give a model the adapters of a run, in fp32.
+
+    Args:
+        dtype: what weights of 4 bits are multiplied in (`train.precision.quantized_type`).
 
     Returns:
         the checksum of the weights below them (`omni.checkpoint.peft.checksum`), which are then quantised if asked.
@@ -64,9 +68,12 @@ def apply(model: nn.Module, section: LoRASection) -> int:
         check_base(given, lambda name: linears[name].weight, f"lora.init_from {section.init_from}")
         replace_whole(model, given, f"lora.init_from {section.init_from}")
     if section.quantize is not None:
-        quantize(model, section.quantize, section.quantize_targets)
+        held = {name: linear_of(model, name) for name in quantize(model, section.quantize, section.quantize_targets, dtype)}
+        biases = [f"{name}.bias" for name, linear in held.items() if linear.bias is not None]
+        for name in match_names(section.trainable, biases, "lora.trainable", strict=False):  # bitsandbytes casts them in place
+            held[name.removesuffix(".bias")].compute_dtype = torch.float32  # type: ignore[assignment]
     if given is not None:
-        attach(model, given.modules())
+        attach(model, {name: pair.float() for name, pair in given.modules().items()})
     else:
         add_adapter(model, section)
     return base

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from train.objective import Objective, cells, targets
 from train.optim import describe
 from train.parallel import build_fabric, launch, leave
 from train.parse import read_fit_config
+from train.precision import quantized_type
 from train.shelf import write_text
 from train.validation import build_validator
 
@@ -82,7 +84,7 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
     """The parts of a real run: our model, objective, data, validation and export."""
     model, lora = initial.model, config.lora
-    base = adapters.apply(model, lora) if lora is not None else None
+    base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     validator = build_validator(
@@ -101,7 +103,9 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
             adapter = adapters.save(folder, model, weights, base, config.model.init_from)
             if not lora.merged:
                 return adapter
-        codec, extra, plain = initial.codec_folder, initial.extra, merged_state(model, weights)
+        codec, extra = initial.codec_folder, initial.extra
+        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32  # a base and what learnt may differ
+        plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from omni.errors import UserError
 from omni.model.quantize import is_quantized
 from train.config import FabricConfig
+from train.precision import AdapterPrecision
 
 T = TypeVar("T")
 
@@ -44,15 +45,19 @@ def build_fabric(config: FabricConfig) -> Fabric:
     strategy: Any = config.strategy
     if strategy == "fsdp":
         strategy = ModelParallelStrategy(shard, timeout=PATIENCE)
+    if os.environ.get("LT_PRECISION") == "bf16-true":
+        raise UserError("`fabric run --precision bf16-true` rounds adapters: leave it out there, and set fabric.precision")
     # `fabric run` speaks through LT_* variables; Fabric's own defaults are what does not contradict them.
-    precision: Any = None if config.precision == "32-true" else config.precision
+    precision: Any = None if config.precision in ("32-true", "bf16-true") else config.precision
+    half = AdapterPrecision() if config.precision == "bf16-true" else None
     try:
-        return Fabric(
+        fabric = Fabric(
             accelerator=config.accelerator,
             devices=devices,
             num_nodes=num_nodes,
             strategy=strategy,
             precision=precision,
+            plugins=half,
         )
     except (ValueError, RuntimeError, ImportError, TypeError) as error:  # Fabric raises all of these for bad combinations
         reason = " ".join(str(error).split())
@@ -62,6 +67,9 @@ def build_fabric(config: FabricConfig) -> Fabric:
             f"fabric: accelerator {config.accelerator}, devices {devices}, strategy {config.strategy}, precision "
             f"{config.precision} cannot be had here: {reason}"
         ) from error
+    if half is not None:
+        half.device = fabric.device.type
+    return fabric
 
 
 def launch(fabric: Fabric) -> None:
@@ -117,6 +125,8 @@ def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | s
 def shard(module: nn.Module, mesh: Any) -> nn.Module:
     """FSDP2: every block of a module list by itself, and the rest as the root. Quantised weights are packed in shapes of their
     library's and cannot be sliced: every process holds all of them.
+
+    What learns in a group is of one type, as FSDP2 wants it; what stands still may be of another one.
 
     Fabric hands over a mesh of nodes x devices meant for tensor parallelism within a node; here parameters are sharded over
     all processes alike.

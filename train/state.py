@@ -256,7 +256,9 @@ def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.op
         if p is None or p not in fused:
             continue
         if tuple(meta.size) == tuple(p.shape):
-            optimizer.state[p][key] = torch.zeros_like(p, dtype=meta.properties.dtype).detach()
+            kind = meta.properties.dtype
+            kind = torch.promote_types(kind, p.dtype) if kind.is_floating_point else kind  # adapters in bf16 learn on in fp32
+            optimizer.state[p][key] = torch.zeros_like(p, dtype=kind).detach()
         else:
             device = p.device if fused[p] or len(meta.size) else "cpu"
             optimizer.state[p][key] = torch.zeros(meta.size, dtype=meta.properties.dtype, device=device)

@@ -67,7 +67,7 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     coded = {target: linear for target, linear in linears.items() if is_quantized(linear)}
     inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
     out = {key: value for key, value in state.items() if key not in inside and not key.startswith(beside)}
-    out |= {f"{target}.weight": dense_weight(linear).cpu() for target, linear in coded.items()}
+    out |= {f"{target}.weight": dense_weight(linear).float().cpu() for target, linear in coded.items()}
     for target, part in parts.items():
         key = f"{target}.weight"
         total = out[key].float()

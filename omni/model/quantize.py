@@ -48,10 +48,11 @@ def dense_weight(linear: nn.Module) -> Tensor:
 
 
 def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch.dtype = torch.float32) -> list[str]:
-    """Hold the weights of linears in 4 bits (nf4 with double quantisation) or 8, in place; their outputs are of `dtype`.
+    """Hold the weights of linears in 4 bits (nf4 with double quantisation) or 8, in place; outputs are of the inputs' type.
 
     Args:
         patterns: names of the linears (`omni.patterns`).
+        dtype: of the products of nf4, and of what its weights are unpacked to; those of int8 follow the inputs.
 
     Returns:
         names of the linears that were quantised.
@@ -81,7 +82,7 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
             # In eval mode bitsandbytes would repack the weight for a faster, rounded product, through which nothing learns.
             new.support_avx512bf16_for_cpu = False
             new.weight = bnb.nn.Params4bit(
-                linear.weight.detach().to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=True
+                linear.weight.detach(), requires_grad=False, quant_type="nf4", compress_statistics=True
             )
         else:
             new = bnb.nn.Linear8bitLt(
@@ -92,6 +93,8 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
             )
         new.bias = linear.bias
         new = new.to(device)
+        if kind == "nf4":
+            new.weight.quant_state.dtype = dtype
         place, _, last = name.rpartition(".")
         setattr(model.get_submodule(place), last, new)
     return names

@@ -20,7 +20,7 @@ from omni.model.lora_weights import merged_state
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
-from tests.train.toys import ToyModel, adapted_parts, final_tensors, toy_config, toy_fit
+from tests.train.toys import ToyModel, adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit
 from train import adapters
 from train.adapters import LoRASection
 from train.config import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig, Rule
@@ -29,6 +29,7 @@ from train.fit import build_parts, dry_run
 from train.initial import build_initial
 from train.parallel import build_fabric
 from train.plan.parameters import count_parameters, paper_model
+from train.precision import quantized_type
 
 SECTION = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",))
 LEARNT = {f"blocks.{i}.1.lora.default.{half}" for i in range(2) for half in "ab"} | {"audio_head.weight"}
@@ -36,11 +37,14 @@ LEARNT = {f"blocks.{i}.1.lora.default.{half}" for i in range(2) for half in "ab"
 
 def test_only_adapters_and_what_is_named_learn_and_are_stored(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    before = ToyModel().state_dict()
-    _, weights = toy_fit(toy_config(tmp_path, lora=SECTION), adapted_parts(SECTION))
-    moved = {name for name, t in before.items() if not t.equal(weights[f"model.model.{name}"])}
-    assert moved == {"audio_head.weight"}
-    assert all(weights[f"model.model.{name}"].abs().max() > 0 for name in LEARNT)
+    plain = ToyModel().state_dict()
+    parts = adapted_parts(SECTION)
+    before = {name: t.clone() for name, t in parts.objective.state_dict().items()}
+    assert all(t.equal(before[f"model.{name}"]) for name, t in plain.items())
+    _, weights = toy_fit(toy_config(tmp_path, lora=SECTION), parts)
+    moved = {name.removeprefix("model.") for name, t in before.items() if not t.equal(weights[f"model.{name}"])}
+    assert moved == LEARNT
+    assert_adapters_learn(tmp_path, SECTION)
     stored = final_tensors(tmp_path)
     assert {name.removeprefix("model.model.") for name in stored if name.startswith("model.")} == LEARNT
     assert {name.removeprefix("average.model.") for name in stored if name.startswith("average.")} == LEARNT
@@ -96,7 +100,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "base"
 
 
-def run_of(base: Path, folder: Path, section: LoRASection) -> FitConfig:
+def run_of(base: Path, folder: Path, section: LoRASection, precision: str = "32-true") -> FitConfig:
     source = SourceConfig(kind="spoken-digits", tasks={"A1A2": 1.0})
     return FitConfig(
         budget=BudgetConfig(steps=2),
@@ -104,19 +108,25 @@ def run_of(base: Path, folder: Path, section: LoRASection) -> FitConfig:
         data=DataConfig(sources=(source,), packing=PackingConfig(rows=1, length=256, buffer=2)),
         run_folder=str(folder),
         lora=section,
-        fabric=FabricConfig(accelerator="cpu", devices=1),
+        fabric=FabricConfig(accelerator="cpu", devices=1, precision=precision),  # type: ignore[arg-type]
     )
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
-def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Path, quantize) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "precision"),
+    [*((kind, "32-true") for kind in (None, "nf4", "int8")), ("nf4", "bf16-mixed"), ("nf4", "bf16-true")],
+)
+def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Path, quantize, precision: str) -> None:
     """The adapter as PEFT's folder, the model with it inside, and both again as the beginning of another run."""
     section = LoRASection(rank=2, trainable=("adapter.*",), quantize=quantize)
-    config = run_of(base, tmp_path / "run", section)
+    config = run_of(base, tmp_path / "run", section, precision)
     initial = build_initial(config.model, 0)
     fabric = build_fabric(config.fabric)
     parts = build_parts(replace(config, validation=replace(config.validation, questions=0)), initial, fabric, tmp_path / "run")
     model = initial.model
+    held = [part for part in model.modules() if type(part).__name__ == "Linear4bit"]
+    assert len(held) == (14 if quantize == "nf4" else 0)
+    assert {part.compute_dtype for part in held} <= {torch.float32 if precision == "32-true" else torch.bfloat16}
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(".b") or name.startswith("adapter."):
@@ -128,11 +138,12 @@ def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Pa
     folder = parts.export(model.state_dict())
     assert folder == tmp_path / "run" / "model"
     plain, wanted = load_folder(folder).model, merged_state(model, model.state_dict())
-    assert all(torch.equal(t, wanted[name]) for name, t in plain.state_dict().items())
+    assert all(torch.equal(t, wanted[name].to(t.dtype)) for name, t in plain.state_dict().items())
+    assert {t.dtype for t in plain.state_dict().values()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
     adapter = load_adapter(tmp_path / "run" / "adapter")
     assert set(adapter.whole) == {"adapter.project.weight", "adapter.project.bias"} and len(adapter.pairs) == 14
     again = build_initial(config.model, 0).model
-    adapters.apply(again, replace(section, init_from=str(tmp_path / "run" / "adapter")))
+    adapters.apply(again, replace(section, init_from=str(tmp_path / "run" / "adapter")), quantized_type(precision))
     found = merged_state(again, again.state_dict())
     for name, tensor in wanted.items():
         assert_near(found[name], tensor, 1e-6, name)

@@ -18,9 +18,8 @@ import torch
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
-from tests.train.toys import adapted_parts, final_tensors, toy_config, toy_fit, toy_parts
+from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train import parallel, shelf
-from train.adapters import LoRASection
 from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig
 from train.logs import METRICS, read_table
 from train.parallel import build_fabric, compile_blocks, placement
@@ -69,8 +68,10 @@ def two_processes(options: dict[str, Any], launcher: str, seconds: float = 120) 
     return [process.returncode for process in processes]
 
 
-def losses(folder: Path) -> torch.Tensor:
-    return torch.tensor([[row["loss"], row["loss/audio0"], row["loss/text"]] for row in read_table(folder / METRICS)])
+def losses(folder: Path, *names: str) -> torch.Tensor:
+    return torch.tensor(
+        [[row[n] for n in names or ("loss", "loss/audio0", "loss/text")] for row in read_table(folder / METRICS)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"folder": str(top / "one-then-two"), "fabric": ddp},
         {"folder": str(top / "one-then-sharded"), "fabric": fsdp},
     ]
-    adapted = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",))
+    adapted = toy_lora()
     toy_fit(toy_config(top / "lora-one", lora=adapted, **LINES), adapted_parts(adapted))
     together += [
         {"folder": str(top / "lora-ddp"), "fabric": ddp, "lora": True},
@@ -121,6 +122,8 @@ def test_two_processes_learn_what_one_learns(runs: Path, strategy: str, lora: st
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    if lora:
+        assert_adapters_learn(runs / f"{lora}{strategy}", toy_lora())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -239,6 +242,10 @@ def test_impossible_combinations_are_one_line(tmp_path: Path, monkeypatch: pytes
         build_fabric(FabricConfig(accelerator="cpu", devices=1))
     monkeypatch.setenv("LT_DEVICES", "1")
     assert build_fabric(FabricConfig(accelerator="cpu")).world_size == 1
+    monkeypatch.setenv("LT_PRECISION", "bf16-true")
+    with pytest.raises(UserError, match=r"`fabric run --precision bf16-true` .*: leave it out there, and set fabric.precision"):
+        build_fabric(FabricConfig(accelerator="cpu", precision="bf16-true"))
+    monkeypatch.delenv("LT_PRECISION")
     with pytest.raises(UserError, match=r"4 micro-batches a step cannot be shared by 3"):
         from train.data.loader import process_lanes
 

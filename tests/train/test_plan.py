@@ -106,7 +106,7 @@ def _tensors(weight: Any) -> list[torch.Tensor]:
 def test_quantised_weights_are_whole_in_every_process() -> None:
     config, model = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4")), shape()
     packed, one = packed_bytes(paper_model(config, model)), phases_of(config, model, 1, cuda=False)["optimizer"]
-    spread = sharded("optimizer", one, paper_model(config, model), 4, 4)
+    spread = sharded("optimizer", one, paper_model(config, model), 4, 4, 4)
     assert spread["weights"] == pytest.approx(packed + (one["weights"] - packed) / 4)
     phase = estimate(config, model)
     assert phase.total >= dense_bytes(paper_model(config, model))  # a CPU's process reads the base whole
@@ -193,6 +193,28 @@ def test_parameters_are_the_models(model: ModelConfig) -> None:
     assert counts["decoder blocks"].total == sum(p.numel() for p in blocks)
     assert counts["adapter"].trainable == counts["adapter"].total and counts["encoder"].trainable == 0
     assert counts["heads"].trainable == real.decoder.audio_head.weight.numel()
+
+
+def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
+    """As `train.precision.AdapterPrecision` has it; the optimizer's state and the gradients follow."""
+    model, lora = shape(tie_text=True), LoRASection(rank=4, trainable=("adapter.*", "decoder.text_embedding.*"))
+    config = replace(run(precision="bf16-true"), lora=lora)
+    paper, parts = paper_model(config, model), phases_of(config, model, 1, cuda=False)["optimizer"]
+    learning = sum(p.numel() for p in paper.parameters() if p.requires_grad)
+    still = sum(t.numel() for t in paper.parameters() if not t.requires_grad)
+    buffers = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in paper.buffers())
+    assert parts["weights"] == pytest.approx(2 * still + 4 * learning + buffers, rel=0.001)
+    assert parts["gradients"] == pytest.approx(4 * learning)
+    assert parts["optimizer"] == pytest.approx(8 * learning, rel=0.01)
+    two = replace(config, fabric=replace(config.fabric, devices=2), data=replace(config.data, micro_batches=2))
+    ddp, fsdp = (estimate(replace(two, fabric=replace(two.fabric, strategy=name)), model) for name in ("ddp", "fsdp"))
+    assert ddp.parts["communication"] == 4 * learning
+    assert fsdp.parts["weights"] == pytest.approx(parts["weights"] / 2, rel=0.001)
+    root, block = (
+        sum(p.numel() * (4 if p.requires_grad else 2) for n, p in paper.named_parameters() if ("blocks." in n) == inside)
+        for inside in (False, True)
+    )
+    assert root < fsdp.parts["communication"] < root + block + 4 * learning + 1
 
 
 def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:

@@ -36,6 +36,7 @@ from train.config import (
 from train.loop import Loop, Outcome, Parts
 from train.objective import Losses
 from train.parallel import build_fabric, leave
+from train.precision import quantized_type
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
 
@@ -82,12 +83,12 @@ class ToyObjective(nn.Module):
     def forward(self, batch: ToyBatch, denominators: Tensor, progress: float = 1.0) -> Losses:
         hidden = self.model(batch.tokens)
         total = hidden.new_zeros(())
-        sums, counts = hidden.new_zeros(len(TASKS), 2), hidden.new_zeros(len(TASKS), 2)
+        sums, counts = (torch.zeros(len(TASKS), 2, dtype=torch.float32, device=hidden.device) for _ in "ab")
         for k, head in enumerate((self.model.audio_head, self.model.text_head)):
             logits = head(hidden)
             each = F.cross_entropy(logits.transpose(1, 2), batch.targets[:, k], reduction="none")  # [R, T]
             total = total + each.sum() / denominators[k].clamp_min(1)
-            sums[:, k].index_add_(0, batch.task, each.detach().sum(1))
+            sums[:, k].index_add_(0, batch.task, each.detach().float().sum(1))
             counts[:, k].index_add_(0, batch.task, (batch.targets[:, k] != -100).float().sum(1))
         return Losses(total, sums, counts, total.new_zeros(()), total.new_zeros(()))
 
@@ -162,11 +163,22 @@ def toy_lora(base: Any = True) -> LoRASection:
     )
 
 
-def adapted_parts(section: LoRASection, before: Callable[[int], None] = lambda step: None) -> Parts:
+def adapted_parts(section: LoRASection, before: Callable[[int], None] = lambda step: None, precision: str = "32-true") -> Parts:
     """The same model with adapters."""
     parts = toy_parts(before)
-    base = apply(parts.objective.get_submodule("model"), section)
+    base = apply(parts.objective.get_submodule("model"), section, quantized_type(precision))
     return replace(parts, rows={"the checksum of the weights below the adapters": base})
+
+
+def assert_adapters_learn(folder: Path | str, section: LoRASection) -> None:
+    """Nearly every value of A and B in a run's last checkpoint has had a gradient, and is another one than at the beginning."""
+    found, begun = final_tensors(folder), adapted_parts(section).objective.state_dict()
+    pairs = {name: t for name, t in begun.items() if ".lora." in name}
+    assert len(pairs) == 4
+    for name, before in pairs.items():
+        assert (found[f"optimizer.{name}.exp_avg_sq"] > 0).float().mean() > 0.95, name
+        after = found[f"model.{name}"]
+        assert (after != before.to(after.dtype)).float().mean() > 0.95, name
 
 
 def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dict[str, Tensor]]:
@@ -201,10 +213,10 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes.
 
-    Options of a run: folder, fabric (its fields), steps, every (steps between checkpoints), lora (true, or how the base is
-    quantised), guard, kill: [signal, step] (the first process sends itself a signal before that step), block: [path, step]
-    (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path ends in
-    `writing`, a file in place of the folder).
+    Options of a run: folder, fabric and optimizer (their fields), steps, every (steps between checkpoints), lora (true, or how
+    the base is quantised), guard, kill: [signal, step] (the first process sends itself a signal before that step), block:
+    [path, step] (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path
+    ends in `writing`, a file in place of the folder).
     """
     code = 0
     for run in options.get("runs", [options]):
@@ -230,11 +242,13 @@ def main(options: dict[str, Any]) -> int:
             guard=run.get("guard", False),
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
             budget=BudgetConfig(steps=run.get("steps", 8)),
+            optimizer=OptimizerConfig(**{"lr": 1e-2, **run.get("optimizer", {})}),
             checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None),
             log=LogConfig(every=1, progress="lines"),
         )
         try:
-            outcome, _ = toy_fit(config, adapted_parts(lora, before) if lora is not None else toy_parts(before))
+            parts = toy_parts(before) if lora is None else adapted_parts(lora, before, config.fabric.precision)
+            outcome, _ = toy_fit(config, parts)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -17,7 +17,8 @@ from train.config import FitConfig
 from train.data.batch import Batch
 from train.objective import cells, targets
 from train.parallel import Team
-from train.plan.step import HALVES, Balance, Workbench
+from train.plan.step import Balance, Workbench
+from train.precision import product_type
 
 
 class _Fabric:
@@ -38,9 +39,9 @@ class _Fabric:
 class _Wrapped(nn.Module):
     """The objective in the run's precision."""
 
-    def __init__(self, objective: nn.Module, kind: str, precision: str) -> None:
+    def __init__(self, objective: nn.Module, kind: str, products: torch.dtype | None) -> None:
         super().__init__()
-        self.objective, self.kind, self.products = objective, kind, HALVES.get(precision)
+        self.objective, self.kind, self.products = objective, kind, products
 
     def forward(self, *args: Any) -> Any:
         with torch.autocast(self.kind, self.products) if self.products is not None else nullcontext():
@@ -56,7 +57,7 @@ def balance_of(bench: Workbench, config: FitConfig, batch: Batch, lanes: int, de
     fabric: Any = _Fabric(device)
     streams = bench.objective.model.layout.names
     aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0
-    module = _Wrapped(bench.objective, device.type, config.fabric.precision)
+    module = _Wrapped(bench.objective, device.type, product_type(config.fabric.precision, config.lora is not None))
     team = Team(fabric)
     balancing = Balancing(section, given, fabric, module, bench.named, tuple(TASKS), streams, targets, team, lanes, aligned)
 

@@ -85,7 +85,8 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
     model = paper_model(config, shape)
     if world > 1 or strategy == "fsdp":
         share = sharded if strategy == "fsdp" else replicated
-        phases = {name: share(name, parts, model, world, _bytes_each(config)) for name, parts in phases.items()}
+        size, learning = _bytes_each(config)
+        phases = {name: share(name, parts, model, world, size, learning) for name, parts in phases.items()}
     if not cuda and config.lora is not None and config.lora.quantize is not None:
         phases["loading"] = loading(config.lora.quantize, model, phases)
     name, parts = max(phases.items(), key=lambda item: sum(item[1].values()))
@@ -101,8 +102,10 @@ def loading(kind: Kind, model: SpeechModel, phases: Mapping[str, Snapshot]) -> S
     return {**empty, "weights": float(whole), "working": float(MAKING[kind] * largest)}
 
 
-def _bytes_each(config: FitConfig) -> int:
-    return 2 if config.fabric.precision == "bf16-true" else 4
+def _bytes_each(config: FitConfig) -> tuple[int, int]:
+    """Bytes of a value that stands still, and of one that learns (see `train.precision.AdapterPrecision`)."""
+    size = 2 if config.fabric.precision == "bf16-true" else 4
+    return size, size if config.lora is None else 4
 
 
 def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: bool) -> dict[str, Snapshot]:
@@ -157,35 +160,43 @@ def _phases_of(question: _Question) -> dict[str, Snapshot]:
 # --- what processes share -----------------------------------------------------------------------------------------------
 
 
-def replicated(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int) -> Snapshot:
+def replicated(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int, learning: int) -> Snapshot:
     """DDP: every process holds everything, and its gradients once more in the buckets that are exchanged."""
-    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {**parts, "communication": float(size * learning)}
+    return {**parts, "communication": float(sum(p.numel() for p in model.parameters() if p.requires_grad) * learning)}
 
 
-def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int) -> Snapshot:
+def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int, learning: int) -> Snapshot:
     """FSDP2 as `train.parallel.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
     quantised weights whole in every process.
 
     Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, adapter), which is not given
     back after its forward pass, and of two blocks, the one at work and the next. During the backward pass it also holds the
     root's gradients and one block's whole.
+
+    Args:
+        size, learning: bytes of a value that stands still, and of one that learns.
     """
     blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    sizes = [sum(p.numel() for p in block.parameters() if p.is_floating_point()) for block in blocks]
-    root = sum(p.numel() for p in model.parameters() if p.is_floating_point()) - sum(sizes)
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    learning = sum(p.numel() for p in model.parameters() if p.requires_grad and id(p) not in inside)
-    largest = max(sizes)
+
+    def gathered(part: nn.Module) -> int:
+        floating = [p for p in part.parameters() if p.is_floating_point()]
+        return sum(p.numel() * (learning if p.requires_grad else size) for p in floating)
+
+    def gradients(part: nn.Module) -> int:
+        return sum(p.numel() * learning for p in part.parameters() if p.requires_grad)
+
+    sizes = [gathered(block) for block in blocks]
+    root, largest = gathered(model) - sum(sizes), max(sizes)
     extra = 0.0
     if phase not in ("optimizer", "average", "balance"):
         extra = float(root + min(2 * largest, sum(sizes)))
     if phase.startswith("backward"):
-        extra += learning + largest * any(p.requires_grad for block in blocks for p in block.parameters())
+        found = [gradients(block) for block in blocks]
+        extra += gradients(model) - sum(found) + max(found)
     out = dict(parts)
     shared = ["weights", "gradients", "optimizer", "average", "balance"]
     for part in shared + ["working"] * (phase in ("optimizer", "average")):
         out[part] = parts[part] / world
     packed = packed_bytes(model)
     out["weights"] += packed * (1 - 1 / world)
-    return {**out, "communication": extra * size if world > 1 else 0.0}
+    return {**out, "communication": extra if world > 1 else 0.0}

@@ -95,7 +95,8 @@ def _true(config: FitConfig) -> Knob | None:
     if config.fabric.precision == "bf16-true":
         return None
     changed = replace(config, fabric=replace(config.fabric, precision="bf16-true"))
-    return Knob("--fabric.precision bf16-true", "weights and optimizer rounded: small updates are lost", changed)
+    cost = "weights and optimizer rounded: small updates are lost" if config.lora is None else "weights below adapters rounded"
+    return Knob("--fabric.precision bf16-true", cost, changed)
 
 
 def turn_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -> tuple[list[Turned], list[Turned]]:

@@ -6,8 +6,8 @@ What a quantised linear holds, of n = in * out weights (read off bitsandbytes 0.
             tables of the 16 values of a weight and the 256 of a scale
     int8    n bytes, and for every row [in] a scale in fp32
 
-Beside that the matrix is there whole, in the inputs' type, while a forward or a backward product is made of it. int8 keeps its
-inputs outside of what checkpointing drops.
+Beside that the matrix is there whole, in the product's type, while a forward or a backward product is made of it. int8 keeps
+its inputs outside of what checkpointing drops.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ MAKING = {"nf4": 8, "int8": 11}
 """Bytes for each weight of a matrix while it is quantised on a CPU: its scaled copy and the codes, or rows in fp32 and fp16."""
 
 
-def adapt(model: nn.Module, section: LoRASection | None, paper: bool) -> None:
+def adapt(model: nn.Module, section: LoRASection | None, paper: bool, dtype: torch.dtype = torch.float32) -> None:
     """Adapters as a run has them, on a base in few bits where asked; on `paper` without values, and without bitsandbytes.
+
+    Args:
+        dtype: what weights of 4 bits are multiplied in.
 
     Raises:
         UserError: a pattern that matches no linear, or no bitsandbytes where it is needed.
@@ -38,16 +41,16 @@ def adapt(model: nn.Module, section: LoRASection | None, paper: bool) -> None:
     if section is None:
         return
     if section.quantize is not None:
-        (_on_paper if paper else quantize)(model, section.quantize, section.quantize_targets)
+        (_on_paper if paper else quantize)(model, section.quantize, section.quantize_targets, dtype)
     add_adapter(model, section)
 
 
-def _on_paper(model: nn.Module, kind: Kind, patterns: tuple[str, ...]) -> None:
+def _on_paper(model: nn.Module, kind: Kind, patterns: tuple[str, ...], dtype: torch.dtype) -> None:
     names = chosen_linears(model, patterns)
     for name in names:
         linear: Any = model.get_submodule(name)
         place, _, last = name.rpartition(".")
-        setattr(model.get_submodule(place), last, PaperLinear(linear, kind))
+        setattr(model.get_submodule(place), last, PaperLinear(linear, kind, dtype))
 
 
 def packed_bytes(model: nn.Module) -> int:
@@ -69,9 +72,9 @@ def dense_bytes(model: nn.Module) -> int:
 class PaperLinear(nn.Linear):
     """A quantised linear of fake or meta tensors, in the place of `linear`."""
 
-    def __init__(self, linear: nn.Linear, kind: Kind) -> None:
+    def __init__(self, linear: nn.Linear, kind: Kind, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.kind, self.on_cuda, device = kind, False, linear.weight.device
+        self.kind, self.dtype, self.on_cuda, device = kind, dtype, False, linear.weight.device
         count = self.in_features * self.out_features
 
         def hold(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
@@ -99,8 +102,9 @@ class PaperLinear(nn.Linear):
         return dense
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return _Product.apply(x, self, bias).to(x.dtype)
+        given = x.to(self.dtype) if self.kind == "nf4" else x
+        bias = None if self.bias is None else self.bias.to(given.dtype)
+        return _Product.apply(given, self, bias).to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -119,6 +123,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
         linear: PaperLinear = ctx.linear
-        dense = linear.dequantize(ctx.dtype if linear.kind == "int8" else torch.float32).to(grad.dtype)
+        dense = linear.dequantize(ctx.dtype if linear.kind == "int8" else linear.dtype).to(grad.dtype)
         bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ dense, None, bias

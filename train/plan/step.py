@@ -16,9 +16,7 @@ from train.data.batch import Batch
 from train.objective import Objective
 from train.optim import Average, Optimizers, build_optimizer, set_trainable
 from train.plan.quantized import adapt
-
-HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""Types that products are made in, by precision."""
+from train.precision import product_type, quantized_type
 
 Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]
 """All passes of a balanced step: given the batches, what is wanted, a forward and a backward pass."""
@@ -61,17 +59,28 @@ def build_workbench(
         model = SpeechModel(shape)  # in its type from the beginning: fake tensors cannot be converted in place
     finally:
         torch.set_default_dtype(usual)
-    adapt(model, config.lora, paper)
+    adapt(model, config.lora, paper, quantized_type(config.fabric.precision))
     model.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(model, config.objective)
     if torch.device(device).type != "cpu":
         objective.to(device)
     set_trainable(model, config.learns)
+    if config.lora is not None:
+        _learn_in_full(model)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
     optimizer = build_optimizer(
         [(name.removeprefix("model."), p) for name, p in learning], config.optimizer, config.fabric.precision
     )
     return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)
+
+
+def _learn_in_full(model: nn.Module) -> None:
+    """What learns, as parameters in fp32."""
+    learning = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    full = {p: nn.Parameter(p.detach().float()) for _, p in learning}
+    for name, p in learning:
+        place, _, last = name.rpartition(".")
+        setattr(model.get_submodule(place), last, full[p])
 
 
 def take_step(
@@ -85,7 +94,7 @@ def take_step(
         enter: told the name of each phase when it begins.
     """
     config, kind = bench.config, wanted.device.type
-    half = HALVES.get(config.fabric.precision)
+    half = product_type(config.fabric.precision, config.lora is not None)
 
     def forward(batch: Batch) -> Tensor:
         enter("forward")
