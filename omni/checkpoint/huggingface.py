@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, check_tokenizer, closest, kept_files, match, text_shapes
+from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, closest, kept_files, match, text_shapes
 from omni.checkpoint.safe import Written, beside, read_json, read_weights, write_file, write_safetensors
+from omni.checkpoint.tokens import COMPANIONS, read_tokenizer
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
 from omni.errors import UserError
-from omni.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,6 @@ FAMILIES = {
 
 WINDOW, FULL_LAYERS = 4096, 28
 """What transformers takes where `sliding_window` and `max_window_layers` are left out."""
-
-COMPANIONS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-"""Small files that are kept with a model (under `extra`) and handed out again with it."""
 
 EMBEDDING, HEAD = "decoder.text_embedding.weight", "decoder.text_head.weight"
 
@@ -88,9 +85,9 @@ def read(path: Path, tokenizer: Path | None = None) -> Foreign:
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and tied_head is not None)
 
     tensors = match(found, names, shapes, path, ignore)
-    words = _tokenizer(tokenizer or path / TOKENIZER, settings, text.size)
-    kept = {name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}
-    return Foreign("hf", path, text, tensors, words, names, {"hf": {CONFIG: settings, **kept}})
+    kept = {CONFIG: settings, **{name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}}
+    words = read_tokenizer(tokenizer or path / TOKENIZER, text.size, path, kept, named=tokenizer is not None)
+    return Foreign("hf", path, text, tensors, words, names, {"hf": kept})
 
 
 def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: bool = False) -> TextConfig:
@@ -221,18 +218,6 @@ def _layer_kinds(settings: Mapping[str, Any], family: Family, where: Path | str)
             "file again"
         )
     return kinds
-
-
-def _tokenizer(path: Path, settings: Mapping[str, Any], size: int) -> Tokenizer:
-    if not path.is_file():
-        raise UserError(f"{path} is missing; give the model's tokenizer.json with --tokenizer")
-    words = Tokenizer.from_file(path)
-    check_tokenizer(words, size, path)
-    ends = settings.get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [ends]:
-        if isinstance(end, int) and words.inner.id_to_token(end) is None:
-            raise UserError(f"{path} has no token {end}, which {CONFIG} calls the end (eos_token_id); it is another model's")
-    return words
 
 
 def _same(a: Lazy, b: Lazy | None) -> bool:

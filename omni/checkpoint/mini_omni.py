@@ -28,7 +28,6 @@ from omni.checkpoint import whisper_weights
 from omni.checkpoint.folder import TOKENIZER
 from omni.checkpoint.foreign import Foreign, Lazy, Watch, cast, check_tokenizer, kept_files, match, one_dtype
 from omni.checkpoint.grow import fresh
-from omni.checkpoint.huggingface import COMPANIONS
 from omni.checkpoint.litgpt import (
     AUDIO_EMBEDDING,
     AUDIO_HEAD,
@@ -42,9 +41,9 @@ from omni.checkpoint.litgpt import (
 )
 from omni.checkpoint.mini_omni_config import check_fits, model_config, read_settings, their_settings
 from omni.checkpoint.safe import PIECE, Written, beside, pieces, read_json, read_torch, state_of, write_file
+from omni.checkpoint.tokens import COMPANIONS, WORDS, read_tokenizer
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.text import Tokenizer
 
 WEIGHTS, SETTINGS, WHISPER = "lit_model.pth", "model_config.yaml", "small.pt"
 
@@ -105,7 +104,13 @@ def read(
         tensors |= fresh(SpeechEncoder, (heard,), "encoder.", 0, next(iter(tensors.values())).dtype)
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     kept = {name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}
-    words = _tokenizer(tokenizer or path / TOKENIZER, kept, config.layout.text.size)
+    if kept.get(WORDS, {}).get("add_bos_token"):
+        raise UserError(
+            f"{path / WORDS}: add_bos_token is true: texts then begin with a token that mini-omni's have not; is it another "
+            "model's?"
+        )
+    rows = config.layout.text.size
+    words = read_tokenizer(tokenizer or path / TOKENIZER, rows, path, kept, named=tokenizer is not None)
     extra = {"mini-omni": {SETTINGS: settings, **kept}}
     return Foreign("mini-omni", path, config, cast(tensors, dtype), words, names, extra)
 
@@ -121,19 +126,6 @@ def _whisper(path: Path) -> Foreign:
             "folder of it) with --encoder"
         )
     return whisper_weights.read(path / WHISPER)
-
-
-def _tokenizer(path: Path, kept: Mapping[str, Any], size: int) -> Tokenizer:
-    if not path.is_file():
-        raise UserError(f"{path} is missing; give the model's tokenizer.json with --tokenizer")
-    if kept.get("tokenizer_config.json", {}).get("add_bos_token"):
-        raise UserError(
-            f"{path.parent}/tokenizer_config.json: add_bos_token is true: texts then begin with a token that mini-omni's "
-            "have not; is it another model's?"
-        )
-    words = Tokenizer.from_file(path)
-    check_tokenizer(words, size, path)
-    return words
 
 
 # --- out --------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from torch import Tensor
 from omni import SpeechLM
 from omni.audio.snac import to_levels
 from omni.checkpoint import mini_omni, streamed
-from omni.checkpoint.folder import load_folder
+from omni.checkpoint.folder import TOKENIZER, load_folder
 from omni.checkpoint.foreign import Lazy
 from omni.checkpoint.litgpt import split
 from omni.layout import Layout
@@ -123,7 +123,7 @@ def theirs(s: Setting, ends: dict[str, Rows]) -> Iterator[tuple[str, Any]]:
         yield f"logits {LAYOUT.names[k]}", logits.detach()
     weighting([*audio, text]).backward()
     found = {name: Lazy.of(p.grad) for name, p in gpt.named_parameters()}
-    source = mini_omni.read(s.folder)
+    source = mini_omni.read(s.folder, tokenizer=s.folder / TOKENIZER)
     for name, grad in split(found, source.config)[0].items():  # type: ignore[arg-type]
         yield f"gradient {name}", grad()
     gpt.zero_grad(set_to_none=True)
@@ -214,7 +214,7 @@ def our_delay() -> Iterator[tuple[str, Any]]:
 
 def load_ours(s: Setting, target: Path) -> SpeechModel:
     """The checkpoint through our converter."""
-    streamed.write(mini_omni.read(s.folder), target)
+    streamed.write(mini_omni.read(s.folder, tokenizer=s.folder / TOKENIZER), target)
     return load_folder(target).model
 
 
