@@ -108,7 +108,7 @@ def test_a_set_without_references_and_a_named_column(model: Path, tmp_path: Path
     data = write_voicebench(tmp_path / "bare.parquet", rows)
     assert run(model, data, "--out", tmp_path / "a", *QUICK, "--timed", "0", "--task", "A1T2") == 0
     assert set(report(tmp_path / "a")["figures"]) == {"ended"}
-    columns = ("--columns", "{answer_text: gold}")
+    columns = ("--read.columns", "{answer_text: gold}")
     assert run(model, data, "--out", tmp_path / "b", *QUICK, "--timed", "0", "--task", "A1T2", *columns) == 0
     assert {r["reference"] for r in read_lines(tmp_path / "b" / "answers.jsonl") if "broken" not in r} == {"six"}
 
@@ -193,9 +193,9 @@ def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_p
     with pytest.raises(UserError, match=r"was started with settings"):
         run(model, speech, "--out", out, *quick, "--max_tokens", "11")
     with pytest.raises(UserError, match=r"was started with settings folder \"\", this start has \".*libri\""):
-        run(model, speech, "--out", out, *quick, "--folder", speech)
+        run(model, speech, "--out", out, *quick, "--read.folder", speech)
     with pytest.raises(UserError, match=r"was started with settings prefix \"\", this start has \"/mnt\""):
-        run(model, speech, "--out", out, *quick, "--prefix", "/mnt")
+        run(model, speech, "--out", out, *quick, "--read.prefix", "/mnt")
     with pytest.raises(UserError, match="was started with data"):
         run(model, write_librispeech(tmp_path / "more", 4), "--out", out, *quick)
     assert (out / "answers.jsonl").read_bytes() == kept
@@ -217,7 +217,7 @@ def test_what_cannot_work_is_said_at_once(model: Path, speech: Path, tmp_path: P
         ((model, speech, *out, "--text"), "the text-only score needs rows with a question's text and a reference"),
         ((model, speech, "--out", speech / "results"), "lies in the data"),
         ((model, speech, *out, "--colour", "red"), "eval: .*colour"),
-        ((model, speech, *out, "--task", "T1T2", "--format", "nonsense"), "format 'nonsense' is unknown"),
+        ((model, speech, *out, "--task", "T1T2", "--read.format", "nonsense"), "--read.format 'nonsense' is unknown"),
     ]:
         with pytest.raises(UserError, match=message):
             run(*arguments)

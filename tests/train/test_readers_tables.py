@@ -50,7 +50,8 @@ def test_tables_by_name_and_by_map(tmp_path, ending):
 def test_a_table_without_known_columns_says_how_to_map_them(tmp_path):
     (tmp_path / "a.csv").write_text("audio,text\nq.wav,Hi\n")
     with pytest.raises(
-        UserError, match=r"it has audio, text; map them with columns, such as question_audio=audio question_text=text"
+        UserError,
+        match=r"it has audio, text; map them, such as with --read.columns '{question_audio: audio, question_text: text}'",
     ):
         open_source(tmp_path / "a.csv", Options(format="table"))
 

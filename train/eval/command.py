@@ -14,7 +14,7 @@ import jsonargparse
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task, find_task
-from train.data.readers import READERS, Options
+from train.data.readers import READERS
 from train.eval.answers import answer_all
 from train.eval.compare import Comparison, compare, write_comparison
 from train.eval.config import EvalConfig, Progress
@@ -49,12 +49,9 @@ def evaluate(
         UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
             that could be asked.
     """
-    options = Options(
-        format=config.format, folder=config.folder, prefix=config.prefix, columns=config.columns, language=config.language
-    )
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
-    questions = Questions.spread(open_data(data, options), config.questions)
+    questions = Questions.spread(open_data(data, config.read), config.questions)
     lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     ear = open_ear(config.ear, config.ear_words, config.ear_longest, config.device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.tasks import find_task
+from train.data.readers import Options
 from train.eval.texts import find_normaliser
 
 
@@ -38,11 +38,8 @@ class EvalConfig:
         seed: of the draws; each question draws by itself.
         device: where the model runs, such as cpu or cuda.
         codec_folder: the codec's weights, where they are not in the model folder.
-        format: form of the data, by default recognised: voicebench, rows, or one of the readers of `train data prepare`.
-        folder: where paths in the data start, by default the data's own folder.
-        prefix: beginning that is cut off paths in the data.
-        columns: columns by field of the row, such as {answer_text: output}.
-        language: of rows that do not say.
+        read: about the data and their form, as for `train data prepare`; `read.format` may also be voicebench or rows (those of
+            `train data prepare`).
     """
 
     task: str | None = None
@@ -62,11 +59,7 @@ class EvalConfig:
     seed: int = 0
     device: str = "cpu"
     codec_folder: str | None = None
-    format: str = ""
-    folder: str = ""
-    prefix: str = ""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    language: str = "en"
+    read: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
         if self.task is not None:
@@ -96,9 +89,11 @@ class EvalConfig:
         """The settings that the stored answers depend on: another start may change the others."""
         names = (
             *("normaliser", "ear", "ear_words", "ear_longest", "questions", "batch", "max_seconds", "max_tokens"),
-            *("temperature", "top_k", "seed", "folder", "prefix", "columns", "language"),
+            *("temperature", "top_k", "seed"),
         )
-        return {name: getattr(self, name) for name in names}
+        read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
+        given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
+        return given | {"columns": dict(self.read.columns)}
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

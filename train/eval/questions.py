@@ -109,7 +109,7 @@ def open_data(path: Path, options: Options) -> Source:
             if reader.recognise(path):
                 return reader(path, options)
     elif options.format not in READERS:
-        raise UserError(f"format {options.format!r} is unknown: there are {', '.join([*OWN, *READERS])}")
+        raise UserError(f"--read.format {options.format!r} is unknown: there are {', '.join([*OWN, *READERS])}")
     return open_source(path, options)
 
 

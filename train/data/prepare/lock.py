@@ -1,4 +1,4 @@
-"""One preparation at a time for one output.
+"""One command at a time for one output.
 
 The lock is the operating system's, on a file in the working folder: it falls with the process that holds it, however that
 ended, so nobody has to clear up after a crash. The file says who holds it.
@@ -33,7 +33,7 @@ class FolderLock:
         try:
             import fcntl
         except ImportError as error:
-            raise UserError("data is prepared on Linux or macOS: this system has no file locks of theirs") from error
+            raise UserError("data are written on Linux or macOS: this system has no file locks of theirs") from error
         path = self.folder / NAME
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class FolderLock:
                 os.close(handle)
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise UserError(
-                        f"{self.folder} is in use: {holder} prepares data into it; wait for it, or choose another output"
+                        f"{self.folder} is in use: {holder} writes into it; wait for it, or choose another output"
                     ) from error
                 raise UserError(f"{path} cannot be locked ({error.strerror}): work on another file system") from error
             if _same(handle, path):

@@ -21,7 +21,7 @@ from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
 from train.data.readers.table import Table
 
-__all__ = ["READERS", "Broken", "Options", "Reader", "Source", "len_hint", "open_source", "recognise"]
+__all__ = ["READERS", "Broken", "Options", "Reader", "Source", "open_source", "recognise"]
 
 _ALL: tuple[Reader, ...] = (
     VOICE_ASSISTANT,
@@ -51,7 +51,7 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     for reader in READERS.values():
         if reader.recognise(source):
             return reader
-    raise UserError(f"data {source} is of no format known here: say which with format, one of {', '.join(READERS)}")
+    raise UserError(f"data {source} is of no format known here: say which with --read.format, one of {', '.join(READERS)}")
 
 
 def open_source(path: str | os.PathLike[str], options: Options | None = None) -> Source:
@@ -60,17 +60,12 @@ def open_source(path: str | os.PathLike[str], options: Options | None = None) ->
     for option, known in (("format", READERS), ("codec", CODECS), ("order", ORDERS), ("packing", PACKINGS), ("audio", AUDIO)):
         value = getattr(options, option)
         if value not in known and (value or option in ("packing", "audio")):
-            raise UserError(f"{option} {value!r} is unknown: there are {', '.join(known)}")
+            raise UserError(f"--read.{option} {value!r} is unknown: there are {', '.join(known)}")
     if not options.pause > 0:
-        raise UserError(f"pause {options.pause} is no time: give seconds above 0")
+        raise UserError(f"--read.pause {options.pause} is no time: give seconds above 0")
     if not options.format:
         # Columns that are mapped say that the data are a table, whatever other format has such columns.
         return (READERS["table"] if options.columns else recognise(path))(Path(path), options)
     if not Path(path).exists():
         raise UserError(f"data {path} does not exist: name a file or folder")
     return READERS[options.format](Path(path), options)
-
-
-def len_hint(path: str | os.PathLike[str], options: Options | None = None) -> int | None:
-    """How many items a source has, for a progress bar."""
-    return len(open_source(path, options))

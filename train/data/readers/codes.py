@@ -73,7 +73,9 @@ def read_codes(value: Any, codec: str, order: str, options: Options) -> Codes | 
     """
     codec = options.codec or codec
     if not codec:
-        raise UserError(f"has codes of a codec that the format does not name: say which with codec, one of {', '.join(CODECS)}")
+        raise UserError(
+            f"has codes of a codec that the format does not name: say which with --read.codec, one of {', '.join(CODECS)}"
+        )
     kind = CODECS[codec]
     frames = _frames(value, codec, kind.streams)  # [F, K]
     if not len(frames):
@@ -176,7 +178,8 @@ def _explain(frames: np.ndarray, kind: Kind, packing: str, order: str) -> str:
     if fitting:
         one = " or ".join(repr(name) for name in fitting)
         offset = " or ".join(f"{base} + {step} x place" for base, step in (PACKINGS[name] for name in fitting))
-        return f"all of them fit packing {one} ({offset} added); say so with packing if that is how they were made"
+        said = f"--read.packing {fitting[0]}"
+        return f"all of them fit packing {one} ({offset} added); say so with {said} if that is how they were made"
     if kind.streams == 7:
         for name, levels in _LEVELS.items():
             rest = frames - kind.size * np.array(levels)

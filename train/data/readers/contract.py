@@ -39,6 +39,8 @@ class Broken:
 class Options:
     """What a user may say about a data set. Empty means: as the format documents it.
 
+    Commands that read data take each as `--read.NAME`, and messages name it so.
+
     Attributes:
         format: name of the reader, one of `READERS`; "" recognises it.
         folder: the folder that paths in the data are relative to and must lie in; "" for the one that the format documents

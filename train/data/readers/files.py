@@ -40,7 +40,10 @@ class Files:
         """Those of a data set that is the file or folder `path`."""
         folder = Path(options.folder) if options.folder else path if path.is_dir() else path.parent
         if not folder.is_dir():
-            raise UserError(f"folder {folder} of the recordings does not exist: name the folder that the data's paths start at")
+            raise UserError(
+                f"folder {folder} of the recordings does not exist: name the one that the data's paths start at with "
+                "--read.folder"
+            )
         return cls(folder, options.prefix, options.audio)
 
     def relative(self, name: str) -> str:
@@ -70,7 +73,7 @@ class Files:
         if not full.is_relative_to(root):
             raise UserError(
                 f"{name!r} leaves the data's folder {self.folder}: where it is the path of another machine, say with "
-                "prefix what to cut off its beginning"
+                "--read.prefix what to cut off its beginning"
             )
         return str(full.relative_to(root)), full
 

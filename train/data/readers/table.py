@@ -51,18 +51,20 @@ class Table:
             raise UserError(f"{path} holds {len(files)} tables (.csv, .tsv, .jsonl, .json, .parquet): name one")
         unknown = [field for field in options.columns if field not in (*TURN, *ROW)]
         if unknown:
-            raise UserError(f"columns maps {unknown[0]!r}, which is no field of a row: there are {', '.join((*TURN, *ROW))}")
+            raise UserError(
+                f"--read.columns maps {unknown[0]!r}, which is no field of a row: there are {', '.join((*TURN, *ROW))}"
+            )
         names = {field: options.columns.get(field, field) for field in (*TURN, *ROW)}
         columns = _columns(files[0])
         missing = [column for field, column in options.columns.items() if columns and column not in columns]
         if missing:
             raise UserError(f"{files[0]} has no column {missing[0]!r}: it has {', '.join(columns)}")
         if not any(names[field] in columns for field in TURN):
-            maps = [f"{field}={name}" for field, usual in _USUAL.items() for name in columns if name in usual]
-            hint = f"such as {' '.join(maps)}" if maps else "field=column"
+            found = {field: name for field, usual in _USUAL.items() for name in reversed(columns) if name in usual}
+            maps = ", ".join(f"{field}: {name}" for field, name in found.items()) or "question_text: COLUMN"
             raise UserError(
                 f"{files[0]} has none of the columns {', '.join(TURN)}: it has {', '.join(columns) or 'none'}; "
-                f"map them with columns, {hint}"
+                f"map them, such as with --read.columns '{{{maps}}}'"
             )
         make = partial(table_row, files=Files.of(path, options), options=options, names=names)
         return RecordSource(self.name, [open_records(files[0])], make)
