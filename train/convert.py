@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import jsonargparse
-from tqdm import tqdm
 
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.checkpoint import codec_weights, huggingface, mini_omni, peft, streamed, whisper_weights
@@ -31,7 +29,7 @@ from omni.checkpoint.safe import Written
 from omni.config import AdapterConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from train.progress import duration
+from train.progress import LINE_SECONDS, Screen, duration, short
 
 DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
 
@@ -60,7 +58,7 @@ class Options:
         init: how new tables, heads and ids begin: mean, normal or zero.
         seed: of all that is drawn.
         tokenizer: a tokenizer.json, where the folder's own is not there.
-        quiet: show no bar on a terminal.
+        quiet: show nothing while it works.
     """
 
     kind: str | None = None
@@ -127,7 +125,7 @@ _FLAGS = {
     "overwrite": "replace a TARGET that an earlier conversion or training wrote",
     "keep_text": "keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained",
     "drop_vision": "of a mini-omni2: leave its vision adapter aside and keep what hears and speaks",
-    "quiet": "show no bar on a terminal",
+    "quiet": "show nothing while it works",
 }
 
 
@@ -369,18 +367,27 @@ def _typed(model: Foreign, options: Options) -> Foreign:
     return replace(model, tensors=cast(model.tensors, DTYPES[_dtype(options)])) if options.dtype else model
 
 
-class Bar:
-    """Bytes written, the rate and the time left, on a terminal."""
+class Bar(Screen):
+    """Bytes written, the rate and the time left: a bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, on: bool = True) -> None:
-        self.bar = tqdm(unit="B", unit_scale=True, desc="writing", file=sys.stderr, disable=None if on else True, leave=False)
+    def __init__(self, on: bool = True, stream: TextIO | None = None) -> None:
+        super().__init__("auto" if on else "off", stream, unit="B", unit_scale=True, desc="writing", leave=False)
+        self.started = self.told = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        self.bar.total = total
-        self.bar.update(done - self.bar.n)
+        if self.bar is not None:
+            self.bar.total = total
+            self.bar.update(done - self.bar.n)
+            return
+        now = time.monotonic()
+        if now - self.told >= LINE_SECONDS and done:
+            self.told = now
+            rate = done / (now - self.started)
+            left = duration((total - done) / rate)
+            self.say(f"{short(done)}B of {short(total)}B written ({done / total:.0%}), {short(rate)}B/s, {left} left")
 
     def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.close()
+        self.close()

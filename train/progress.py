@@ -10,6 +10,9 @@ from tqdm import tqdm
 
 Kind = Literal["auto", "bar", "lines", "off"]
 
+LINE_SECONDS = 10.0
+"""Between two lines of one that counts what is done, where there is no terminal."""
+
 
 def duration(seconds: float) -> str:
     """`45s`, `3:07` or `2:03:07`."""

@@ -369,14 +369,22 @@ def test_an_extra_tensor_in_a_codec_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_bar_shows_rate_and_time_left_on_a_terminal(terminal, monkeypatch):
+def test_the_bar_shows_rate_and_time_left_on_a_terminal(monkeypatch):
     stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: terminal)
-    monkeypatch.setattr("sys.stderr", stream)
-    with Bar() as bar:
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    with Bar(stream=stream) as bar:
         bar.bar.mininterval = 0
         for done in (100, 500, 1000):
             bar(done, 1000)
-    shown = stream.getvalue()
-    assert ("1.00k/1.00k" in shown and "B/s" in shown and "<" in shown) if terminal else not shown
+    assert "1.00k/1.00k" in stream.getvalue() and "B/s" in stream.getvalue() and "<" in stream.getvalue()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_elsewhere_a_line_every_ten_seconds_says_the_same(on, monkeypatch):
+    now = [50.0]
+    monkeypatch.setattr("train.convert.time.monotonic", lambda: now[0])
+    with Bar(on, stream := io.StringIO()) as bar:
+        for now[0], done in ((54.0, 1), (60.0, 200), (69.0, 400), (75.0, 500), (76.0, 1000)):
+            bar(done * 10**6, 10**9)
+    lines = ["200MB of 1GB written (20%), 20MB/s, 40s left", "500MB of 1GB written (50%), 20MB/s, 25s left"]
+    assert stream.getvalue().splitlines() == (lines if on else [])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from train.progress import Kind, Screen, duration
-
-_LINE_SECONDS = 10.0
+from train.progress import LINE_SECONDS, Kind, Screen, duration
 
 
 class Display(Screen):
@@ -40,7 +38,7 @@ class Display(Screen):
         if self.bar is not None:
             self.bar.set_postfix_str(self.pace(), refresh=False)
             self.bar.update(items)
-        elif self.kind == "lines" and time.monotonic() - self.told >= _LINE_SECONDS:
+        elif self.kind == "lines" and time.monotonic() - self.told >= LINE_SECONDS:
             self.told = time.monotonic()
             done = self.before + self.items
             print(f"{done} of {self.total} items ({100 * done / self.total:.1f}%), {self.pace()}", file=self.stream, flush=True)
