@@ -1,8 +1,9 @@
 """Stored codes of the answer: parsed, unpacked and checked, so that codes packed another way are named, not used.
 
 What can be told from the numbers is told: frames that are not whole, codes out of the codec's range, and the packings that
-people add on top (`PACKINGS`). The order of SNAC's seven codes in a frame cannot: every order has the same ranges, so a reader
-takes the one that its format documents, says so in `Source.note`, and `Options.order` overrides it.
+people add on top (`PACKINGS`). The order of SNAC's seven codes in a frame cannot be told from one row: every order has the same
+ranges, so a reader takes the one that its format documents, says so in `Source.note`, holds it against the first rows together
+(`order`), and `Options.order` overrides it.
 
 Dimensions: K streams of the codec, F frames, A = K.
 """
@@ -51,6 +52,9 @@ PACKINGS: dict[str, tuple[int, int]] = {
 }
 """What stands before place k of a frame: base + k step. `mini-omni` are the ids of its streams (64 special ones
 behind each 4096), `mini-omni-joint` those of its joint table, `orpheus` the vocabulary ids of Orpheus and its kin."""
+
+SHOWN = {"streams": "c0 c1 c2 c2 c1 c2 c2", "levels": "c0 | c1 c1 | c2 c2 c2 c2"}
+"""SNAC's orders, for messages."""
 
 _LEVELS = {"streams": (0, 1, 2, 2, 1, 2, 2), "levels": (0, 1, 1, 2, 2, 2, 2)}
 """SNAC's level at each place of a frame, by order."""

@@ -13,6 +13,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.contract import Broken, Options, Source
 from train.data.readers.files import Files
+from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
 from train.data.row import Row, RowTurn
@@ -102,7 +103,7 @@ class RecordReader:
         absent: fields that tell that it is another format.
         inner: a field that is a list of objects, and what the first of them has.
         notice: see `Source.note`; `{order}` and `{codec}` become those that hold.
-        order: SNAC's order as the format documents it.
+        order: SNAC's order as the format documents it; the first rows are held against it (`check_order`).
         codec: the codec as the format documents it.
     """
 
@@ -130,7 +131,10 @@ class RecordReader:
     def __call__(self, path: Path, options: Options) -> Source:
         make = partial(self.row, files=Files.of(path, options), options=options)
         note = self.notice.format(order=options.order or self.order, codec=options.codec or self.codec)
-        return RecordSource(self.name, find_records(path, self.endings), make, note)
+        source = RecordSource(self.name, find_records(path, self.endings), make, note)
+        if self.order and not options.order:
+            check_order(source.iterate(0, ROWS), self.order, self.name)
+        return source
 
 
 # ------------------------------------------------------------------------------------------- fields of a record
