@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 
 from omni.audio.encoder import SpeechEncoder
 from omni.audio.encoder_config import EncoderConfig
 from omni.checkpoint import whisper_weights
+from omni.checkpoint.archive import write_archive
 from omni.checkpoint.folder import TOKENIZER
 from omni.checkpoint.foreign import Foreign, Lazy, Watch, cast, check_tokenizer, kept_files, match, one_dtype
 from omni.checkpoint.grow import fresh
@@ -40,7 +39,7 @@ from omni.checkpoint.litgpt import (
     their_shapes,
 )
 from omni.checkpoint.mini_omni_config import check_fits, model_config, read_settings, their_settings
-from omni.checkpoint.safe import PIECE, Written, beside, pieces, read_json, read_torch, state_of, write_file
+from omni.checkpoint.safe import Written, beside, read_json, read_torch, state_of, write_file
 from omni.checkpoint.tokens import COMPANIONS, WORDS, read_tokenizer
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -136,7 +135,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
 
     That file is one that openai-whisper loads, with a text decoder of no layers (theirs never runs it); the first mini-omni
     fetches Whisper small itself, so an encoder that was trained further must be handed to it. An alignment head, which only
-    training uses, is left out. What `torch.save` writes stands in memory once.
+    training uses, is left out.
 
     Returns:
         size and CRC-32 of each file.
@@ -200,41 +199,9 @@ class Progress:
             self.watch(self.done, self.total)
 
 
-class _Checked:
-    """A file for `torch.save` to write to: takes size and CRC-32 on the way."""
-
-    def __init__(self, handle: BinaryIO, progress: Progress) -> None:
-        self.handle, self.progress = handle, progress
-        self.bytes = self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), PIECE):
-            piece = view[start : start + PIECE]
-            self.crc32 = zlib.crc32(piece, self.crc32)
-            self.handle.write(piece)
-            self.progress.add(len(piece))
-        self.bytes += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self.handle.flush()
-
-
-def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Tensor]], Any], progress: Progress) -> Written:
-    state = {name: _whole(tensor) for name, tensor in tensors.items()}
+def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], progress: Progress) -> Written:
     with path.open("wb") as handle:
-        out: Any = _Checked(handle, progress)
-        torch.save(wrap(state), out)
+        written = write_archive(handle, tensors, wrap, progress.add)
         handle.flush()
         os.fsync(handle.fileno())
-    return Written(out.bytes, out.crc32)
-
-
-def _whole(tensor: Lazy) -> Tensor:
-    """The tensor in memory, joined in place: no table stands there twice."""
-    out, start = torch.empty(tensor.shape, dtype=tensor.dtype), 0
-    for piece in pieces(tensor):
-        out[start : start + len(piece)] = piece
-        start += len(piece)
-    return out
+    return written

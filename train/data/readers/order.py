@@ -11,9 +11,9 @@ so one of the two shares the codes of places 3, 5 and 6, which are of the finest
 with each other is the measure. Only rows are set against other rows, as pauses repeat a code within one. An order is refused on
 overwhelming evidence alone: where codes are too few, or all used alike, nothing is said.
 
-Tried on codes of residual quantisers with SNAC's strides and 256 or 1,024 codes, fitted to mel frames of recorded speech: of 720
-samples in the right order none was refused, of 240 in the other with 64 rows of 25 frames 99 %, of 240 with rows of 100 frames
-all. Codes of SNAC's published weights have not been seen.
+Tried on codes of residual quantisers with SNAC's strides and 256 or 1,024 codes, fitted to mel frames of recorded speech: of
+720 samples in the right order none was refused, of 240 in the other with 64 rows of 25 frames 99 %, of 240 with 64 rows of 100
+frames all. Codes of SNAC's published weights have not been seen.
 
 Dimensions: R rows, 7 places, C codes of a codebook.
 """
