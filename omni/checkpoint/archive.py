@@ -108,7 +108,8 @@ def write_archive(
             entry.extra = _padding(archive.start_dir, entry.filename)
             with archive.open(entry, "w", force_zip64=True) as file:
                 for piece in pieces(storage.tensor):
-                    file.write(memoryview(piece.contiguous().view(-1).view(torch.uint8).numpy()))
+                    data: Any = piece.contiguous().view(-1).view(torch.uint8).numpy()
+                    file.write(memoryview(data))
         archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
     return Written(out.bytes, out.crc32)
 

@@ -65,7 +65,7 @@ def _check_added(words: Tokenizer, path: Path, where: Path, said: Mapping[str, A
     if not isinstance(added, dict) or not all(number.isascii() and number.isdigit() for number in added):
         raise UserError(f"{where}: added_tokens_decoder does not go from ids to tokens; fetch the file again")
     for number, token in added.items():
-        content, found = _content(token, where, "added_tokens_decoder"), words.inner.id_to_token(int(number))
+        content, found = _content(token, where, "added_tokens_decoder"), _token(words, int(number))
         if found != content:
             other = "has none" if found is None else f"calls it {found!r}"
             raise UserError(
@@ -79,7 +79,7 @@ def _check_special(
     """UserError where the files do not agree on the token of the end (`eos`) or the beginning (`bos`)."""
     settings = _ids(files.get(CONFIG, {}).get(f"{key}_token_id"))
     for number in settings if key == "eos" else ():
-        if words.inner.id_to_token(number) is None:
+        if _token(words, number) is None:
             raise UserError(
                 f"{path} has no token {number}, which {CONFIG} calls the {what} ({key}_token_id); it is another model's"
             )
@@ -87,17 +87,17 @@ def _check_special(
     if token is None:
         return
     content = _content(token, folder / WORDS, f"{key}_token")
-    number = words.inner.token_to_id(content)
-    if number is None:
+    named = words.inner.token_to_id(content)
+    if named is None:
         raise UserError(
             f"{folder / WORDS} calls {content!r} the {what} ({key}_token), and {path} has no such token: they are of two "
             "models; fetch both again"
         )
     # A model that was trained further often names its ends in generation_config.json alone.
-    if settings and number not in {*settings, *_ids(files.get(GENERATION, {}).get(f"{key}_token_id"))}:
-        shown = ", ".join(f"{i} ({words.inner.id_to_token(i)!r})" for i in settings)
+    if settings and named not in {*settings, *_ids(files.get(GENERATION, {}).get(f"{key}_token_id"))}:
+        shown = ", ".join(f"{i} ({_token(words, i)!r})" for i in settings)
         raise UserError(
-            f"{folder / WORDS} calls {content!r} the {what} ({key}_token), token {number} of {path}, and {folder / CONFIG} has "
+            f"{folder / WORDS} calls {content!r} the {what} ({key}_token), token {named} of {path}, and {folder / CONFIG} has "
             f"{key}_token_id {shown}: are they of one model? Fetch both again, or mend the one that is wrong"
         )
 
@@ -113,3 +113,8 @@ def _content(token: Any, where: Path, key: str) -> str:
 def _ids(value: Any) -> list[int]:
     """One id, several, or none."""
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and not isinstance(i, bool)]
+
+
+def _token(words: Tokenizer, number: int) -> str | None:
+    """The token of an id, None where there is none."""
+    return words.inner.id_to_token(number) if 0 <= number < 2**32 else None

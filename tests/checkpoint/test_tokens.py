@@ -63,6 +63,7 @@ def test_what_transformers_saves_is_taken(tmp_path, ids):
     [
         ({"added_tokens_decoder": ADDED | {"256": {"content": "<s>"}}}, "calls token 256 '<s>', and * calls it '<begin>'"),
         ({"added_tokens_decoder": ADDED | {"260": {"content": "<s>"}}}, "calls token 260 '<s>', and * has none"),
+        ({"added_tokens_decoder": {str(10**20): "<s>"}}, f"calls token {10**20} '<s>', and * has none"),
         ({"added_tokens_decoder": {"256": 3}}, "added_tokens_decoder holds 3, which is no token"),
         ({"added_tokens_decoder": {"a": "<s>"}}, "added_tokens_decoder does not go from ids to tokens"),
         ({"eos_token": "</s>"}, "calls '</s>' the end (eos_token), and * has no such token"),
@@ -85,6 +86,11 @@ def test_files_that_contradict_each_other_are_named(tmp_path, changes, words):
         assert str(folder / "tokenizer.json") in said
     if "_id " in words:
         assert str(folder / "config.json") in said
+
+
+@pytest.mark.parametrize("number", [-1, 260, 10**20])
+def test_an_end_that_is_no_token_is_named(tmp_path, number):
+    assert f"has no token {number}, which config.json calls the end" in refused(lm(tmp_path / "lm", eos_token_id=number))
 
 
 def test_the_end_may_be_one_that_only_generation_knows(tmp_path):
