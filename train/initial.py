@@ -58,17 +58,27 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
         config = changed(preset(str(section.preset)), section)
         return Initial(SpeechModel(config), choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
     loaded = load_folder(section.init_from, codec_folder=codec_folder)
-    base = preset(section.preset) if section.preset is not None else loaded.config
-    config = changed(base, section)
-    if section.ctc is None and section.preset is not None:
-        sounds = loaded.config.ctc_sounds if section.ctc_sounds is None else section.ctc_sounds
-        config = replace(config, ctc=loaded.config.ctc, ctc_sounds=sounds)
-    check_fits(loaded.config, config, section.init_from)
+    config = continued(loaded.config, section)
     own = Path(section.init_from) / CODEC
     tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
     model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
     place = codec_folder or (own if own.is_dir() else None)
     return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra)
+
+
+def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
+    """The configuration of a run that starts from a folder of `stored`: the folder's, or the preset's with the folder's
+    alignment head, with what the section gives.
+
+    Raises:
+        UserError: an unknown preset or key, or a configuration that the folder's weights were not made for.
+    """
+    base = stored
+    if section.preset is not None:
+        base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds)
+    config = changed(base, section)
+    check_fits(stored, config, str(section.init_from))
+    return config
 
 
 def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:

@@ -31,6 +31,7 @@ from train.fit import with_alignment
 from train.initial import build_initial, changed, check_fits, choose_tokenizer
 from train.optim import parameter_groups
 from train.parse import read_fit_config
+from train.plan.parameters import count_parameters, paper_model, shape_of
 from train.plan.quantized import adapt
 from train.shelf import clear
 
@@ -179,6 +180,26 @@ def test_init_from_gives_the_weights_of_the_folder(folder: str, with_preset: boo
     assert all(state[name].equal(t) for name, t in stored.items())
     assert {name for name in state if name not in stored} == {"alignment_head.weight", "alignment_head.bias"}
     assert all(p.requires_grad for p in initial.model.parameters())
+
+
+@pytest.mark.parametrize("with_preset", [False, True])
+@pytest.mark.parametrize(
+    ("given", "head"),
+    [({}, (12, 8)), ({"ctc": 20}, (20, 8)), ({"ctc": 20, "ctc_sounds": 0}, (20, 0)), ({"ctc_sounds": 5}, (12, 5)),
+     ({"ctc": 0}, (0, 0))],
+)  # fmt: skip
+def test_a_run_keeps_the_folders_alignment_head_and_a_plan_knows_it(
+    given: dict[str, Any], head: tuple[int, int], with_preset: bool, tmp_path: Path
+) -> None:
+    stored = changed(preset("nano"), small(ctc=12, ctc_sounds=8))
+    save_folder(tmp_path / "heard", stored, SpeechModel(stored).state_dict(), Tokenizer.bytes())
+    start = {"init_from": str(tmp_path / "heard"), **given}
+    section = small(**start) if with_preset else ModelSection(**start)
+    model, shape = build_initial(section, 0).model, shape_of(section)
+    assert shape == model.config and (shape.ctc, shape.ctc_sounds) == head
+    counts = count_parameters(paper_model(FitConfig(BudgetConfig(steps=1), section, DataConfig()), shape))
+    assert sum(count.total for count in counts) == sum(p.numel() for p in model.parameters())
+    assert any(count.part == "alignment head" for count in counts) == (head[0] > 0)
 
 
 def test_a_configuration_that_does_not_fit_names_the_field(folder: str) -> None:

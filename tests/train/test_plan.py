@@ -285,12 +285,21 @@ def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFix
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and plan["pace"]["columns"] == 2 * 2 * 64 and plan["pace"]["examples"] is None
     assert "nowhere" in plan["pace"]["source"] and plan["pace"]["steps"] == 50
+    assert plan["to_budget"] == {
+        "tokens": 50 * 2 * 2 * 64,
+        "targets": 50 * 2 * 2 * 64 * 5,
+    }  # four streams of codes, one of text
     parts = plan["memory"]["parts"]
     assert plan["memory"]["total"] == pytest.approx(sum(parts.values()))
     staying = sum(parts[name] for name in ("weights", "gradients", "optimizer", "average"))
     assert plan["kept"] == pytest.approx(0.2 * (plan["memory"]["total"] - staying)) and plan["kept"] > 0
     assert main([file]) == 0
-    assert "with freed blocks kept, about" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "with freed blocks kept, about" in shown
+    lines = {line[:24].strip(): line[24:].strip() for line in shown.splitlines()}
+    assert (lines["tokens to the budget"], lines["targets to the budget"]) == ("12.8k", "64k")
+    assert main([file, "--budget.steps", "null", "--budget.minutes", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["to_budget"] == {"tokens": None, "targets": None}
     assert main([file, "--gpu_gib", "0.63", "--gpu=H100", "--mfu", "0.5"]) == 1
     shown = capsys.readouterr().out
     assert (

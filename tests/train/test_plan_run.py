@@ -36,12 +36,10 @@ print(memory.peak)
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Spoken questions that fill a row but for a short written answer."""
+    """Spoken questions that fill a row but for their transcripts."""
     generator = torch.Generator().manual_seed(0)
     seconds = (LENGTH - 9) / 12.5  # nano hears 12.5 columns a second
-    turns = [
-        RowTurn("?", Sound(0.1 * torch.randn(round(16000 * seconds), generator=generator), 16000), "yes") for _ in range(4)
-    ]
+    turns = [RowTurn("yes", Sound(0.1 * torch.randn(round(16000 * seconds), generator=generator), 16000)) for _ in range(4)]
     write_rows(tmp_path / "rows.parquet", [Row((turn,)) for turn in turns])
     (tmp_path / "run.yaml").write_text(
         "budget: {steps: 3}\n"
@@ -66,7 +64,11 @@ def test_the_estimate_is_what_fit_takes(
     """In a process that gives freed blocks back, as the plan says how to, and the estimate without those counts."""
     assert main([file, *options, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["pace"]["columns"] > 0.9 * 4 * LENGTH and plan["pace"]["source"] == "2 micro-batches of the data"
+    rows, pace = (8 * 2 if options else 4), plan["pace"]
+    assert pace["source"] == "2 micro-batches of the data" and pace["examples"] == rows
+    assert 0.9 * LENGTH * rows < pace["columns"] < LENGTH * rows
+    assert pace["targets"] == 4 * rows  # y, e, s and the end
+    assert plan["to_budget"] == {"tokens": 3 * pace["columns"], "targets": 12 * rows}
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, file, str(tmp_path), *options]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

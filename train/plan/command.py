@@ -245,6 +245,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "measured": {how: asdict(one) for how, one in plan.attempts.items()},
         "not_measured": plan.untried,
         "pace": asdict(plan.pace),
+        "to_budget": {"tokens": plan.pace.to_budget(plan.pace.columns), "targets": plan.pace.to_budget(plan.pace.targets)},
         "knobs": [turned(one) for one in plan.knobs],
         "together": [turned(one) for one in plan.row],
     }

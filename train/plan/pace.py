@@ -27,7 +27,8 @@ class Pace:
     """One optimizer step over all devices, and the run.
 
     Attributes:
-        columns: columns of a step that examples stand in.
+        columns: columns of a step that examples stand in; one is a token of the log's tokens/s, whatever its number of streams.
+        targets: ids of a step that the losses of the streams are over.
         examples: of a step; None where the data could not be read.
         flops: of a step, with all passes of its balance.
         forwards, backwards: passes of a step, in those of one that is not balanced.
@@ -37,6 +38,7 @@ class Pace:
     """
 
     columns: float
+    targets: float
     examples: float | None
     flops: float
     seconds: float | None
@@ -46,6 +48,10 @@ class Pace:
     clock: str
     forwards: float = 1.0
     backwards: float = 1.0
+
+    def to_budget(self, a_step: float) -> float | None:
+        """What comes to `a_step` in a step, over the whole run; None where its steps are not known."""
+        return None if self.steps is None else self.steps * a_step
 
 
 def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[Batch], str]:
@@ -103,10 +109,12 @@ def pace(
     if batches:
         scale = config.data.micro_batches / len(batches)
         columns = scale * sum(b.positions for b in batches)
+        learnt = scale * sum(_targets_in(b) for b in batches)
         examples: float | None = scale * sum(b.examples for b in batches)
         work = flops / len(batches) * sum(count(b, targets(b)) for b in batches)
     else:
         columns, examples, work = float(config.data.micro_batches * worst.positions), None, full
+        learnt = float(config.data.micro_batches * _targets_in(worst))
     if measured is not None:
         seconds: float | None = measured * work / full
         clock = "the step tried here, by the sample's share of its work"
@@ -120,4 +128,9 @@ def pace(
         limits.append(60 * budget.minutes / seconds)
     steps = min(limits) if limits else None
     hours = steps * seconds / 3600 if steps and seconds else budget.minutes / 60 if budget.minutes is not None else None
-    return Pace(columns, examples, work, seconds, steps, hours, source, clock, forwards, backwards)
+    return Pace(columns, learnt, examples, work, seconds, steps, hours, source, clock, forwards, backwards)
+
+
+def _targets_in(batch: Batch) -> int:
+    """Ids that the losses of the streams are over."""
+    return sum(len(at) for at in batch.supervised)

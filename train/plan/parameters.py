@@ -11,7 +11,7 @@ from omni.config import ModelConfig, preset
 from omni.model.quantize import numels
 from omni.model.speech_model import SpeechModel
 from train.config import FitConfig, ModelSection
-from train.initial import changed, check_fits
+from train.initial import changed, continued
 from train.optim import set_trainable
 from train.plan.quantized import adapt
 
@@ -35,10 +35,7 @@ def shape_of(section: ModelSection) -> ModelConfig:
     """
     if section.init_from is None:
         return changed(preset(str(section.preset)), section)
-    stored = read_config(section.init_from)
-    shape = changed(preset(section.preset) if section.preset is not None else stored, section)
-    check_fits(stored, shape, section.init_from)
-    return shape
+    return continued(read_config(section.init_from), section)
 
 
 def paper_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:

@@ -74,6 +74,7 @@ def _memory(plan: Plan) -> Table:
 def _pace(plan: Plan) -> Table:
     table, run = _table("pace", "", ""), plan.pace
     table.add_row("columns a step", f"{run.columns:,.0f}")
+    table.add_row("targets a step", f"{run.targets:,.0f}")
     table.add_row("examples a step", "unknown" if run.examples is None else f"{run.examples:,.1f}")
     table.add_row("work a step", f"{run.flops / 1e12:.3g} TFLOP")
     if (run.forwards, run.backwards) != (1, 1):
@@ -81,13 +82,17 @@ def _pace(plan: Plan) -> Table:
     table.add_row("time a step", "unknown" if run.seconds is None else f"{run.seconds:.3g} s")
     table.add_row("steps to the budget", "unknown" if run.steps is None else f"{run.steps:,.0f}")
     table.add_row("time to the budget", "unknown" if run.hours is None else duration(3600 * run.hours))
-    if run.steps is not None:
-        table.add_row("columns to the budget", short(run.steps * run.columns))
+    for name, a_step in (("tokens", run.columns), ("targets", run.targets)):
+        whole = run.to_budget(a_step)
+        table.add_row(f"{name} to the budget", "unknown" if whole is None else short(whole))
     return table
 
 
 def _verdict(plan: Plan, console: Console) -> None:
-    console.print(f"columns and examples: {plan.pace.source}", markup=False)
+    console.print(f"columns, targets and examples: {plan.pace.source}", markup=False)
+    console.print(
+        "a token is a column of all streams, as in the log's tokens/s; a target is an id that a loss is over", markup=False
+    )
     console.print(f"time: {plan.pace.clock}", markup=False)
     if plan.untried:
         console.print(f"not tried: {plan.untried}", markup=False)
