@@ -1,0 +1,104 @@
+"""The four lines of docs/data.md: from folders as the hub has them to a trained model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from snac import SNAC
+
+from omni.audio.codec import load_codec
+from omni.audio.snac import SNAC_24KHZ
+from omni.checkpoint.folder import load_folder
+from tests.checkpoint.hub_toys import VOCABULARY, save_text, stirred, text_model
+from tests.train.reader_toys import snac_frames, voice_assistant, write_parquet
+from train.cli import main
+from train.data.parquet import StoredRows
+from train.logs import METRICS, VALIDATION, read_table
+
+ROOT = Path(__file__).parents[2]
+STEPS, HELD_OUT = 2, 4
+SMALL = {
+    "budget.steps": STEPS, "schedule.warmup_steps": 1, "log.every": 1, "log.progress": "off", "fabric.accelerator": "cpu",
+    "fabric.devices": 1, "fabric.precision": "32-true", "fabric.compile": "false", "data.micro_batches": 2,
+    "data.packing.rows": 1, "data.packing.length": 96, "data.workers": 0, "data.sources.0.held_out": HELD_OUT,
+    "validation.questions": 2, "validation.max_seconds": 1,
+}  # fmt: skip
+
+
+def documented() -> dict[str, list[str]]:
+    """The commands of docs/data.md's beginning by their first word, as somebody would type them."""
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    lines = next(block for block in blocks if "-m train convert" in block).splitlines()
+    words = [shlex.split(line) for line in lines]
+    assert all(line[:3] == ["python", "-m", "train"] for line in words)
+    return {line[3]: line[3:] for line in words}
+
+
+def download(weights: Path) -> None:
+    """Toys in place of what the documented `hf download` lines fetch, in the formats of their makers."""
+    save_text(text_model("qwen2-tied-windowed"), weights / "Qwen2.5-0.5B")
+    torch.manual_seed(1)
+    whisper = transformers.WhisperConfig(
+        vocab_size=60, num_mel_bins=80, d_model=24, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=2, encoder_ffn_dim=96, decoder_ffn_dim=32, max_source_positions=60, max_target_positions=20,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    stirred(transformers.WhisperForConditionalGeneration(whisper)).save_pretrained(weights / "whisper-small")
+    snac = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])
+    (weights / "snac_24khz").mkdir()
+    torch.save(SNAC(**snac).state_dict(), weights / "snac_24khz" / "pytorch_model.bin")
+    (weights / "snac_24khz" / "config.json").write_text(json.dumps(snac))
+    for part in range(2):
+        rows = [voice_assistant(index) for index in range(12 * part, 12 * (part + 1))]
+        write_parquet(weights / f"VoiceAssistant-400K/data/train-0000{part}-of-00002.parquet", rows)
+
+
+def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "weights"
+    download(weights)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    lines = documented()
+    assert list(lines) == ["convert", "data", "plan", "fit"]
+    small = [part for key, value in SMALL.items() for part in (f"--{key}", str(value))]
+
+    assert main(lines["convert"]) == 0
+    assert main([*lines["data"], "--workers", "0", "--progress", "off"]) == 0
+    stored = StoredRows(tmp_path / "data" / "voiceassistant")
+    assert [row.turns[0].answer_codes.frames.t().tolist() for row in stored] == [snac_frames(i) for i in range(24)]
+
+    capsys.readouterr()
+    assert main([*lines["plan"], *small, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["pace"]["source"] == "2 micro-batches of the data" and plan["pace"]["hours"] > 0
+    assert main([*lines["fit"], *small]) == 0
+
+    base = load_folder("models/base").model.state_dict()
+    trained = load_folder("runs/voiceassistant-stage1/model")
+    learnt = ("adapter.", "decoder.audio_embedding.", "decoder.audio_head.")
+    assert trained.model.state_dict().keys() == base.keys()
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, base[name].float()) == (not name.startswith(learnt)), name
+    known = load_file(weights / "Qwen2.5-0.5B" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(trained.model.decoder.text_embedding.weight[:VOCABULARY], known)
+    heard = load_file(weights / "whisper-small" / "model.safetensors")["model.encoder.conv1.weight"]
+    assert torch.equal(trained.model.encoder.whisper.conv1.weight, heard)
+    counted = sum(count["total"] for count in plan["parameters"]), sum(count["trainable"] for count in plan["parameters"])
+    model = trained.model
+    assert counted[0] == sum(p.numel() for p in model.parameters())
+    assert counted[1] == sum(p.numel() for name, p in model.named_parameters() if name.startswith(learnt))
+    codes, codec = torch.tensor(snac_frames(3)).t(), load_codec("snac", weights / "snac_24khz")
+    assert trained.codec is not None and torch.equal(trained.codec.decode(codes), codec.decode(codes))
+    run = tmp_path / "runs" / "voiceassistant-stage1"
+    assert [row["step"] for row in read_table(run / METRICS)] == [1, 2]
+    assert [row["step"] for row in read_table(run / VALIDATION)] == [STEPS] and "wer" in read_table(run / VALIDATION)[0]
