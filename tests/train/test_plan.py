@@ -310,6 +310,27 @@ def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFix
     )
 
 
+def test_a_mac_is_reckoned_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No blocks that the C library keeps, no context of CUDA's, no limit of another machine's memory."""
+
+    def planned(*options: str) -> dict[str, Any]:
+        assert main([file, "--json", "--fabric.precision", "32-true", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    cpu, mac, sized = (
+        planned(),
+        planned("--fabric.accelerator", "mps"),
+        planned("--fabric.accelerator=mps", "--gpu_gib=16", "--try"),
+    )
+    assert mac["memory"] == sized["memory"] == cpu["memory"]
+    assert (mac["kept"], mac["process"]) == (0, 0) and cpu["kept"] > 0 and cpu["process"] > 0
+    assert "mps" in mac["device"] and "as a CPU's" in mac["device"] and "mps" not in cpu["device"]
+    assert sized["limit"] == 0.75 * 16 * 2**30 and sized["fits"]
+    assert sized["measured"] == {} and "mps" in sized["not_measured"]
+    if not torch.backends.mps.is_available():
+        assert mac["limit"] is None and mac["fits"] is None and "give --gpu_gib" in mac["device"]
+
+
 def test_hours_follow_from_the_peak(file: str) -> None:
     from train.parse import read_fit_config
 

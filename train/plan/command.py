@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -33,13 +33,18 @@ CPU_WASTE = 0.25
 """Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 11 to 30 % over what is in use
 without checkpointing; with it at 35 % to twice what is in use, in small models)."""
 
+MAC = "a Mac's GPU (mps, reckoned as a CPU's step is, without what its allocator keeps)"
+
+Place = Literal["cpu", "mps", "cuda"]
+"""Where a run computes."""
+
 HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
 
 Parameters, memory on each device, pace, and the knob to turn when the run does not fit. Nothing of the model is read or built;
 keys of the configuration are overridden as for `fit`.
 
   --devices N     plan for N devices (default: as configured, or this machine's)
-  --gpu_gib G     plan for GPUs of G GiB: does it fit?
+  --gpu_gib G     plan for GPUs of G GiB: does it fit? (with --fabric.accelerator mps a Mac's)
   --gpu NAME      plan for this GPU's speed, such as H100, to reckon hours
   --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
   --try           take two steps of the worst batch here, and show what was measured beside the estimate
@@ -141,13 +146,14 @@ def make_plan(
     speed = flops_of(gpu) if gpu is not None else None
     config = with_alignment(config)
     shape = shape_of(config.model)
-    cuda = gpu_gib is not None or gpu is not None or on_gpu(config)
+    place = place_of(config, gpu_gib is not None or gpu is not None)
+    cuda = place == "cuda"
     config = _placed(config, devices, cuda)
     world, here = devices_of(config), cuda and torch.cuda.is_available()
-    words, limit = _room(cuda, gpu_gib, gpu, world)
+    words, limit = _room(place, gpu_gib, gpu, world)
     model = paper_model(config, shape)
     whole = estimate(config, shape, cuda)
-    attempts, untried = _try(config, shape, whole, world, limit, cuda, here) if attempted else ({}, "")
+    attempts, untried = _try(config, shape, whole, world, limit, place, here) if attempted else ({}, "")
     if speed is None and here:
         speed = peak_flops(torch.device("cuda"))
     measured = list(attempts.values())[-1].seconds if attempts else None  # memory as a run has it
@@ -165,8 +171,8 @@ def make_plan(
         world=world,
         device=words,
         limit=limit,
-        process=0.0 if cuda else float(psutil.Process().memory_info().rss),
-        kept=0.0 if cuda else whole.kept(config.fabric.checkpointing),
+        process=float(psutil.Process().memory_info().rss) if place == "cpu" else 0.0,
+        kept=whole.kept(config.fabric.checkpointing) if place == "cpu" else 0.0,
         pace=run,
         attempts=attempts,
         untried=untried,
@@ -175,10 +181,13 @@ def make_plan(
     )
 
 
-def on_gpu(config: FitConfig) -> bool:
-    """Whether the configuration asks for a GPU, or takes one that is here."""
-    asked = config.fabric.accelerator
-    return asked in ("gpu", "cuda") or (asked == "auto" and torch.cuda.is_available())
+def place_of(config: FitConfig, described: bool) -> Place:
+    """Where the run computes: as the configuration asks, or on what is here; `described` by size or name is a GPU's."""
+    asked, cuda = config.fabric.accelerator, torch.cuda.is_available()
+    mac = asked in ("auto", "gpu") and not described and not cuda and torch.backends.mps.is_available()
+    if asked == "mps" or mac:
+        return "mps"
+    return "cuda" if described or asked in ("gpu", "cuda") or (asked == "auto" and cuda) else "cpu"
 
 
 def _placed(config: FitConfig, devices: int | None, cuda: bool) -> FitConfig:
@@ -191,34 +200,37 @@ def _placed(config: FitConfig, devices: int | None, cuda: bool) -> FitConfig:
     return replace(config, fabric=fabric)
 
 
-def _room(cuda: bool, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
+def _room(place: Place, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
     """The device in words, and the bytes of it that a run may fill."""
-    if not cuda:
-        free = psutil.virtual_memory().available / world
-        room = free * (1 - CPU_WASTE)
-        return f"CPU with {free / GIB:.1f} GiB free for each process, of which {room / GIB:.1f} can be filled", room
-    name = gpu or "GPU"
     size = gpu_gib * GIB if gpu_gib is not None else None
-    if size is None and gpu is None and torch.cuda.is_available():
+    if place == "cpu" or (place == "mps" and size is None and torch.backends.mps.is_available()):
+        size = psutil.virtual_memory().available / world
+        room = size * (1 - CPU_WASTE)
+        name = "CPU" if place == "cpu" else MAC
+        return f"{name} with {size / GIB:.1f} GiB free for each process, of which {room / GIB:.1f} can be filled", room
+    name = MAC if place == "mps" else gpu or "GPU"
+    if place == "cuda" and size is None and gpu is None and torch.cuda.is_available():
         name, size = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
     if size is None:
         return f"{name} of unknown size; give --gpu_gib", None
-    room = (size - CUDA_CONTEXT) * (1 - CUDA_WASTE)
+    room = (size - CUDA_CONTEXT) * (1 - CUDA_WASTE) if place == "cuda" else size * (1 - CPU_WASTE)
     return f"{name} of {size / GIB:.3g} GiB, of which {room / GIB:.3g} can be filled", room
 
 
 def _try(
-    config: FitConfig, shape: ModelConfig, whole: Estimate, world: int, limit: float | None, cuda: bool, here: bool
+    config: FitConfig, shape: ModelConfig, whole: Estimate, world: int, limit: float | None, place: Place, here: bool
 ) -> tuple[dict[str, Attempt], str]:
     """What was measured, or why nothing was."""
-    if cuda and not here:
+    if place == "mps":
+        return {}, "what a step holds on mps cannot be measured"
+    if place == "cuda" and not here:
         return {}, "this machine has no GPU that PyTorch can use"
     if world > 1 or config.fabric.strategy == "fsdp":
         return {}, f"{world} processes with strategy {config.fabric.strategy} cannot be tried in one"
     if limit is not None and whole.total > limit:
         return {}, f"the estimate of {whole.total / GIB:.2f} GiB is more than the {limit / GIB:.2f} GiB that there are"
     micro = config.data.micro_batches
-    if cuda:
+    if place == "cuda":
         return {"by CUDA's counters": attempt(config, shape, micro, "cuda")}, ""
     return {
         RETURNED: attempt(config, shape, micro, "cpu"),
