@@ -49,6 +49,7 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
         try:
             parsed = parser.parse_args(arguments)
             parsed.pop("config", None)
+            check_whole(FitConfig, parsed.as_dict())
             config = FitConfig(**vars(parser.instantiate(parsed)))
         except jsonargparse.ArgumentError as error:
             raise UserError(_one_line(error, file)) from error
@@ -168,6 +169,15 @@ def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
     elif origin is dict and isinstance(data, Mapping):
         for key, value in data.items():
             check_keys(args[1], value, where, _dotted(path, key))
+
+
+def check_whole(kind: Any, data: Any, path: str = "") -> None:
+    """Refuse parts without any key (`validation:` with nothing below it), where a part cannot be absent."""
+    if dataclasses.is_dataclass(kind) and data is None:
+        raise UserError(f"{path} is empty: give keys of it, or leave it out for what it is by default")
+    if dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
+        for key, hint in typing.get_type_hints(kind).items():
+            check_whole(hint, data.get(key, ...), _dotted(path, key))
 
 
 def check_path(kind: Any, path: str) -> None:

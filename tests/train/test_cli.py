@@ -91,6 +91,9 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
         (YAML + "clip: [\n", "is not valid YAML"),
         ("- a\n", "holds list; it must be a mapping"),
         (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps: .*two"),
+        (YAML + "validation:\n", "^validation is empty: give keys of it, or leave it out"),
+        (YAML + "  packing:\n", r"^data\.packing is empty"),
+        (YAML.replace("{steps: 2}", ""), "budget"),
     ],
 )
 def test_mistakes_in_the_file(text: str, line: str, file: str) -> None:
