@@ -1,5 +1,5 @@
 """`python -m train bench`: the objective against the plain one, the training step, data made while training, the
-balance of tasks, the graph guard, and bf16.
+balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
 
 Every ratio compares two ways of doing the same work in one run, on one machine.
 """
@@ -348,7 +348,7 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12, m
 
 # --- the command -------------------------------------------------------------------------------------------------------
 
-SECTIONS = ("objective", "step", "data", "balance", "guard", "precision")
+SECTIONS = ("objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading")
 
 
 def sections(
@@ -376,6 +376,18 @@ def sections(
         for text, audio in ((0.2, 0.6), (1.0, 1.0)):
             title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"
             yield title, objective(device, text, audio, positions)
+    if "convert" in only:
+        from train.bench_convert import convert
+
+        yield "convert: Qwen2-0.5B's shape in bf16, random weights", convert()
+    if "prepare" in only:
+        from train.bench_prepare import prepare
+
+        yield "data prepare", prepare()
+    if "reading" in only:
+        from train.bench_reading import reading
+
+        yield "prepared rows to packed batches, one core", reading()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -384,9 +396,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--only",
-        type=list[Literal["objective", "step", "data", "balance", "guard", "precision"]],
+        type=list[Literal["objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading"]],
         default=list(SECTIONS),
-        help="which tables",
+        help="which tables; convert writes 6 GB of temporary files",
     )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
     parser.add_argument(

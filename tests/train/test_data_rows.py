@@ -15,6 +15,7 @@ import torch
 from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.data_toys import ToyCodec, ToySource
+from train.data import parquet
 from train.data.parquet import StoredRows, write_rows
 from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word
 from train.data.sources import StoredSource
@@ -249,3 +250,27 @@ def test_a_damaged_page_is_named_and_the_rest_is_read(tmp_path):
     assert stored[15].id == "15" and stored[32].id == "32"
     with pytest.raises(UserError, match=r"data.parquet \(rows 16 to 31\) cannot be read .*prepare it again"):
         stored[20]
+
+
+@pytest.mark.parametrize("kept", [20, 5, 0])
+def test_what_is_known_of_a_file_is_read_once_while_there_is_room(kept, tmp_path, monkeypatch):
+    """In shuffled order, over more files than stay open: rows are the same whatever is kept, also of a copy with nothing."""
+    wanted = rows(40, turns=1)
+    for number in range(20):
+        write_rows(tmp_path / f"{number:02}.parquet", wanted[2 * number : 2 * number + 2], row_group=1)
+    chunks = 2 * pq.read_metadata(tmp_path / "00.parquet").num_columns
+    monkeypatch.setattr(parquet, "KEPT_CHUNKS", kept * chunks)
+    anew, real = [], pq.ParquetFile
+
+    def watched(file, metadata=None, **more):
+        anew.extend([file] * (metadata is None))
+        return real(file, metadata=metadata, **more)
+
+    monkeypatch.setattr(pq, "ParquetFile", watched)
+    stored = StoredRows(tmp_path)
+    for source, before in ((stored, kept), (pickle.loads(pickle.dumps(stored)), 0)):
+        anew.clear()
+        for k in range(80):
+            same(source[7 * k % 40], wanted[7 * k % 40])
+        assert len(set(anew)) == 20 - before
+        assert (len(anew) == len(set(anew))) == (kept == 20)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from omni.errors import UserError
-from tests.train.data_toys import MODELS, ToySource, codec_of, maker_of, pipeline_of
+from tests.train.data_toys import MODELS, TASKS, ToySource, codec_of, maker_of, pipeline_of
+from train.data import parquet
 from train.data.alignment import Alignment
 from train.data.batch import Batch
 from train.data.examples import Clip
@@ -24,6 +25,7 @@ from train.data.lanes import Lane, lane_key, merge
 from train.data.loader import StepLoader, process_lanes
 from train.data.mixture import Mixture, TaskMixture
 from train.data.pipeline import PackingConfig, Pipeline
+from train.data.sources import StoredSource
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -70,6 +72,28 @@ def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
     for stop in range(4):
         resumed = StepLoader(anew(name, **options), 2, start_step=stop + 1, states=states[stop])
         same_steps(take(resumed, min(2, 4 - stop)), wanted[stop + 1 : stop + 3])
+
+
+@pytest.mark.parametrize("room", [0, parquet.KEPT_CHUNKS])
+def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_path, monkeypatch):
+    """Also where nothing of the files was kept when it stopped, and where there is no room to keep it."""
+    model = MODELS["codec2"]
+    source = ToySource("toy", 80, codec_of(model))
+    for file in range(20):
+        parquet.write_rows(tmp_path / f"{file:02}.parquet", [source.row(4 * file + i) for i in range(4)], row_group=2)
+
+    def stored(**state) -> StepLoader:
+        mixture = Mixture([StoredSource(tmp_path)], [1.0], seed=3)
+        packing = PackingConfig(rows=2, length=160, buffer=6)
+        return StepLoader(Pipeline(mixture, [TaskMixture(TASKS)], maker_of(model), packing, 3), 2, **state)
+
+    whole = stored()
+    next(whole)
+    states = plainly_stored(whole.states)
+    wanted = take(whole, 3)
+    monkeypatch.setattr(parquet, "KEPT_CHUNKS", room)
+    same_steps(take(stored(start_step=1, states=states), 3), wanted)
+    same_steps(take(stored(start_step=1, states=states, workers=1), 3), wanted)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

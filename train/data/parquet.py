@@ -23,6 +23,7 @@ from train.data.row import Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow.parquet as pq
 
 
 ROW_GROUP = 16
@@ -33,6 +34,11 @@ LARGE_ROWS, LARGE_BYTES = 64, 32 << 20
 
 KEPT_FILES, KEPT_GROUPS = 16, 4
 """What a process keeps of a stored source: open files, and the groups it read last."""
+
+KEPT_CHUNKS = 600_000
+"""Column chunks whose metadata is kept of a stored source, a kilobyte each: those of 450,000 rows in groups of 16. They are
+read anyway where the source is opened, and rows in shuffled order come from ever other files: to read a file's metadata again
+takes several times as long as to read a row. Forked workers share them."""
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = ROW_GROUP) -> int:
@@ -98,19 +104,35 @@ class StoredRows:
         self.files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
         if not self.files:
             raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
-        found = [_look(file) for file in self.files]
-        self._ends = list(itertools.accumulate(count for count, _ in found))
+        self._metadata: dict[int, pq.FileMetaData] = {}
+        self._chunks = 0
+        counts, large = [], False
+        for number, file in enumerate(self.files):
+            metadata = _look(file)
+            counts.append(metadata.num_rows)
+            large = large or _large(metadata)
+            self._keep(number, metadata)
+        self._ends = list(itertools.accumulate(counts))
         if not self._ends[-1]:
             raise UserError(f"data {path} has no rows: prepare the data again")
-        self._copied = _open(self.files, cache) if any(large for _, large in found) else None
+        self._copied = _open(self.files, cache) if large else None
+        if large:
+            self._metadata = {}
         self._begin()
+
+    def _keep(self, number: int, metadata: pq.FileMetaData) -> None:
+        """Keep a file's metadata while there is room."""
+        chunks = metadata.num_row_groups * metadata.num_columns
+        if number not in self._metadata and self._chunks + chunks <= KEPT_CHUNKS:
+            self._metadata[number] = metadata
+            self._chunks += chunks
 
     def _begin(self) -> None:
         self._process = os.getpid()
         self._open_files: OrderedDict[int, _GroupedFile] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_files": OrderedDict()}
+        return {**self.__dict__, "_open_files": OrderedDict(), "_metadata": {}, "_chunks": 0}
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -139,7 +161,8 @@ class StoredRows:
             self._begin()
         number, row = self._place(index)
         if number not in self._open_files:
-            self._open_files[number] = _GroupedFile(self.files[number])
+            self._open_files[number] = _GroupedFile(self.files[number], self._metadata.get(number))
+            self._keep(number, self._open_files[number].metadata)
             if len(self._open_files) > KEPT_FILES:
                 self._open_files.popitem(last=False)
         self._open_files.move_to_end(number)
@@ -150,17 +173,20 @@ class StoredRows:
 
 
 class _GroupedFile:
-    """An open Parquet file; `row` decodes the group that the row is in."""
+    """An open Parquet file; `row` decodes the group that the row is in. `metadata` is the file's, where it has been read."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, metadata: pq.FileMetaData | None = None) -> None:
         import pyarrow.parquet as pq
 
         self.file = file
-        self.names = features().arrow_schema.names
+        self.names = list(features())
         with _readable(file):
-            self.parquet = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False, page_checksum_verification=True)
-            metadata = self.parquet.metadata
-        self.ends = list(itertools.accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
+            self.parquet = pq.ParquetFile(
+                str(file), metadata=metadata, memory_map=True, pre_buffer=False, page_checksum_verification=True
+            )
+            self.metadata = self.parquet.metadata
+        counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
+        self.ends = list(itertools.accumulate(counts))
         self.groups: OrderedDict[int, Any] = OrderedDict()
 
     def row(self, row: int) -> dict[str, Any]:
@@ -183,8 +209,8 @@ def _readable(file: Path, part: str = "") -> Iterator[None]:
         raise UserError(f"data file {file}{part} cannot be read ({_one_line(error)}): prepare it again") from error
 
 
-def _look(file: Path) -> tuple[int, bool]:
-    """Rows of a file whose columns are checked, and whether its groups are too large to be read for one row."""
+def _look(file: Path) -> pq.FileMetaData:
+    """The metadata of a file, whose columns are checked."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -207,11 +233,13 @@ def _look(file: Path) -> tuple[int, bool]:
                 f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
                 "convert them first"
             )
-    large = any(
-        metadata.row_group(i).num_rows > LARGE_ROWS or metadata.row_group(i).total_byte_size > LARGE_BYTES
-        for i in range(min(metadata.num_row_groups, 4))
-    )
-    return metadata.num_rows, large
+    return metadata
+
+
+def _large(metadata: pq.FileMetaData) -> bool:
+    """Whether a file's groups are too large to be read for one row."""
+    groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, 4)))
+    return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
 
 
 def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.Dataset:

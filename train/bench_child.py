@@ -1,0 +1,81 @@
+"""A command in a process of its own, and the memory that it takes there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from omni.errors import UserError
+
+EVERY = 0.003
+"""Seconds between two looks at the memory; a peak that is shorter may be missed."""
+
+_CHILD = """
+import importlib, sys
+command = importlib.import_module(sys.argv[1])
+for name in filter(None, sys.argv[2].split(",")):
+    importlib.import_module(name)
+print("ready", flush=True)
+sys.stdin.readline()
+sys.exit(command.main(sys.argv[3:]))
+"""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a command took, beyond its process when all was imported and nothing begun.
+
+    Attributes:
+        seconds: from its beginning to the end of its process.
+        resident: bytes of resident memory (RSS) at its peak; pages of mapped files count while they are there.
+        anonymous: the same without files and shared memory, at its own peak; where the system does not tell them apart (it does
+            on Linux), all of it.
+    """
+
+    seconds: float
+    resident: int
+    anonymous: int
+
+
+def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()) -> Taken:
+    """Run `module.main(arguments)` in a new interpreter, and watch its memory from outside.
+
+    Args:
+        imports: further modules that it imports before it begins, so that they do not count.
+
+    Raises:
+        UserError: it failed; what it said stands on standard error.
+    """
+    command = [sys.executable, "-c", _CHILD, module, ",".join(imports), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        resident = anonymous = 0
+        if child.stdout.readline():
+            watched = psutil.Process(child.pid)
+            idle = top = _memory(watched)
+            start = time.perf_counter()
+            child.stdin.write("\n")
+            child.stdin.flush()
+            while child.poll() is None:
+                with suppress(psutil.Error):  # it has just ended
+                    now = _memory(watched)
+                    top = max(top[0], now[0]), max(top[1], now[1])
+                time.sleep(EVERY)
+            seconds = time.perf_counter() - start
+            resident, anonymous = top[0] - idle[0], top[1] - idle[1]
+        child.communicate()
+    if child.returncode:
+        raise UserError(f"{module} {' '.join(arguments)} ended with {child.returncode}; see what it said above")
+    return Taken(seconds, resident, anonymous)
+
+
+def _memory(process: psutil.Process) -> tuple[int, int]:
+    """Bytes resident, and those of them that are neither files' nor shared."""
+    found = process.memory_info()
+    return found.rss, found.rss - getattr(found, "shared", 0)
