@@ -18,7 +18,7 @@ from omni.audio.codec import load_codec
 from omni.errors import UserError
 from tests.train.prepare_toys import Deadly, ToySource, Unfit
 from train.data.parquet import StoredRows
-from train.data.prepare import PrepareConfig, Tally, blocks, prepare
+from train.data.prepare import PrepareConfig, Tally, blocks, prepare, shards
 from train.data.prepare.lock import FolderLock
 from train.data.row import Codes
 
@@ -115,6 +115,14 @@ def test_shards_have_the_size_asked_for(tmp_path):
     assert all(shard.stat().st_size < 1.1 * (1 << 20) for shard in shards)
     texts = [turn["question_text"] for file in shards for row in pq.read_table(file)["turns"].to_pylist() for turn in row]
     assert texts == [f"what is {i}" for i in range(140)]
+
+
+def test_shards_of_tiny_rows_end_after_so_many_groups(tmp_path, monkeypatch):
+    """So that what the writer keeps of each group is bounded, whatever the number of rows."""
+    monkeypatch.setattr(shards, "SHARD_GROUPS", 4)
+    made(tmp_path / "out", ToySource(140, "codes"), shard_mb=100)
+    found = [pq.read_metadata(file) for file in sorted((tmp_path / "out").glob("*.parquet"))]
+    assert [part.num_row_groups for part in found] == [4, 4, 1] and [part.num_rows for part in found] == [64, 64, 12]
 
 
 @pytest.mark.parametrize("kind", ["sound", "codes"])

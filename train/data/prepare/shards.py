@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 
 _GROUP_BYTES = 16 << 20
 
+SHARD_GROUPS = 512
+"""Groups of a shard: the writer keeps a kilobyte for every column of each until the shard ends."""
+
 
 class ShardWriter:
-    """Writes blocks, given in order, into shards of about `size` bytes (before compression; one block at least).
+    """Writes blocks, given in order, into shards of about `size` bytes (before compression; one block at least), of
+    `SHARD_GROUPS` groups at most.
 
     Attributes:
         next_item: first item of the source that no finished shard covers.
@@ -56,7 +60,7 @@ class ShardWriter:
     def _begin(self) -> None:
         self._writer: Any = None
         self._group: list[pa.Table] = []
-        self._group_rows = self._group_bytes = self._bytes = 0
+        self._group_rows = self._group_bytes = self._bytes = self._groups = 0
         self._tally = Tally()
         self._broken: list[BrokenItem] = []
         self._last = self.next_item
@@ -69,7 +73,7 @@ class ShardWriter:
     def add(self, block: Block) -> None:
         """Take the next block; UserError where there is no space left."""
         table = block.table()
-        if self._bytes and self._bytes + table.nbytes > self.size:
+        if self._bytes and (self._bytes + table.nbytes > self.size or self._groups >= SHARD_GROUPS):
             self.finish()
         if block.start != self._last:
             raise RuntimeError(f"block {block.start} comes after item {self._last}")
@@ -95,6 +99,7 @@ class ShardWriter:
             if self._writer is None:
                 self._writer = pq.ParquetWriter(str(part_of(self.file)), features().arrow_schema, write_page_checksum=True)
             self._writer.write_table(pa.concat_tables(self._group).combine_chunks(), row_group_size=ROW_GROUP)
+        self._groups += -(-self._group_rows // ROW_GROUP)
         self._group, self._group_rows, self._group_bytes = [], 0, 0
 
     def finish(self) -> None:
