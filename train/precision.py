@@ -45,9 +45,11 @@ class AdapterPrecision(HalfPrecision):
         self._adapters = bool(adapted(module))
         if not self._adapters:
             return super().convert_module(module)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(torch.float32 if tensor.requires_grad else torch.bfloat16)
+        for part in module.modules():
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    full = tensor.requires_grad or isinstance(part, nn.LayerNorm)  # else a CPU's refuses inputs in fp32
+                    tensor.data = tensor.data.to(torch.float32 if full else torch.bfloat16)
         return module
 
     def forward_context(self) -> AbstractContextManager[None]:
