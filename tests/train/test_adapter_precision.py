@@ -14,7 +14,7 @@ from omni.model.lora import LoRAConfig, add_adapter
 from omni.model.quantize import quantize
 from tests.train.test_parallel import environment, losses, start
 from tests.train.test_precision import real_parts
-from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora
+from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train import adapters
 from train.adapters import LoRASection
 from train.config import CheckpointConfig, FabricConfig, OptimizerConfig, ScheduleConfig
@@ -103,6 +103,18 @@ def test_a_run_whose_adapters_were_stored_in_bf16_goes_on_in_fp32(tmp_path: Path
     toy_fit(replace(config, resume="force"), adapted_parts(section))
     stored = final_tensors(tmp_path)
     assert {t.dtype for t in stored.values()} == {torch.float32} and all(t.isfinite().all() for t in stored.values())
+
+
+def test_an_adapter_that_was_written_in_bf16_learns_on_in_fp32(tmp_path: Path) -> None:
+    section = LoRASection(("blocks.*",), rank=2)
+    model, again = (toy_parts().objective.get_submodule("model") for _ in "ab")
+    base = adapters.apply(model, section)
+    folder = adapters.save(tmp_path, model, {n: t.bfloat16() for n, t in model.state_dict().items()}, base, None)
+    adapters.apply(again, replace(section, init_from=str(folder)))
+    found, wanted = again.state_dict(), model.state_dict()
+    pairs = [name for name in wanted if ".lora." in name]
+    assert len(pairs) == 4
+    assert all(found[n].dtype == torch.float32 and found[n].equal(wanted[n].bfloat16().float()) for n in pairs)
 
 
 @pytest.mark.parametrize("base", [None, "nf4"])
