@@ -61,9 +61,10 @@ def convert(settings: Mapping[str, Any] = QWEN2_05B, encoder: str = "small", sha
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_model(folder / "hf", settings, shards)
-        rows = _row("from Hugging Face", folder / "hf", folder / "model", ("--encoder", encoder, *GROWN))
+        named = ("--tokenizer", str(folder / "hf" / "tokenizer.json"))  # of bytes, beside a large table
+        rows = _row("from Hugging Face", folder / "hf", folder / "model", ("--encoder", encoder, *GROWN, *named))
         rows += _row("to .pth", folder / "model", folder / "pth", ("--kind", "mini-omni"))
-        return rows + _row("from .pth", folder / "pth", folder / "again", ("--kind", "mini-omni"))
+        return rows + _row("from .pth", folder / "pth", folder / "again", ("--kind", "mini-omni", *named))
 
 
 def _row(name: str, source: Path, target: Path, options: Sequence[str]) -> list[Row]:

@@ -96,7 +96,7 @@ class Attention(nn.Module):
         both = rotate(torch.cat([q, k], dim=2).view(b, t, self.heads + self.kv_heads, self.head_dim), *rope)
         q, k = both[:, :, : self.heads], both[:, :, self.heads :].transpose(1, 2)
         if cache is not None:
-            k, v = cache.update(layer, k, v)
+            k, v = cache.update(layer, k.to(v.dtype), v)  # under autocast a norm's keys are fp32
         if q.dtype != v.dtype:
             q, k = q.to(v.dtype), k.to(v.dtype)
         if mask is not None and mask.dtype != q.dtype:

@@ -25,7 +25,7 @@ from tests.train.data_toys import MODELS, pipeline_of
 from tests.train.toys import toy_config, toy_fit
 from train.adapters import LoRASection, apply
 from train.balance.run import Balanced
-from train.balance.section import BalanceSection, balanced_tasks
+from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
 from train.config import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, LogConfig, OptimizerConfig, ScheduleConfig
 from train.data.alignment import Alignment
 from train.data.batch import Batch
@@ -55,11 +55,12 @@ def tiny_pipeline(config: ModelConfig, tasks: Mapping[str, float] = MIX, seed: i
 
 
 def balanced_config(folder: Path | str, section: BalanceSection | None, ctc: bool = False, **changes: Any) -> FitConfig:
-    """Three steps of AdamW at a constant rate, of two micro-batches."""
+    """Three steps of AdamW at a constant rate, of two micro-batches; of one for methods of two levels."""
+    count = 1 if section is not None and section.method in BILEVEL else 2
     base: dict[str, Any] = {
         "balance": section,
         "budget": BudgetConfig(steps=3),
-        "data": DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=2),
+        "data": DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=count),
         "objective": ObjectiveConfig(ctc_weight=0.2 if ctc else 0.0),
         "optimizer": OptimizerConfig(lr=3e-3, weight_decay=0.0),
         "schedule": ScheduleConfig("constant"),

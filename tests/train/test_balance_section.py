@@ -100,6 +100,9 @@ def test_data_without_two_tasks_that_ask_by_speech() -> None:
         balanced_tasks(BalanceSection("mgda"), data)
 
 
+TWICE = DataConfig(sources=(SourceConfig(tasks={"A1T1": 1.0, "A1A2": 1.0}),), micro_batches=2)
+
+
 @pytest.mark.parametrize(
     ("section", "changes", "words"),
     [
@@ -108,7 +111,7 @@ def test_data_without_two_tasks_that_ask_by_speech() -> None:
         (BalanceSection("mgda", "parameters", separate=("adaptor.*",)), {}, "balance.separate"),
         (
             BalanceSection("moml"),
-            {"fabric": FabricConfig(accelerator="cpu", devices="auto")},
+            {"fabric": FabricConfig(accelerator="cpu", devices="auto"), "data": TWICE},
             "takes one micro-batch a step in each process; make data.micro_batches 1",
         ),
     ],

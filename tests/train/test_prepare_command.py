@@ -39,7 +39,7 @@ def table(folder: Path, count: int, missing: tuple[int, ...] = ()) -> Path:
 def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monkeypatch, capsys):
     """Options outweigh the file; the rows are what was asked for, and the report says what they are."""
     monkeypatch.setattr(blocks, "_TICK_SECONDS", 0.0)
-    monkeypatch.setattr(show, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(show, "LINE_SECONDS", 0.0)
     source = table(tmp_path / "in", 40, missing=(2, 33))
     read = f"read: {{folder: {tmp_path / 'in/wav'}, language: fr, name: mine}}"
     (tmp_path / "options.yaml").write_text(f"{read}\ncodec: codec2\nlimit: 39\nworkers: 1\n")
