@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,11 @@ def version_of(tensor: Tensor) -> int:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH, rest: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors in a value of any kind with the way to them; modules and torch's own objects are not entered."""
+    """Tensors in a value of any kind with the way to them; modules and torch's own objects are not entered.
+
+    Nor are the values of a mapping that cannot be written to read: it may load each of them from a file (accelerate's
+    offloaded weights do).
+    """
     if isinstance(value, Tensor):
         yield rest, value
         return
@@ -73,7 +77,7 @@ def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH, res
         return
     seen.add(id(value))
     entries: Iterable[tuple[str, Any]]
-    if isinstance(value, Mapping):
+    if isinstance(value, MutableMapping):
         entries = [(f"[{k!r}]", v) for k, v in _first(value.items())]
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         entries = [(f".{k}", v) for k, v in zip(value._fields, value, strict=True)]

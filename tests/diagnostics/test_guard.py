@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,28 @@ from tests.diagnostics.programs import WIDTH, data
 def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
     on = [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
     return [len(h) for h in on] + [len(optimizer._optimizer_step_pre_hooks)]
+
+
+class OnDisk(Mapping[str, torch.Tensor]):
+    """Weights that are read one by one, as accelerate's offloaded ones; one of them cannot be."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a", "b"])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_weights_on_disk_are_not_read():
+    model = nn.Linear(4, 4)
+    model.weights_map = OnDisk()
+    guard = Guard(model)
+    with guard.step(OnDisk(), trace=True):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not guard.findings
 
 
 @pytest.mark.parametrize("how", ["quiet", "traced", "failing", "interrupted"])
