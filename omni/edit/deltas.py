@@ -100,6 +100,10 @@ class Edits:
         """Without graph."""
         return self.map(Tensor.detach)
 
+    def scaled(self, strength: float) -> Edits:
+        """So many times as strong."""
+        return replace(self, deltas={name: replace(delta, lr=delta.lr * strength) for name, delta in self.deltas.items()})
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Edits:
         """On another device, of another type: in the model's own, nothing is converted at every step."""
         return self.map(lambda tensor: tensor.to(device=device, dtype=dtype))

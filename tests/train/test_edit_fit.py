@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from omni.edit.deltas import Delta, Edits, edited
 from omni.edit.factors import gradient_factors
 from omni.edit.mend import Mend, MendConfig, load_mend
 from omni.edit.storage import load_edits, read_tensors
@@ -19,7 +20,7 @@ from tests.edit.test_foreign import their_state
 from tests.edit.test_foreign import write as archive_of
 from tests.train.eval_toys import save_model
 from tests.train.test_edit import QUICK, VOICE, write
-from train.edit.apply import choose_linears
+from train.edit.apply import STRENGTHS, _correction, choose_linears
 from train.edit.command import main
 from train.edit.config import ApplyConfig, EditFitConfig, SpeakConfig
 from train.edit.facts import read_facts
@@ -27,6 +28,8 @@ from train.edit.fit import Corrections
 from train.edit.lessons import Lessons
 from train.edit.parse import read_command
 from train.edit.speak import Speakers, fact_rows
+
+LINEAR = "decoder.blocks.1.mlp.up"
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,40 @@ def test_an_editor_edits(place, tmp_path):
     torch.testing.assert_close(several[1], several[0] + edits.deltas["decoder.blocks.1.mlp.up"].weight())
 
 
+class Steepest:
+    """In place of an editor: a long step down the gradient of one linear."""
+
+    def edit(self, model, pieces, loss_of) -> Edits:
+        weight = model.get_submodule(LINEAR).weight
+        gradient = torch.autograd.grad(loss_of(model, pieces), weight.requires_grad_())[0]
+        return Edits({LINEAR: Delta(-gradient.T * 4 / gradient.norm())})
+
+
+def test_a_correction_is_as_weak_as_its_lesson_allows(place, tmp_path):
+    """It is the editor's own at another strength: the least tried one at which the loss is low enough, or lowest."""
+    facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab"}])
+    lm = SpeechLM.from_pretrained(place / "model")
+    lessons, speakers = Lessons(lm, []), Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec)
+    pieces = lessons.pieces(fact_rows(read_facts(facts, lm.tokenizer), speakers, 1)[0], ["T1T2"])
+
+    def loss(edits: Edits) -> float:
+        with torch.no_grad(), edited(lm.model, edits):
+            return float(lessons.loss(lm.model, pieces))
+
+    def made(until: float | None) -> Edits:
+        return _correction(Steepest(), lm.model, lessons, pieces, until)  # type: ignore[arg-type]
+
+    whole = made(None)
+    losses = [loss(whole.scaled(strength)) for strength in STRENGTHS]
+    assert min(losses) < losses[0] - 0.01
+    middle = (losses[0] + min(losses)) / 2
+    number = next(i for i, value in enumerate(losses) if value <= middle)
+    assert loss(made(middle)) == pytest.approx(losses[number], rel=1e-5) and 0 < number < len(STRENGTHS) - 1
+    assert loss(made(1e-9)) == pytest.approx(min(losses), rel=1e-5)
+    weight = whole.deltas[LINEAR].weight()
+    torch.testing.assert_close(made(middle).deltas[LINEAR].weight(), weight * STRENGTHS[number])
+
+
 def test_an_editor_of_others_edits(place, tmp_path):
     lm = SpeechLM.from_pretrained(place / "model")
     for p in lm.model.parameters():
@@ -101,7 +138,7 @@ def test_an_editor_of_others_edits(place, tmp_path):
     mend(gradient_factors(lm.model, mend.shapes, pieces, lessons.loss))  # its statistics
     archive = archive_of(tmp_path / "mend.pt", their_state(mend))
     (tmp_path / "config.json").write_text(json.dumps({"inner_params": ["model.layers.1.mlp.up_proj.weight"]}))
-    words = ("--method", "mend", "--editor", str(archive), "--tasks", "[T1T2]")
+    words = ("--method", "mend", "--editor", str(archive), "--tasks", "[T1T2]", "--until", "null")
     apply = ["apply", str(place / "model"), str(facts), str(tmp_path / "edits"), *QUICK, *words]
     with pytest.raises(UserError, match=r"does not name the linears it edits"):
         main(apply)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from omni.edit.deltas import Edits, stack
+from omni.edit.deltas import Edits, edited, stack
 from omni.edit.finetune import finetune
 from omni.edit.foreign import read_editor
 from omni.edit.linears import is_linear, mlp_linears
@@ -90,13 +90,33 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     if mend is not None:
         # One after another, as the editor has learnt them: their mean gradient is no correction that it has ever seen.
         first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, "own")]
-        edits = stack([mend.edit(lm.model, pieces, lessons.loss) for pieces in first if pieces])
+        edits = stack([_correction(mend, lm.model, lessons, pieces, config.until) for pieces in first if pieces])
         return Taught(edits, len(facts.facts), time.monotonic() - started, _after(lessons, edits, taught), None)
     others = _untouched(lm, lessons, facts, config, tasks)
     mixture = _Mixture(lessons, taught, others, config)
     edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
     kl = mixture.kl if others else None
     return Taught(edits, len(facts.facts), time.monotonic() - started, mixture.edit, kl)
+
+
+STRENGTHS = tuple(2 ** (step / 4) for step in range(-16, 5))
+"""Tried of an editor's corrections: a sixteenth to twice of what it gives, four to a doubling."""
+
+
+def _correction(mend: Mend, model: nn.Module, lessons: Lessons, pieces: list[Piece], until: float | None) -> Edits:
+    """An editor's correction, only as strong as it takes (see `ApplyConfig.until`)."""
+    whole = mend.edit(model, pieces, lessons.loss)
+    if until is None:
+        return whole
+    tried = []
+    for strength in STRENGTHS:
+        edits = whole.scaled(strength)
+        with torch.no_grad(), edited(model, edits):
+            loss = float(lessons.loss(model, pieces))
+        tried.append((loss, strength))
+        if loss <= until:
+            return edits
+    return whole.scaled(min(tried)[1])
 
 
 def _editor(model: nn.Module, config: ApplyConfig) -> Mend | None:

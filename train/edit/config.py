@@ -92,6 +92,8 @@ class ApplyConfig:
     Attributes:
         method: `finetune`, or `mend` with the folder of an editor that `edit fit` has learnt.
         editor: that folder, or an archive that eric-mitchell/mend or EasyEdit saved.
+        until: an editor's correction is taken at the least strength at which the loss on what it was asked is this or less, in
+            nats a target, or is least: stronger ones change other answers too. null for the strength that the editor gives.
         editor_settings: such an archive's `config.json` or YAML, where it does not name the linears itself.
         linears: names of the linears that change: shell patterns, or regular expressions after `re:`; by default the MLPs of
             the last three blocks. An editor has its own.
@@ -109,6 +111,7 @@ class ApplyConfig:
 
     method: Literal["finetune", "mend"] = "finetune"
     editor: str | None = None
+    until: float | None = 0.05
     editor_settings: str | None = None
     linears: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("A1A2", "T1A2")
@@ -128,6 +131,8 @@ class ApplyConfig:
             raise UserError(
                 f"method {self.method} and editor {self.editor!r}: an editor belongs to the method mend, and only there"
             )
+        if self.until is not None and not self.until > 0:
+            raise UserError(f"until is {self.until}; it must be above 0, or null for the strength that the editor gives")
         if self.editor_settings is not None and self.editor is None:
             raise UserError(f"editor_settings {self.editor_settings!r} without an editor; name the archive they belong to")
         if self.untouched_count < 0:
