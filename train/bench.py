@@ -284,69 +284,10 @@ def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -
         return loop, [feed.next() for _ in range(count)]
 
 
-# --- balance -----------------------------------------------------------------------------------------------------------
+# --- the command -------------------------------------------------------------------------------------------------------
 
 BALANCED = ("uncertainty", "dwa", "stch", "famo", "mgda:features")
 """Methods of the balance's table, each at its first level or at the one after a colon."""
-
-
-def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12, methods: Sequence[str] = BALANCED) -> list[Row]:
-    """A recipe's training steps with balanced tasks, over plain ones: three tasks that ask by speech, batches at hand.
-
-    Slices of plain and balanced steps alternate, and in every other round backwards, so that a machine's moods meet all alike.
-    Weights change, work does not: all train one model.
-
-    Raises:
-        UserError: an unknown method or level, or one that does not fit the recipe.
-    """
-    import tempfile
-
-    from train.balance.section import BILEVEL, BalanceSection, check_balance
-    from train.parse import read_fit_config
-
-    config = read_fit_config([file])[0]
-    source = replace(config.data.sources[0], tasks={"A1T1": 1.0, "A1T2": 1.0, "A1A2": 1.0}, stages=())
-    mixture = replace(config.data, sources=(source,))
-    sections: dict[str, BalanceSection] = {}
-    for method, _, level in (name.partition(":") for name in methods):
-        section = BalanceSection(method, level or None)
-        check_balance(section, mixture, config.fabric.precision, 1)
-        sections[f"{method}, level {section.at}"] = section
-    if not sections:
-        raise UserError("bench: --methods names none; leave it out, or name some")
-    if "famo, level loss" in sections:
-        sections["famo, look same"] = BalanceSection("famo", settings={"look": "same"})
-    judged = [section for section in sections.values() if section.method in BILEVEL]  # for whom held-out rows are drawn
-    with tempfile.TemporaryDirectory() as folder:
-        config = replace(
-            config,
-            balance=(judged or list(sections.values()))[0],
-            data=mixture,
-            objective=replace(config.objective, align_first=0.0),
-        )
-        loop, given = at_hand(config, device, Path(folder), steps)
-
-        def slice_of() -> None:
-            for step in given:
-                loop.train(step)
-
-        ways = {"plain": None, **{name: loop.balancing(section) for name, section in sections.items()}}
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(rounds + 1):
-            for name, way in ways.items() if turn % 2 else reversed(ways.items()):
-                loop.balance = way
-                spent = seconds_of(slice_of, device)
-                if turn:
-                    seconds[name].append(spent / steps)
-        if loop.logs is not None:
-            loop.logs.close()
-    plain = seconds.pop("plain")
-    ratios = {name: statistics.median(a / b for a, b in zip(own, plain, strict=True)) for name, own in seconds.items()}
-    out = [Row("plain step", statistics.median(plain) * 1e3, "ms")]
-    return out + [Row(f"{name}: balanced / plain step", ratio, "x") for name, ratio in ratios.items()]
-
-
-# --- the command -------------------------------------------------------------------------------------------------------
 
 SECTIONS = ("objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading")
 
@@ -363,6 +304,8 @@ def sections(
     if "data" in only:
         yield f"data: {config}", data(config, device)
     if "balance" in only:
+        from train.bench_balance import balance
+
         yield f"balance of three tasks: {config}", balance(config, device, methods=methods)
     if "guard" in only:
         from train.bench_guard import guard
