@@ -212,8 +212,10 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
     from train.objective import Objective, targets
     from train.optim import build_optimizer
     from train.parse import read_fit_config
+    from train.precision import product_type
 
     config = with_alignment(read_fit_config([file])[0])
+    half = product_type(config.fabric.precision, config.lora is not None)
     initial = build_initial(config.model, config.seed)
     module = Objective(initial.model, replace(config.objective, align_first=0.0)).to(device)
     optimizer = build_optimizer(
@@ -227,7 +229,9 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
             step = next(batches)
             wanted = torch.stack([targets(batch) for batch in step]).sum(0).to(device)
             for batch in step:
-                module(batch.to(device), wanted).total.backward()
+                with torch.autocast(device.type, half, enabled=half is not None):
+                    total = module(batch.to(device), wanted).total
+                total.backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

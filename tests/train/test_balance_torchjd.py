@@ -183,10 +183,7 @@ def linear(losses: Tensor, jacobian: Tensor, features: Tensor) -> list[Tensor]:
 )
 def test_ours_is_torchjds(case: Case, level: str) -> None:
     """Draws of both begin at the seed of our step."""
-    try:
-        theirs = case.theirs()
-    except ImportError as error:
-        pytest.skip(str(error))
+    theirs = case.theirs()
     own, seen = Balancer(BalanceConfig(case.method, level, case.settings, seed=5), NAMES), []
     for number in range(STEPS):
         step = step_of(number)
