@@ -29,6 +29,7 @@ from train.data.build import build_alignment, build_pipeline
 from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
+from train.data.recorded import speak_ahead
 from train.flops import StepFlops
 from train.initial import Initial, build_initial
 from train.loop import Loop, Outcome, Parts
@@ -66,6 +67,7 @@ def fit(config: FitConfig) -> Outcome | None:
     launch(fabric)
     try:
         loop = prepare(config, fabric, Path(config.run_folder))
+        loop.team.first_alone(lambda: _speak_ahead(config))
         outcome = loop.run()
         return outcome if fabric.global_rank == 0 else None
     finally:
@@ -139,6 +141,13 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         export=export,
         draw=lambda: pictures(folder),
     )
+
+
+def _speak_ahead(config: FitConfig) -> None:
+    """Let voices speak now what would keep the training waiting."""
+    for source in config.data.sources:
+        if source.kind == "recorded-digits":
+            speak_ahead(source.recorded, source.digits.question_rate, config.log.progress)
 
 
 def _check_parts(adapter: AdapterConfig, data: DataConfig) -> None:

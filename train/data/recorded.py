@@ -26,10 +26,12 @@ from omni.audio.io import read_audio, resample
 from omni.errors import UserError
 from train.data.augment import coloured_noise
 from train.data.keys import dice
-from train.data.prepare.voices import check_spec, make_voice
+from train.data.prepare.voices import check_spec
 from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.spoken import keep_words, say_word
 from train.data.synthetic import NUMBERS, RATE, SpokenDigits, SpokenDigitsConfig
 from train.data.voice import SAMPLE_RATE, check_voice, synthesise
+from train.progress import Kind
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 
@@ -70,11 +72,12 @@ class RecordedDigitsConfig:
         otherwise: share of words that are said as one of their other pronunciations.
         accented: share of the synthetic voices' strings that have such an accent.
         more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
-            what they read: `en` for English words, or a language of `accents`; each says each digit once, in every process.
+            what they read: `en` for English words, or a language of `accents`.
+        voice_folder: keeps what these voices say from run to run: before training begins they say all that they may be asked
+            for and that it lacks. null: they speak when asked, each word once in every process.
         more: share of strings that they say.
         words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).
-            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better. Each
-            voice of another program says each once in every process, which keeps 30 kB of it.
+            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better.
         wordy: share of the synthetic voices' strings that are of such words.
     """
 
@@ -97,6 +100,7 @@ class RecordedDigitsConfig:
     accented: float = 0.0
     more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     more: float = 0.0
+    voice_folder: str | None = None
     words: str = ""
     wordy: float = 0.0
 
@@ -288,10 +292,10 @@ class RecordedDigits:
             return lambda digit: _recording(str(rng.choice(self.files[speaker][digit])))
         c = self.answers.config
         if speaker in self.programs:
-            spelled = self._words(self.programs[speaker], words)
-            return lambda digit: self._say(rng, spelled[digit], lambda word: _said(speaker, word, c.question_rate))
+            spelled = _spelled(self.config, self.programs[speaker], words)
+            return lambda digit: self._say(rng, spelled[digit], lambda word: self._said(speaker, word))
         rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
-        spelled = self._words(speaker.partition("+")[0], words)
+        spelled = _spelled(self.config, speaker.partition("+")[0], words)
 
         def read(word: str) -> Tensor:
             said = synthesise(word, speaker, rate, pitch, pitch_range)[0]
@@ -299,10 +303,9 @@ class RecordedDigits:
 
         return lambda digit: self._say(rng, spelled[digit], read)
 
-    def _words(self, language: str, others: Sequence[str]) -> list[list[str]]:
-        """Zero to nine as voices of a language read them, each with its other pronunciations; or the other words."""
-        words = self.config.accents.get(language, self.config.english)
-        return [word.split("|") for word in others or words.split() or NUMBERS]
+    def _said(self, voice: str, word: str) -> Tensor:
+        """A word [S] by another program's voice, without what it is silent before and after."""
+        return trimmed(say_word(voice, word, self.answers.config.question_rate, self.config.voice_folder), -50.0)
 
     def _say(self, rng: random.Random, spelled: list[str], read: Callable[[str], Tensor]) -> Tensor:
         """A word [S], perhaps otherwise; as usual where a voice lacks the sounds for that and keeps silent."""
@@ -312,6 +315,31 @@ class RecordedDigits:
             if float(said.abs().max()) > SILENT:
                 return said
         return read(usual)
+
+
+def speak_ahead(config: RecordedDigitsConfig, rate: int, progress: Kind = "auto") -> int:
+    """Let other programs' voices say all that they may be asked for, recorded at `rate`; how many words were said.
+
+    Raises:
+        UserError: a voice cannot say a word.
+    """
+    if config.voice_folder is None or not config.more:
+        return 0
+    wanted = {
+        voice: [
+            *(word for words in _spelled(config, language) for word in words),
+            *(config.words.split() if config.wordy and language == "en" else ()),
+        ]
+        for language, voices in config.more_voices.items()
+        for voice in voices
+    }
+    return keep_words(wanted, rate, config.voice_folder, progress)
+
+
+def _spelled(config: RecordedDigitsConfig, language: str, others: Sequence[str] = ()) -> list[list[str]]:
+    """Zero to nine as voices of a language read them, each with its other pronunciations; or the other words."""
+    words = config.accents.get(language, config.english)
+    return [word.split("|") for word in others or words.split() or NUMBERS[:10]]
 
 
 def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
@@ -325,16 +353,6 @@ def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
 def _recording(file: str) -> Tensor:
     """A recording [S] at 16 kHz; a few thousand short ones are kept, 60 kB each."""
     return read_audio(file, RATE)
-
-
-@lru_cache(maxsize=16384)
-def _said(spec: str, word: str, rate: int) -> Tensor:
-    """A word [S] by another program's voice at 16 kHz, without what it is silent before and after; recorded at `rate`.
-
-    As many are kept as forty voices say four hundred words, 30 kB each: saying one takes a program's start.
-    """
-    sound = make_voice(spec).say(word, "en", 0).load(RATE)
-    return trimmed(resample(resample(sound, RATE, rate), rate, RATE), -50.0)
 
 
 def find_recordings(folder: str) -> dict[str, dict[int, list[Path]]]:

@@ -74,7 +74,8 @@ def add_echo(mel: Tensor, frames: float, decibels: float) -> Tensor:
     late = late[None, :] - late[:, None] - 1  # [from, to]: frames since the echo's first one
     weights = np.where(late >= 0, np.float32(10 ** (decibels / 10) * (1 - fall)) * np.float32(fall) ** np.maximum(late, 0), 0)
     power = np.exp((x - 1) * np.float32(4 * _LN10))
-    power += power @ weights.astype(np.float32)
+    # By PyTorch, whose threads data workers have one of; NumPy takes all cores for it and keeps them busy.
+    power += (torch.from_numpy(power) @ torch.from_numpy(weights.astype(np.float32))).numpy()
     return torch.from_numpy(1 + np.log(power, out=power) * np.float32(0.25 / _LN10))
 
 
