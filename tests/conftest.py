@@ -31,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the disk; a real one is waited for in tests/checkpoint/test_safe.py."""
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def lookout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if not request.config.getoption("--guard"):

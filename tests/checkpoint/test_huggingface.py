@@ -24,9 +24,7 @@ from train.convert import main
 GROW = ["--encoder", "nano", "--codec", "codec2", "--quiet"]
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda handle: None)  # a real disk is waited for in test_safe.py
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture(params=TEXT)

@@ -27,9 +27,7 @@ from train.convert import main
 Made = tuple[Path, dict[str, Any], State]
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture(params=SHAPES)

@@ -27,9 +27,7 @@ SMALL = ModelConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,7 @@ from train.convert import main
 TEXT = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture

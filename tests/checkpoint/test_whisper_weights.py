@@ -22,9 +22,7 @@ from train.convert import main
 POSITIONS, BANDS, WIDTH = 60, 80, 24
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def openai(folder, dtype=torch.float32):

@@ -28,9 +28,7 @@ GROW = ["--encoder", "nano", "--codec", "codec2"]
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture

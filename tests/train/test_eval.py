@@ -34,10 +34,7 @@ from train.eval.journal import Journal
 from train.eval.questions import Questions, open_data, readable
 from train.evaluate import normalise
 
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,7 @@ from train.data.readers import Broken, Options, open_source
 from train.eval.command import _parse
 from train.eval.command import main as evaluate
 
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def prepared(source: Path, out: Path, *flags: str) -> int:
