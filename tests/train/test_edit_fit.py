@@ -102,18 +102,19 @@ class Steepest:
 
 
 def test_a_correction_is_as_weak_as_its_lesson_allows(place, tmp_path):
-    """It is the editor's own at another strength: the least tried one at which the loss is low enough, or lowest."""
-    facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab"}])
+    """It is the editor's own at another strength: the least tried at which the loss of every form is low enough, or lowest."""
+    facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab", "rephrased": ["just one"]}])
     lm = SpeechLM.from_pretrained(place / "model")
     lessons, speakers = Lessons(lm, []), Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec)
-    pieces = lessons.pieces(fact_rows(read_facts(facts, lm.tokenizer), speakers, 1)[0], ["T1T2"])
+    forms = lessons.pieces(fact_rows(read_facts(facts, lm.tokenizer), speakers, 2)[0], ["T1T2"])
+    pieces = forms[:1]
 
     def loss(edits: Edits) -> float:
         with torch.no_grad(), edited(lm.model, edits):
-            return float(lessons.loss(lm.model, pieces))
+            return max(float(lessons.loss(lm.model, [form])) for form in forms)
 
     def made(until: float | None) -> Edits:
-        return _correction(Steepest(), lm.model, lessons, pieces, until)  # type: ignore[arg-type]
+        return _correction(Steepest(), lm.model, lessons, pieces, forms, until)  # type: ignore[arg-type]
 
     whole = made(None)
     losses = [loss(whole.scaled(strength)) for strength in STRENGTHS]

@@ -90,7 +90,13 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     if mend is not None:
         # One after another, as the editor has learnt them: their mean gradient is no correction that it has ever seen.
         first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, "own")]
-        edits = stack([_correction(mend, lm.model, lessons, pieces, config.until) for pieces in first if pieces])
+        edits = stack(
+            [
+                _correction(mend, lm.model, lessons, pieces, lessons.pieces(rows, tasks), config.until)
+                for pieces, rows in zip(first, forms, strict=True)
+                if pieces
+            ]
+        )
         return Taught(edits, len(facts.facts), time.monotonic() - started, _after(lessons, edits, taught), None)
     others = _untouched(lm, lessons, facts, config, tasks)
     mixture = _Mixture(lessons, taught, others, config)
@@ -103,8 +109,10 @@ STRENGTHS = tuple(2 ** (step / 4) for step in range(-16, 5))
 """Tried of an editor's corrections: a sixteenth to twice of what it gives, four to a doubling."""
 
 
-def _correction(mend: Mend, model: nn.Module, lessons: Lessons, pieces: list[Piece], until: float | None) -> Edits:
-    """An editor's correction, only as strong as it takes (see `ApplyConfig.until`)."""
+def _correction(
+    mend: Mend, model: nn.Module, lessons: Lessons, pieces: list[Piece], forms: list[Piece], until: float | None
+) -> Edits:
+    """An editor's correction of a fact asked once, only as strong as each of its forms takes (see `ApplyConfig.until`)."""
     whole = mend.edit(model, pieces, lessons.loss)
     if until is None:
         return whole
@@ -112,7 +120,7 @@ def _correction(mend: Mend, model: nn.Module, lessons: Lessons, pieces: list[Pie
     for strength in STRENGTHS:
         edits = whole.scaled(strength)
         with torch.no_grad(), edited(model, edits):
-            loss = float(lessons.loss(model, pieces))
+            loss = max(float(lessons.loss(model, [form])) for form in forms)
         tried.append((loss, strength))
         if loss <= until:
             return edits

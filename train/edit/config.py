@@ -92,8 +92,9 @@ class ApplyConfig:
     Attributes:
         method: `finetune`, or `mend` with the folder of an editor that `edit fit` has learnt.
         editor: that folder, or an archive that eric-mitchell/mend or EasyEdit saved.
-        until: an editor's correction is taken at the least strength at which the loss on what it was asked is this or less, in
-            nats a target, or is least: stronger ones change other answers too. null for the strength that the editor gives.
+        until: an editor's correction of a fact asked once is taken at the least strength at which the loss on each of its forms
+            (`finetune.each` of them) is this or less, in nats a target, or the highest is least: stronger ones change other
+            answers too. null for the strength that the editor gives.
         editor_settings: such an archive's `config.json` or YAML, where it does not name the linears itself.
         linears: names of the linears that change: shell patterns, or regular expressions after `re:`; by default the MLPs of
             the last three blocks. An editor has its own.
