@@ -179,10 +179,10 @@ def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
     Raises:
         UserError: an unknown key (the closest known one is named), a missing one, or a value of another type.
     """
-    if not isinstance(data, Mapping):
-        raise UserError(f"{where} is {data!r}; it must be a mapping of the fields of {kind.__name__}")
-    hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}  # type: ignore[arg-type]
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where} is {data!r}; it must be a mapping with keys of {kind.__name__}: {', '.join(fields)}")
+    hints = typing.get_type_hints(kind)
     for key in data:
         if key not in fields:
             close = get_close_matches(str(key), fields, n=1, cutoff=0.5)

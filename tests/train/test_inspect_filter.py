@@ -177,7 +177,7 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     [
         ("question_second: {max: 3}", "unknown key 'question_second'; did you mean 'question_seconds'"),
         ("question_seconds: {maximum: 3}", "unknown key 'maximum'; did you mean 'max'"),
-        ("question_seconds: 3", "question_seconds is 3; it must be a mapping"),
+        ("question_seconds: 3", "question_seconds is 3; it must be a mapping with keys of Range: min, max"),
         ("question_seconds: {min: 3, max: 1}", "rules.yaml: a rule asks for at least 3 and at most 1"),
         ("languages: en", "languages is 'en'; it must be a list"),
         ("drop_duplicates: [rows]", "it must be one of 'row'"),

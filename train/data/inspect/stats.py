@@ -88,7 +88,7 @@ def show(collected: Collected) -> None:
         summary = sample.summary()
         rows.append([name, str(sample.count), *(f"{summary[column]:.4g}" for column in COLUMNS)])
     if rows:
-        print_table("lengths", ("", "count", *COLUMNS.values()), rows)
+        print_table("lengths; spaces are no characters", ("", "count", *COLUMNS.values()), rows)
     for codec in collected.codes:
         uses = collected.use(codec)
         cells = [
