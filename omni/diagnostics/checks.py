@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.graph import nodes_of
-from omni.diagnostics.held import Held, shape_of, storage_of
+from omni.diagnostics.held import Held, held_by, shape_of, storage_of, version_of
 from omni.diagnostics.scene import Scene
 from omni.diagnostics.source import place_of
 
@@ -54,7 +55,7 @@ def stale(scene: Scene, held: Held, node: object) -> Finding:
     if is_copy(node):
         what = f"{held.path} is a cache that was written while gradients recorded, and keeps the graph of an earlier step"
         return Finding("cache", what, CACHE, held.describe(), held.module, place, _others(held, place))
-    what = f"{held.path} keeps the graph of an earlier step: the next backward runs into it"
+    what = f"{held.path} keeps the graph of an earlier step: a backward that comes to it fails"
     remedy = STATISTIC.format(name="self." + held.name)
     return Finding("stale", what, remedy, held.describe(), held.module, place, _others(held, place))
 
@@ -64,11 +65,18 @@ def _others(held: Held, place: Place | None) -> tuple[Place, ...]:
 
 
 def at_start(scene: Scene) -> list[Finding]:
-    """Graphs from before the step, and inference tensors."""
+    """Graphs from before the step, and inference tensors. Looked at when the step is over: what a module computed anew, and
+    not from what it held before, is none."""
     found = []
+    old = {node for held, node, _ in scene.held if node is not None and held.owner is not None}
+    now = {held.path: held.tensor for held in held_by(scene.model)} if old else {}
+    reached = nodes_of(now.values(), since=scene.first) if old else set()
     for held, node, _ in scene.held:
         if node is not None and not is_view_of_leaf(held.tensor):
-            found.append(stale(scene, held, node))
+            current = now.get(held.path)
+            kept = current is not None and current.grad_fn is node
+            if held.owner is None or kept or node in reached:
+                found.append(stale(scene, held, node))
         elif held.tensor.is_inference():
             found.append(inference(scene, held))
     return found
@@ -101,11 +109,7 @@ def missing_gradients(
     scene: Scene, named: Iterable[tuple[str, nn.Parameter]], arrived: set[int], explained: set[str]
 ) -> list[Finding]:
     """Trainable parameters to which no gradient came, one finding for each cause."""
-    lost = [
-        (name, p)
-        for name, p in named
-        if p.requires_grad and id(p) not in arrived and name not in explained and (p.grad is None or _is_left(p, arrived))
-    ]
+    lost = [(name, p) for name, p in named if p.requires_grad and id(p) not in arrived and name not in explained]
     if not lost:
         return []
     groups: dict[tuple[str, Place | None], list[tuple[str, nn.Parameter]]] = {}
@@ -132,7 +136,7 @@ _REMEDIES = {
 }
 
 
-def _is_left(p: nn.Parameter, arrived: set[int]) -> bool:
+def is_left(p: nn.Parameter, arrived: set[int]) -> bool:
     """Whether zeros stand there that `zero_grad(set_to_none=False)` left, while others did receive theirs."""
     return bool(arrived) and p.grad is not None and type(p) is nn.Parameter and not bool(p.grad.any())
 
@@ -152,13 +156,39 @@ def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Place | None]
     return "its results do not reach the loss", place_of(use.recorded)
 
 
-def unowned(
-    named: Iterable[tuple[str, nn.Parameter]], arrived: set[int], optimizers: list[torch.optim.Optimizer]
-) -> list[Finding]:
-    """Parameters that receive a gradient and are stepped by no optimizer."""
-    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    names = [n for n, p in named if p.requires_grad and id(p) not in owned and (id(p) in arrived or p.grad is not None)]
-    if not names or not optimizers:
+def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+class Loose(NamedTuple):
+    """A parameter that no optimizer owns, and what it was when the step began."""
+
+    name: str
+    p: nn.Parameter
+    was: tuple[int, Tensor]
+
+
+def loose(named: Iterable[tuple[str, nn.Parameter]], optimizers: list[torch.optim.Optimizer]) -> list[Loose]:
+    """Trainable parameters that no optimizer owns; none where there is no optimizer."""
+    owned = owned_by(optimizers)
+    return [Loose(name, p, _glimpse(p)) for name, p in named if optimizers and p.requires_grad and id(p) not in owned]
+
+
+def _glimpse(p: nn.Parameter) -> tuple[int, Tensor]:
+    """How often a parameter was written, and its first values: `data` is written uncounted."""
+    return version_of(p), getattr(p, "_local_tensor", p).detach().reshape(-1)[:64].clone()
+
+
+def unowned(loose: Iterable[Loose], arrived: set[int], stepped: bool) -> list[Finding]:
+    """Parameters that receive a gradient and are stepped by no optimizer, nor written by other means (as copies of weights
+    that an optimizer has in a wider type) in a step in which optimizers did theirs."""
+    names = []
+    for name, p, (version, values) in loose:
+        if p.requires_grad and id(p) in arrived:
+            now = _glimpse(p)
+            if not stepped or (now[0] == version and torch.equal(now[1], values)):
+                names.append(name)
+    if not names:
         return []
     what = f"{len(names)} parameters receive a gradient, but no optimizer owns them: they never change"
     remedy = (

@@ -26,8 +26,10 @@ from omni.diagnostics.source import place_of
 from omni.diagnostics.trace import Changed
 
 _VERSION = re.compile(
-    r"\[torch\.(?:\w+\.)?(\w+Tensor) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)", re.DOTALL
+    r"\[(?:torch\.)?(?:\w+\.)?(?:CPU|CUDA)?(\w+?)(?:Tensor|Type) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)",
+    re.DOTALL,
 )
+"""Autocast's tensors are called CPUBFloat16Type, others torch.FloatTensor."""
 _ERRORS = {
     "inplace": ("modified by an inplace operation", "is being used in an in-place operation"),
     "freed": ("through the graph a second time", "second backward through one forward"),
@@ -99,8 +101,11 @@ def _changed(changed: Changed, held: Held | None, scene: Scene) -> Finding:
     name = held.path if held is not None else next((w.name for w in writes if w.name), "a tensor")
     tensor = held.describe() if held is not None else f"{name} {shape_of(saved.tensor)}"
     ops = some(list(dict.fromkeys(write.op.removeprefix("aten.") for write in writes)), 3)
-    times = f"changed in place: version {changed.now} instead of {saved.version}"
-    what = f"{name} was saved for backward and then {times} ({ops})"
+    if changed.now != saved.version:
+        how = f"changed in place: version {changed.now} instead of {saved.version} ({ops})"
+    else:
+        how = f"written past autograd, through .data or the like ({ops}); gradients are wrong"
+    what = f"{name} was saved for backward and then {how}"
     at = place_of(saved.line)
     others = tuple(p for p in [*places[1:], *([at] if at is not None else [])] if p not in places[:1])
     module, remedy, kind = (held.module if held is not None else ""), INPLACE, "inplace"
@@ -120,9 +125,10 @@ def _guess(scene: Scene, message: str) -> list[Finding]:
     version = int(match[3])
 
     def fits(t: Tensor) -> bool:
-        return tuple(t.shape) == shape and version_of(t) == version and t.type().endswith(match[1])
+        return tuple(t.shape) == shape and version_of(t) == version and t.type().endswith(f".{kind}")
 
-    what = f"a {match[1]} {list(shape)} was saved for backward at version {match[4]} and is at version {version} now"
+    kind = f"{match[1]}Tensor"
+    what = f"a {kind} {list(shape)} was saved for backward at version {match[4]} and is at version {version} now"
     for held in _all_held(scene):
         if fits(held.tensor):
             places = _in_place(p for p in held.written() if p.function != "__init__")
@@ -131,7 +137,7 @@ def _guess(scene: Scene, message: str) -> list[Finding]:
         places = _in_place(v.places)
         if fits(v.tensor) and places:
             return [Finding("inplace", what, INPLACE, f"{v.name} {shape_of(v.tensor)}", "", places[0])]
-    return [Finding("inplace", what, INPLACE, f"{match[1]} {list(shape)}")]
+    return [Finding("inplace", what, INPLACE, f"{kind} {list(shape)}")]
 
 
 def _in_place(places: Iterable[Place]) -> list[Place]:
@@ -158,20 +164,30 @@ def from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
         return [
             Finding("freed", what, OUTSIDE, f"{v.name} {shape_of(v.tensor)}", "", v.places[0] if v.places else None, others)
         ]
-    carried = [(v, p) for v in scene.variables() if v.tensor.grad_fn in nodes for p in v.places if _reads_itself(v.name, p)]
+    around = [(v, p) for v in scene.variables() if v.tensor.grad_fn is not None for p in v.places if _reads_itself(v.name, p)]
+    carried = [pair for pair in around if pair[0].tensor.grad_fn in nodes]
+    # A recurrent layer's state is no part of the loss, but comes of the same old one.
+    carried = carried or [pair for pair in around if nodes_of([pair[0].tensor]) & old]
     if carried:
         v, line = min(carried, key=lambda pair: pair[0].tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
         what = f"the variable {v.name} carries the graph of one step into the next"
-        return [Finding("freed", what, CARRY.format(name=v.name), f"{v.name} {shape_of(v.tensor)}", "", line, others)]
+        remedy = CARRY.format(name=v.name)
+        others = tuple(place for place in others if place != line)
+        return [Finding("freed", what, remedy, f"{v.name} {shape_of(v.tensor)}", "", line, others)]
     place, shape = (others[0], used[0][0]) if others else (None, "")
     what = f"backward reaches {len(old)} nodes of a graph from before this step; nothing that the guard can reach holds it"
     return [Finding("freed", what, OUTSIDE, f"a tensor {shape}" if shape else "", "", place, others[1:])]
 
 
 def _reads_itself(name: str, place: Place) -> bool:
-    """Whether a line binds a name to what is computed from it."""
-    _, _, right = place.code.partition("=")
-    return re.search(rf"\b{re.escape(name)}\b", right) is not None
+    """Whether a line binds a name (of an attribute: in whatever variable its owner is) to what is computed from it."""
+    owner, _, last = name.partition("[")[0].rpartition(".")
+    word = (r"\." if owner else r"(?<!\.)\b") + re.escape(last) + r"\b"
+    for part in place.code.split(";"):
+        left, _, right = part.partition("=")
+        if re.search(word, left) and (re.search(word, right) or left.rstrip()[-1:] in tuple("+-*/@|&")):
+            return True
+    return False
 
 
 def _twice(scene: Scene, nodes: set[Node]) -> Finding:

@@ -28,15 +28,22 @@ def is_inner(node: Node) -> bool:
     return not hasattr(node, "variable")
 
 
-def nodes_of(tensors: Iterable[Any]) -> set[Node]:
-    """Every node of the graphs that tensors (others are passed over) are the result of."""
+def nodes_of(tensors: Iterable[Any], since: int | None = None) -> set[Node]:
+    """Every node of the graphs that tensors (others are passed over) are the result of.
+
+    Args:
+        since: do not go beyond nodes that are older than this number; tensors whose own node is older are passed over.
+    """
     todo = [t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None]
+    if since is not None:
+        todo = [node for node in todo if not is_older(node, since)]
     seen: set[Node] = set(todo)
     while todo:
         for node, _ in todo.pop().next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
-                todo.append(node)
+                if since is None or not is_older(node, since):
+                    todo.append(node)
     return seen
 
 

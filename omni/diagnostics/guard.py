@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omni.diagnostics.checks import at_start, missing_gradients, unowned, written_caches
+from omni.diagnostics.checks import at_start, is_left, loose, missing_gradients, owned_by, unowned, written_caches
 from omni.diagnostics.diagnose import diagnose, kind_of, traced_changes
 from omni.diagnostics.findings import Finding, GraphError, report
 from omni.diagnostics.graph import next_number
@@ -24,6 +24,9 @@ from omni.diagnostics.snapshot import Snapshot, undone
 from omni.diagnostics.spread import alone, end_step, gathered
 from omni.diagnostics.state import Doubt
 from omni.diagnostics.trace import Trace
+
+PATIENCE = 32
+"""Steps for which a parameter that did receive gradients may go without."""
 
 HINT = "For the line of each culprit, repeat the step: guard.rerun(step), where step() does what failed."
 
@@ -74,6 +77,7 @@ class Guard:
         self.findings: list[Finding] = []
         self.failed = False
         self.arrived: set[int] = set()
+        self.waiting: dict[int, int] = {}
         self.start: Snapshot | None = None
         self.batch: Any = None
         self.active: _Step | None = None
@@ -106,8 +110,8 @@ class Guard:
             step: does what the last step did; it may enter `guard.step` itself.
         """
         batch = self.batch if batch is None else batch
-        start, failed, vague = self.start, self.failed, {f.key for f in self.recent if f.place is None}
-        before, self.findings = self.findings, [f for f in self.findings if f.key not in vague]
+        start, failed, recent = self.start, self.failed, {f.key for f in self.recent}
+        before, self.findings = self.findings, [f for f in self.findings if f.key not in recent]
         watched = _Step(self, batch, True, True, sys._getframe(1), step, failed=failed)
         try:
             self._repeat(watched, step, start)
@@ -221,7 +225,7 @@ class _Step:
         self.stack = ExitStack()
         self.found: list[Finding] = []
         self.beside: list[Finding] = []  # true of a step that does not fail
-        self.complete = False
+        self.stepped: list[torch.optim.Optimizer] = []
         self.inner = False
 
     def __enter__(self) -> _Step:
@@ -248,7 +252,8 @@ class _Step:
         for _, p in self.named:
             self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
         for optimizer in guard.optimizers:
-            self.stack.callback(optimizer.register_step_pre_hook(self._complete).remove)
+            self.stack.callback(optimizer.register_step_pre_hook(self._steps).remove)
+        self.loose = loose([pair for pair in self.named if id(pair[1]) not in self.idle], guard.optimizers)
         if self.traced:
             scene.trace = Trace(self._learning(), scene.first)
         watching = watch_checkpoints(self.found.append, scene.trace, guard.model, names, doubt)
@@ -270,20 +275,37 @@ class _Step:
                 guard.end_id = None
 
     def _arrived(self, p: Tensor) -> None:
-        self.guard.arrived.add(id(p))
+        if p.grad is not None:  # a backward may hand on nothing
+            self.guard.arrived.add(id(p))
 
-    def _complete(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.complete:
-            self.complete = True
-            self._check_gradients()
+    def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.stepped.append(optimizer)
+        self._note_gradients()
+
+    def _note_gradients(self) -> None:
+        """Gradients that came in another way than by backward, or before this step began."""
+        arrived = self.guard.arrived
+        arrived |= {id(p) for _, p in self.named if p.grad is not None and id(p) not in arrived and not is_left(p, arrived)}
+
+    def _takes_turns(self, p: nn.Parameter) -> bool:
+        """Whether a parameter without gradient has received one lately: experts and tasks do not take part in every step."""
+        guard, i = self.guard, id(p)
+        if i in guard.arrived:
+            guard.waiting[i] = 0
+        elif i in guard.waiting:
+            guard.waiting[i] += 1
+        return 0 < guard.waiting.get(i, 0) <= PATIENCE
 
     def _check_gradients(self) -> None:
+        """What is missing once the step is over: one that holds several backwards and optimizers is one whole."""
         guard = self.guard
+        self._note_gradients()
         explained = {name for f in self.found if f.kind == "reentrant" for name in f.tensor.split(", ")}
-        wanted = [(name, p) for name, p in self.named if id(p) not in self.idle]
-        if self.complete or guard.arrived or any(p.grad is not None for _, p in wanted):
+        resting = owned_by(guard.optimizers) - owned_by(self.stepped) if self.stepped else set()
+        wanted = [(name, p) for name, p in self.named if id(p) not in self.idle | resting and not self._takes_turns(p)]
+        if self.stepped or guard.arrived:
             self.beside += missing_gradients(self.scene, wanted, guard.arrived, explained)
-            self.beside += unowned(wanted, guard.arrived, guard.optimizers)
+            self.beside += unowned(self.loose, guard.arrived, bool(self.stepped))
         guard.arrived.clear()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -295,7 +317,7 @@ class _Step:
         try:
             start = at_start(scene)
             if error is None:
-                if self.last and not self.complete:
+                if self.last or self.stepped:
                     self._check_gradients()
                 if scene.trace is None:
                     self.found += written_caches(scene)

@@ -175,7 +175,10 @@ def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> I
         ("torch", "lightning_fabric", "omni.diagnostics")
     ):
         for inner, attribute in _first(vars(value).items()):
-            yield from reach(f"{name}.{inner}", attribute, None, seen, depth - 1)
+            for full, held, named in reach(f"{name}.{inner}", attribute, None, seen, depth - 1):
+                if held.owner is None and named is None:  # the object's own, and not what a function in it reaches
+                    held = Held(held.tensor, "", inner, full.removeprefix(f"{name}.{inner}"), type(value))
+                yield full, held, named
 
 
 def modules_of(function: Any, depth: int = 2) -> list[nn.Module]:

@@ -7,7 +7,8 @@ state alone is compared: where it differs, that may do no harm, and a trace is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ import torch.utils.checkpoint as library
 from torch import Tensor, nn
 
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.held import modules_of, shape_of, storage_of, version_of
+from omni.diagnostics.held import modules_of, reached_from, shape_of, storage_of, version_of
 from omni.diagnostics.source import Line, is_ours, left_block, line_of, outer_lines, place_of, user_frame
-from omni.diagnostics.state import Change, Doubt, Glance, capture, differences
-from omni.diagnostics.trace import Saved, Trace
+from omni.diagnostics.spread import is_sharded
+from omni.diagnostics.state import Change, Doubt, Glance, Part, capture, differences
+from omni.diagnostics.trace import Saved, Trace, digest, same
 
 _CASTS = frozenset({"aten._to_copy", "aten.clone", "aten.detach"})
 """Autocast keeps casts of the weights, and forgets them before backward: they may be absent in one of the runs."""
@@ -27,11 +29,14 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_with
 """What sets up non-reentrant checkpointing, in torch 2.14 and before; its first argument is the function."""
 
 
-REMEDY_STATE = (
-    "hand the state in as an argument and return the new one, so that nothing is kept between forward and backward; or switch "
-    "checkpointing off while a cache is in use"
-)
-REMEDY_CODE = "keep the hook, edit or patched forward in place until backward has run: call backward inside its scope"
+REMEDIES = {
+    "state": "hand the state in as an argument and return the new one, so that nothing is kept between forward and backward; "
+    "or switch checkpointing off while a cache is in use",
+    "given": "make a new tensor instead (x = x * 0.9 for x *= 0.9), so that backward finds what forward was given",
+    "weight": "step the optimizer (or write the weights) only after every backward that needs them has run",
+    "code": "keep the hook, edit or patched forward in place until backward has run: call backward inside its scope",
+}
+"""By kind of change."""
 REMEDY_REENTRANT = (
     "call checkpoint with use_reentrant=False; if it must stay reentrant, let the input require a gradient "
     "(model.enable_input_require_grads() in transformers, x.requires_grad_() here)"
@@ -51,13 +56,12 @@ class Step(NamedTuple):
 class Region:
     """One checkpointed part: its first run and, when backward comes to it, the second."""
 
-    def __init__(self, function: Any, inputs: Any, trace: Trace, model: nn.Module | None, names: dict[int, str]) -> None:
-        self.trace, self.names = trace, names
+    def __init__(self, part: Part, inputs: Iterable[Any], trace: Trace) -> None:
+        self.trace = trace
         self.line = line_of(user_frame())
         self.callers, self.later = outer_lines(), list[Line]()
-        self.modules = _modules(function, model)
         self.saved = [Saved(t, version_of(t), trace.clock, self.line) for t in inputs if isinstance(t, Tensor)]
-        self.before = capture(self.modules, names)
+        self.before = capture(part)
         self.steps: list[Step] = []
         self.at: int | None = None
         self.end = trace.clock
@@ -74,12 +78,12 @@ class Region:
             self.end = self.trace.clock
 
     @contextmanager
-    def second(self) -> Iterator[None]:
+    def second(self, part: Part) -> Iterator[None]:
         trace = self.trace
         for saved in self.saved:
             trace.check(saved)
         self.later = outer_lines()
-        self.changes = differences(self.before, capture(self.modules, self.names), trace, self.end)
+        self.changes = differences(self.before, capture(part), trace, self.end)
         self.at = 0
         self.trace.listeners.append(self)
         try:
@@ -115,17 +119,18 @@ class Region:
         step = new or old
         places = [place_of(None if step is None else step.line), place_of(self.line)]
         read = set(() if step is None else step.inputs)
-        self.changes.sort(key=lambda change: (not change.code, change.storage not in read, not change.tensor))
+        self.changes.sort(key=lambda c: (c.kind != "code", c.storage not in read, not c.tensor, c.kind == "weight"))
         wrong = "" if failed else "; its gradients are wrong"
         if not self.changes:
             what = f"a checkpointed part gives another result when backward repeats it, through none of its arguments{wrong}"
             first, others = places[0] or places[1], tuple(p for p in places[1:] if p is not None)
-            return [Finding("recompute", what, REMEDY_STATE, place=first, others=others if places[0] is not None else ())]
+            return [Finding("recompute", what, REMEDIES["state"], place=first, others=others if places[0] is not None else ())]
         cause, *more = self.changes
-        beside = f" (and {some([change.name for change in more], 3)})" if more and not cause.code else ""
-        how = "differently" if cause.code else "with another state than in forward"
+        code = cause.kind == "code"
+        beside = f" (and {some([change.name for change in more], 3)})" if more and not code else ""
+        how = "differently" if code else "with another state than in forward"
         what = f"a checkpointed part is repeated {how}: {cause.name}{beside}{wrong}"
-        place, remedy = cause.place, REMEDY_CODE if cause.code else REMEDY_STATE
+        place, remedy = cause.place, REMEDIES[cause.kind]
         if place is not None and is_ours(place.file):
             place, remedy = self._left(place, remedy)
         others = tuple(p for p in dict.fromkeys([*places, cause.place]) if p is not None and p != place)
@@ -135,32 +140,19 @@ class Region:
         """The user's line instead of one of this repository's packages: the block that ended before backward, or the call."""
         block = left_block(self.callers, self.later)
         if block is not None:
-            return place_of(block) or place, REMEDY_CODE
+            return place_of(block) or place, REMEDIES["code"]
         return place_of(self.callers[0] if self.callers else None) or place, remedy
 
 
-def _modules(function: Any, model: nn.Module | None) -> list[nn.Module]:
-    """Those of a part; the whole model where its function shows none."""
-    return modules_of(function) or ([model] if model is not None else [])
-
-
-def digest(out: Any) -> tuple[float, ...]:
-    """Sum and norm of the first floating-point result."""
-    for t in out if isinstance(out, (list, tuple)) else [out]:
-        if isinstance(t, Tensor) and t.is_floating_point() and t.device.type != "meta":
-            wide = t.detach().double()
-            return float(wide.sum()), float(wide.norm()), float(t.numel())
-    return ()
-
-
-def same(old: tuple[float, ...], new: tuple[float, ...], out: Any) -> bool:
-    """On the CPU a repetition is exact; on a GPU sums may be taken in another order: 1e-4 of the norm."""
-    if len(old) != len(new) or not old or old[2] != new[2]:
-        return len(old) == len(new) == 0
-    first = out[0] if isinstance(out, (list, tuple)) else out
-    if first.device.type == "cpu" or not all(x == x for x in (*old, *new)):
-        return repr(old) == repr(new)
-    return abs(old[1] - new[1]) <= 1e-4 * old[1] and abs(old[0] - new[0]) <= 1e-4 * old[1] * max(old[2], 1) ** 0.5
+def _values(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a part is given and takes from outside, by name, but for modules and for tensors that are arguments."""
+    taken = {name: value for name, (value, _) in reached_from(function).items()}
+    try:
+        given = inspect.signature(getattr(function, "forward", function)).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # a function of C's, or arguments that do not fit
+        given = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+    direct = {id(a) for a in args if isinstance(a, Tensor)}
+    return {name: v for name, v in {**taken, **given}.items() if id(v) not in direct and not isinstance(v, nn.Module)}
 
 
 @contextmanager
@@ -177,7 +169,7 @@ def watch_checkpoints(
         names: paths by id of parameters and modules.
         doubt: without a trace, is told of state that differs when a part is repeated; graphs that outlive the step hold it.
     """
-    function_class, regions = library.CheckpointFunction, list[Region]()
+    function_class, regions, weights = library.CheckpointFunction, list[Region](), not is_sharded(model)
     original, outer = function_class.apply, vars(function_class).get("apply")  # the latter is another guard's around this
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
@@ -188,8 +180,8 @@ def watch_checkpoints(
         if not torch.is_grad_enabled() or (trace is None and doubt is None):
             return original(function, preserve, *args)
         if trace is None:
-            return original(glanced(function, repeats=False), preserve, *args)
-        region = Region(function, args, trace, model, names)
+            return original(glanced(function, part(function, args), repeats=False), preserve, *args)
+        region = Region(part(function, args), args, trace)
         regions.append(region)
 
         def run(*inputs: Any) -> Any:
@@ -199,20 +191,24 @@ def watch_checkpoints(
                 region.steps = [Step("the result", digest(out), region.line, trace.clock, [])]
                 region.end = trace.clock
                 return out
-            with region.second(), _quiet(trace):
+            with region.second(part(function, inputs)), _quiet(trace):
                 out = function(*inputs)
             region.different = None if same(region.steps[0].digest, digest(out), out) else (region.steps[0], None)
             return out
 
         return original(run, preserve, *args)
 
-    def glanced(function: Any, repeats: bool) -> Any:
+    def part(function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Part:
+        modules = modules_of(function) or ([model] if model is not None else [])
+        return Part(modules, names, _values(function, args, kwargs or {}), weights)
+
+    def glanced(function: Any, before: Part, repeats: bool) -> Any:
         """The function of a part, which tells of doubts when it is called again, or the first time where it `repeats`."""
-        glance, calls = Glance(_modules(function, model), names), [repeats]
+        glance, calls = Glance(before), [repeats]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if calls[0] and doubt is not None:
-                doubt(glance.doubts())
+                doubt(glance.doubts(part(function, args, kwargs)))
             calls[0] = True
             return function(*args, **kwargs)
 
@@ -226,14 +222,15 @@ def watch_checkpoints(
         if not torch.is_grad_enabled():
             yield from generator(function, *rest, **kwargs)
             return
+        given, named = _given(rest, kwargs)
         if trace is None:
-            yield from generator(glanced(function, repeats=True), *rest, **kwargs)
+            yield from generator(glanced(function, part(function, given, named), repeats=True), *rest, **kwargs)
             return
-        region = Region(function, rest[0] if rest and isinstance(rest[0], tuple) else rest, trace, model, names)
+        region = Region(part(function, given, named), given, trace)
         regions.append(region)
 
         def again(*args: Any, **kw: Any) -> Any:
-            with region.second():
+            with region.second(part(function, args, kw)):
                 return function(*args, **kw)
 
         with region.first():
@@ -261,6 +258,13 @@ def _quiet(trace: Trace) -> Iterator[None]:
         yield
     finally:
         trace.listeners = held
+
+
+def _given(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a part's function among those of what sets up its checkpointing."""
+    if len(rest) == 2 and isinstance(rest[0], tuple) and isinstance(rest[1], dict):  # torch 2.14
+        return rest
+    return rest[5:], kwargs
 
 
 def _without_gradient(function: Any, args: tuple[Any, ...], names: dict[int, str]) -> Finding | None:

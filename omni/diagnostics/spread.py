@@ -23,6 +23,11 @@ def _sharded_modules(model: nn.Module | None) -> list[Any]:
     return [] if kind is None or model is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
+def is_sharded(model: nn.Module | None) -> bool:
+    """Whether parameters are gathered for a forward and let go after it."""
+    return bool(_sharded_modules(model))
+
+
 def gathered(model: nn.Module | None) -> dict[int, nn.Parameter]:
     """The sharded parameter, which an optimizer owns, by id of what FSDP2 puts in its place while it is gathered.
 

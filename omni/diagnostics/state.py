@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from omni.diagnostics.findings import Place
-from omni.diagnostics.held import MODULE_FIELDS, Held, held_by, storage_of, version_of
+from omni.diagnostics.held import MODULE_FIELDS, Held, held_by, storage_of, tensors_in, version_of
 from omni.diagnostics.source import attribute_writes, definition, place_of
 from omni.diagnostics.trace import Trace
 
@@ -32,12 +32,20 @@ class Entry(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What was different at the second run: its name, the line that wrote it, and whether it is a hook or a forward."""
+    """What was different at the second run.
 
+    Attributes:
+        kind: code (a hook or a forward), weight (a parameter), given (a tensor that the part was given or takes from around it,
+            changed in place) or state (all else).
+        name, module: what it is and whose.
+        place: the line that wrote it.
+        tensor, storage: a tensor's name and shape, and its memory.
+    """
+
+    kind: str
     name: str
     module: str
     place: Place | None
-    code: bool
     tensor: str = ""
     storage: int = 0
 
@@ -47,42 +55,70 @@ Doubt = tuple[str, str]
 """Module and name of a piece of state."""
 
 
-def capture(modules: Sequence[nn.Module], names: dict[int, str]) -> State:
-    """State of modules and of all in them, by path. `names`: paths of the modules by id."""
+class Part(NamedTuple):
+    """What a checkpointed part may depend on.
+
+    Attributes:
+        modules: those that its function reaches.
+        names: paths of modules by id.
+        values: what it is given and what its function takes from outside, by name; tensors that are arguments themselves
+            are left out: autograd looks after them.
+        weights: whether parameters stay where they are between forward and backward (FSDP2's do not).
+    """
+
+    modules: Sequence[nn.Module]
+    names: dict[int, str]
+    values: dict[str, Any]
+    weights: bool
+
+
+def capture(part: Part) -> State:
+    """State of a part, by path."""
     state: State = {}
-    for top in modules:
-        prefix = names.get(id(top), "")
-        for path, module in top.named_modules(prefix=prefix):
-            owner = type(module)
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in hooks.items():
-                    state[f"{path} hook {key}"] = Entry("code", hook, hook, path, "hook", owner)
-            forward = vars(module).get("forward", owner.forward)
-            state[f"{path} forward"] = Entry("code", forward, forward, path, "replaced forward", owner)
-            for name, value in vars(module).items():
-                if isinstance(value, (bool, int, float, str)) and name not in MODULE_FIELDS:
-                    state[_join(path, name)] = Entry("value", value, value, path, name, owner)
-        for held in held_by(top):
-            full = held._replace(module=_join(prefix, held.module))
-            token = (storage_of(held.tensor), version_of(held.tensor))
-            state[full.path] = Entry("tensor", token, full, full.module, full.name, held.owner or type(top))
+    for name, value in part.values.items():
+        if isinstance(value, (bool, int, float, str)):
+            state[name] = Entry("value", value, value, "", name, object)
+        for rest, tensor in tensors_in(value):
+            held = Held(tensor, "", name, rest, None)
+            state[held.path] = Entry("tensor", (storage_of(tensor), version_of(tensor)), held, "", held.path, object)
+    for top in part.modules:
+        state.update(_of_module(top, part.names, part.weights))
+    return state
+
+
+def _of_module(top: nn.Module, names: dict[int, str], weights: bool) -> State:
+    state: State = {}
+    prefix = names.get(id(top), "")
+    for path, module in top.named_modules(prefix=prefix):
+        owner = type(module)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                state[f"{path} hook {key}"] = Entry("code", hook, hook, path, "hook", owner)
+        forward = vars(module).get("forward", owner.forward)
+        state[f"{path} forward"] = Entry("code", forward, forward, path, "replaced forward", owner)
+        for name, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str)) and name not in MODULE_FIELDS:
+                state[_join(path, name)] = Entry("value", value, value, path, name, owner)
+    for held in held_by(top, parameters=weights):
+        full = held._replace(module=_join(prefix, held.module))
+        token = (storage_of(held.tensor), version_of(held.tensor))
+        state[full.path] = Entry("tensor", token, full, full.module, full.name, held.owner or type(top))
     return state
 
 
 class Glance:
     """State of modules at one moment, by what it must have in common with another; it keeps no tensor and no function alive."""
 
-    def __init__(self, modules: Sequence[nn.Module], names: dict[int, str]) -> None:
-        self.modules, self.names = modules, names
-        self.tokens = self._take()
+    def __init__(self, part: Part) -> None:
+        self.tokens = self._take(part)
 
-    def _take(self) -> dict[str, tuple[Doubt, Any]]:
-        state = capture(self.modules, self.names).items()
+    def _take(self, part: Part) -> dict[str, tuple[Doubt, Any]]:
+        state = capture(part).items()
         return {key: ((e.module, e.name), id(e.token) if e.kind == "code" else e.token) for key, e in state}
 
-    def doubts(self) -> set[Doubt]:
+    def doubts(self, part: Part) -> set[Doubt]:
         """What is different now."""
-        now = self._take()
+        now = self._take(part)
         return {(now.get(key) or self.tokens[key])[0] for key in {*self.tokens, *now} if self.tokens.get(key) != now.get(key)}
 
 
@@ -99,12 +135,14 @@ def differences(before: State, after: State, trace: Trace, end: int) -> list[Cha
         elif given.kind == "value":
             was, now = ("nothing" if entry is None else repr(entry.value) for entry in (old, new))
             places = attribute_writes(given.owner, given.name)
-            changes.append(Change(f"{key} was {was} and is {now}", given.module, places[0] if places else None, False))
+            changes.append(Change("state", f"{key} was {was} and is {now}", given.module, places[0] if places else None))
         else:
             held: Held = given.value
             rebound = old is None or new is None or old.token[0] != new.token[0]
             place = _written(held, rebound, trace, end)
-            changes.append(Change(held.path, given.module, place, False, held.describe(), storage_of(held.tensor)))
+            weight, outside = isinstance(held.tensor, nn.Parameter), held.owner is None and not rebound
+            kind = "weight" if weight else "given" if outside else "state"
+            changes.append(Change(kind, held.path, given.module, place, held.describe(), storage_of(held.tensor)))
     return changes
 
 
@@ -114,7 +152,7 @@ def _code(old: Entry | None, new: Entry | None) -> Change:
     entry = old if gone else new
     assert entry is not None
     when = "was there in forward and is gone" if gone else "was not there in forward"
-    return Change(f"a {entry.name} {when}", entry.module, definition(entry.value), True)
+    return Change("code", f"a {entry.name} {when}", entry.module, definition(entry.value))
 
 
 def _written(held: Held, rebound: bool, trace: Trace, end: int) -> Place | None:

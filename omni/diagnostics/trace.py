@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.diagnostics.graph import Node, is_older, nodes_of
@@ -35,12 +35,13 @@ class Write(NamedTuple):
 
 @dataclass
 class Saved:
-    """A tensor saved for backward."""
+    """A tensor saved for backward. `digest`: of what was in it, to be looked at where its version says nothing."""
 
     tensor: Tensor
     version: int
     clock: int
     line: Line | None
+    digest: tuple[float, ...] = ()
     reported: bool = False
 
 
@@ -121,7 +122,8 @@ class Trace:
     def pack(self, tensor: Tensor) -> Saved:
         self.busy = True
         try:
-            return Saved(tensor.detach(), version_of(tensor), self.clock, line_of(user_frame()))
+            content = digest(tensor) if type(tensor) in (Tensor, nn.Parameter) else ()
+            return Saved(tensor.detach(), version_of(tensor), self.clock, line_of(user_frame()), content)
         finally:
             self.busy = False
 
@@ -131,10 +133,20 @@ class Trace:
 
     def check(self, saved: Saved) -> None:
         """Remember a saved tensor that has changed since."""
-        now = version_of(saved.tensor)
-        if now != saved.version and not saved.reported:
+        if saved.reported:
+            return
+        now, writes = version_of(saved.tensor), self.since(storage_of(saved.tensor), saved.clock)
+        if now != saved.version or (writes and saved.digest and self._differs(saved)):
             saved.reported = True
-            self.changed.append(Changed(saved, now, self.since(storage_of(saved.tensor), saved.clock)))
+            self.changed.append(Changed(saved, now, writes))
+
+    def _differs(self, saved: Saved) -> bool:
+        """Whether a tensor was written uncounted (through `data`), and not with what it held (as FSDP2 gathers weights)."""
+        self.busy = True
+        try:
+            return not same(saved.digest, digest(saved.tensor), saved.tensor)
+        finally:
+            self.busy = False
 
     @contextmanager
     def running(self) -> Iterator[Trace]:
@@ -148,10 +160,64 @@ class Trace:
 
         torch.autograd.backward = backward
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), _Mode(self):
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
+                self._transforms(),
+                _uncompiled(),
+                _Mode(self),
+            ):
                 yield self
         finally:
             torch.autograd.backward = original
+
+    @contextmanager
+    def _transforms(self) -> Iterator[None]:
+        """Take the hooks off while a function of `torch.func` runs, which refuses any."""
+        graph, hooks = torch.autograd.graph, torch._C._autograd
+        original = graph.disable_saved_tensors_hooks
+
+        @contextmanager
+        def disable(error_message: str) -> Iterator[None]:
+            top = hooks._top_saved_tensors_default_hooks(False)
+            ours = top is not None and top[0] == self.pack
+            if ours:
+                hooks._pop_saved_tensors_default_hooks()
+            try:
+                with original(error_message):
+                    yield
+            finally:
+                if ours:
+                    hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+        graph.disable_saved_tensors_hooks = disable
+        try:
+            yield
+        finally:
+            graph.disable_saved_tensors_hooks = original
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled functions as they were written: a compiler sees no operation for us, and may refuse to be watched."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def digest(out: Any) -> tuple[float, ...]:
+    """Sum and norm of the first floating-point result."""
+    for t in out if isinstance(out, (list, tuple)) else [out]:
+        if isinstance(t, Tensor) and t.is_floating_point() and t.device.type != "meta":
+            t, wide = t.detach(), torch.float64
+            return float(t.sum(dtype=wide)), float(torch.linalg.vector_norm(t, dtype=wide)), float(t.numel())
+    return ()
+
+
+def same(old: tuple[float, ...], new: tuple[float, ...], out: Any) -> bool:
+    """On the CPU a repetition is exact; on a GPU sums may be taken in another order: 1e-4 of the norm."""
+    if len(old) != len(new) or not old or old[2] != new[2]:
+        return len(old) == len(new) == 0
+    first = out[0] if isinstance(out, (list, tuple)) else out
+    if first.device.type == "cpu" or not all(x == x for x in (*old, *new)):
+        return repr(old) == repr(new)
+    return abs(old[1] - new[1]) <= 1e-4 * old[1] and abs(old[0] - new[0]) <= 1e-4 * old[1] * max(old[2], 1) ** 0.5
 
 
 class _Mode(TorchDispatchMode):
