@@ -37,8 +37,10 @@ def match_names(
         else:
             hits = {name for name in names if fnmatchcase(name, pattern)}
         if not hits and strict:
-            close = ", ".join(_closest(pattern, names)) or "none"
-            raise UserError(f"{where}: pattern {pattern!r} matches no {what}; the closest names are {close}")
+            close = _closest(pattern, names)
+            near = "the closest names are " if close else "names are such as "
+            near += ", ".join(close or names[:3]) or "none"
+            raise UserError(f"{where}: pattern {pattern!r} matches no {what}; {near}")
         chosen |= hits
     return chosen
 

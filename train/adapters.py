@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from omni.checkpoint.peft import check_base, checksum, load_adapter, save_adapter
+from omni.checkpoint.peft import check_base, load_adapter, save_adapter
 from omni.model.lora import LoRAConfig, add_adapter, attach, linear_of, linears_of
-from omni.model.lora_weights import replace_whole, weights_of
+from omni.model.lora_weights import base_checksum, base_weight, replace_whole, weights_of
 from omni.model.quantize import quantize
 from omni.patterns import match_names
 
@@ -52,7 +52,7 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
         dtype: what weights of 4 bits are multiplied in (`train.precision.quantized_type`).
 
     Returns:
-        the checksum of the weights below them (`omni.checkpoint.peft.checksum`), which are then quantised if asked.
+        the checksum of the weights below them (`omni.model.lora_weights.base_checksum`), which are then quantised if asked.
 
     Raises:
         UserError: a pattern that matches no linear, an adapter of another model, or no bitsandbytes.
@@ -63,9 +63,9 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
     chosen = match_names(
         targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", what="linear"
     )
-    base = checksum(chosen, lambda name: linears[name].weight)
+    base = base_checksum(model, chosen)
     if given is not None:
-        check_base(given, lambda name: linears[name].weight, f"lora.init_from {section.init_from}")
+        check_base(given, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
         replace_whole(model, given, f"lora.init_from {section.init_from}")
     if section.quantize is not None:
         held = {name: linear_of(model, name) for name in quantize(model, section.quantize, section.quantize_targets, dtype)}

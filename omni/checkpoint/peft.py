@@ -17,24 +17,29 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from omni.checkpoint.foreign import Foreign, Lazy, joined
+from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, joined
 from omni.checkpoint.huggingface import our_name, their_name
 from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file
+from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.model.linears import checksum
+from omni.model.linears import TEXT_HEAD, checksum
 from omni.model.lora import LoRAConfig, fits
 from omni.model.lora_weights import AdapterWeights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-CHECKSUM = "omni_base_crc32"
+TEXT_TABLE = "decoder.text_embedding"
+CHECKSUM, TEXT_ROWS = "omni_base_checksum", "omni_text_rows"
+
+PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
+"""Named ways to begin (`init_lora_weights`) that leave the base as it is; others take something out of it, at every loading."""
 
 REFUSED = {
     "use_dora": "DoRA",
@@ -81,15 +86,26 @@ def save_adapter(
     Raises:
         UserError: a linear has no name at transformers, or the place cannot be written; nothing half-written is left.
     """
-    target = Path(folder)
-    named = {(_theirs(name, target) if names == "transformers" else name): pair for name, pair in weights.pairs.items()}
-    whole = {(_theirs(name, target) if names == "transformers" else name): t for name, t in weights.whole.items()}
-    tensors = {f"{PREFIX}{name}": t for name, t in whole.items()}
-    for name, (a, b, _) in named.items():
+    target, theirs = Path(folder), names == "transformers"
+    rows = weights.text_rows if theirs else None
+    pairs = {
+        (_theirs(name, target) if theirs else name): (a, b[:rows] if name == TEXT_HEAD else b, scale)
+        for name, (a, b, scale) in weights.pairs.items()
+    }
+    tensors, modules = dict[str, Tensor](), set[str]()
+    for name, tensor in weights.whole.items():
+        ours, _, last = name.rpartition(".")
+        module = _theirs(ours, target) if theirs else ours
+        if name not in weights.partial | weights.copies:
+            modules.add(module)
+        inside = ".base_layer" if ours in weights.pairs else ""
+        tensors[f"{PREFIX}{module}{inside}.{last}"] = tensor[:rows] if ours in (TEXT_HEAD, TEXT_TABLE) else tensor
+    for name, (a, b, _) in pairs.items():
         tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
-    metadata = {"format": "pt"} | ({} if weights.base is None else {CHECKSUM: str(weights.base)})
-    settings = _settings(weights.config, named, list(whole), base)
+    known = {CHECKSUM: weights.base, TEXT_ROWS: weights.text_rows}
+    metadata = {"format": "pt"} | {key: str(value) for key, value in known.items() if value is not None}
+    settings = _settings(weights.config, pairs, sorted(modules), base)
     with beside(target, sum(t.nbytes for t in tensors.values())) as place:
         return {
             WEIGHTS: write_file(place / WEIGHTS, save(tensors, metadata)),
@@ -108,7 +124,7 @@ def _theirs(name: str, target: Path) -> str:
 
 
 def _settings(
-    config: LoRAConfig, pairs: Mapping[str, tuple[Tensor, Tensor, float]], whole: list[str], base: str | None
+    config: LoRAConfig, pairs: Mapping[str, tuple[Tensor, Tensor, float]], modules: list[str], base: str | None
 ) -> dict[str, Any]:
     ranks = {name: a.shape[0] for name, (a, _, _) in pairs.items() if a.shape[0] != config.rank}
     alphas = {}
@@ -125,7 +141,7 @@ def _settings(
         "lora_dropout": config.dropout,
         "use_rslora": config.rank_stabilized,
         "target_modules": list(pairs),
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}) or None,
+        "modules_to_save": modules or None,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "bias": "none",
@@ -155,28 +171,54 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
     for key, what in REFUSED.items():
         if settings.get(key):
             raise UserError(f"{path / CONFIG}: {key} is {settings[key]!r} ({what}), which is not known here")
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start not in PLAIN_STARTS:
+        raise UserError(
+            f"{path / CONFIG}: init_lora_weights is {start!r}, so the adapter belongs to a base that PEFT changes when it is "
+            "loaded; save it with save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it plain LoRA"
+        )
     if not (path / WEIGHTS).is_file() and (path / "adapter_model.bin").is_file():
         raise UserError(f"{path}: adapter_model.bin is a pickle, which could run code; save it with safe_serialization")
+    config = _config(settings, path / CONFIG)
     tensors = {name: lazy() for name, lazy in read_safetensors(path / WEIGHTS).items()}
-    try:
-        config = LoRAConfig(
-            targets=("*",),
-            rank=int(settings["r"]),
-            alpha=float(settings["lora_alpha"]),
-            dropout=float(settings.get("lora_dropout") or 0),
-            rank_stabilized=bool(settings.get("use_rslora", False)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path / CONFIG}: r, lora_alpha and lora_dropout do not make an adapter ({error})") from error
-    pairs, whole = _sort(tensors, config, settings, path)
-    return AdapterWeights(pairs, replace(config, targets=tuple(pairs)), whole, _stored_checksum(path / WEIGHTS))
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            what = "values that are not finite" if tensor.is_floating_point() else f"the type {tensor.dtype}"
+            raise UserError(f"{path / WEIGHTS}: {name} has {what}; make the adapter again")
+    pairs, whole, copies = _sort(tensors, config, settings, path)
+    modules = settings.get("modules_to_save") or ()
+    partial = frozenset(n for n in whole if not any(_matches(re.escape(our_name(m)), n.rpartition(".")[0]) for m in modules))
+    kept = _stored(path / WEIGHTS)
+    config = replace(config, targets=tuple(pairs))
+    return AdapterWeights(pairs, config, whole, kept.get(CHECKSUM), kept.get(TEXT_ROWS), partial, copies)
+
+
+def _config(settings: Mapping[str, Any], where: Path) -> LoRAConfig:
+    rank, alpha, dropout = settings.get("r"), settings.get("lora_alpha"), settings.get("lora_dropout") or 0
+    stabilized = settings.get("use_rslora") or False
+    if type(rank) is not int:
+        raise UserError(f"{where}: r is {rank!r}; it must be a whole number")
+    if not _is_number(alpha) or not _is_number(dropout):
+        raise UserError(f"{where}: lora_alpha is {alpha!r} and lora_dropout {dropout!r}; they must be numbers")
+    if type(stabilized) is not bool:
+        raise UserError(f"{where}: use_rslora is {stabilized!r}; it must be true or false")
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = settings.get(key) or {}
+        if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
+            raise UserError(f"{where}: {key} is {pattern!r}; it must give a number for each name")
+    return LoRAConfig(("*",), rank, float(alpha), float(dropout), stabilized)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _sort(
     tensors: Mapping[str, Tensor], config: LoRAConfig, settings: Mapping[str, Any], path: Path
-) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor]]:
+) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor], frozenset[str]]:
     halves: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
+    copies = set[str]()
     for full, tensor in tensors.items():
         found = re.fullmatch(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight", full.removeprefix(PREFIX))
         if found is not None:
@@ -184,25 +226,41 @@ def _sort(
         elif "lora_" in full:
             raise UserError(f"{path / WEIGHTS}: {full} is of a kind of LoRA that is not known here")
         else:
-            whole[our_name(full.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", ""))] = tensor
+            name = our_name(full.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", ""))
+            whole[name] = tensor
+            if full.endswith(".base_layer.weight"):
+                copies.add(name)
     pairs = {}
     for name, half in halves.items():
         if half.keys() != {"A", "B"}:
             missing = "A" if "B" in half else "B"
             raise UserError(f"{path / WEIGHTS}: {PREFIX}{name}.lora_{missing}.weight is missing; fetch the folder again")
         a, b = half["A"], half["B"]
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        if a.ndim != 2 or b.ndim != 2 or not a.shape[0] or a.shape[0] != b.shape[1]:
             raise UserError(
                 f"{path / WEIGHTS}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {name} do not fit each other"
             )
-        alpha = next((v for key, v in (settings.get("alpha_pattern") or {}).items() if _matches(key, name)), config.alpha)
-        if not isinstance(alpha, (int, float)):
-            raise UserError(f"{path / CONFIG}: alpha_pattern gives {name} {alpha!r}; it must be a number")
+        rank, alpha = (_own(settings, key, name, path / CONFIG) for key in ("rank_pattern", "alpha_pattern"))
+        if a.shape[0] != (config.rank if rank is None else rank):
+            said = config.rank if rank is None else rank
+            raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {said}")
+        alpha = config.alpha if alpha is None else alpha
         scale = alpha / (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
         pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, scale)
     if not pairs:
         raise UserError(f"{path / WEIGHTS} holds no lora_A and lora_B; it is no adapter")
-    return pairs, whole
+    return pairs, whole, frozenset(copies)
+
+
+def _own(settings: Mapping[str, Any], key: str, name: str, where: Path) -> Any:
+    """What a pattern of the settings gives one linear; None for nothing of its own."""
+    for pattern, value in (settings.get(key) or {}).items():
+        try:
+            if _matches(pattern, name):
+                return value
+        except re.error as error:
+            raise UserError(f"{where}: {key} has {pattern!r}, which is not a regular expression ({error})") from error
+    return None
 
 
 def _matches(key: str, name: str) -> bool:
@@ -210,15 +268,20 @@ def _matches(key: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
-def _stored_checksum(path: Path) -> int | None:
+def _stored(path: Path) -> dict[str, int]:
+    """Our own notes in an adapter's file."""
     with safe_open(path, "pt") as file:
-        value = (file.metadata() or {}).get(CHECKSUM, "")
-    return int(value) if value.isdigit() else None
+        notes = file.metadata() or {}
+    return {key: int(notes[key]) for key in (CHECKSUM, TEXT_ROWS) if notes.get(key, "").isdigit()}
 
 
-def check_base(weights: AdapterWeights, read: Callable[[str], Tensor], where: str) -> None:
-    """Refuse an adapter that was made for other weights (UserError); one without a checksum passes."""
-    if weights.base is not None and checksum(weights.pairs, read) != weights.base:
+def check_base(weights: AdapterWeights, read: Callable[[str], Tensor | int], where: str) -> None:
+    """Refuse an adapter that was made for other weights (UserError); one without a checksum passes.
+
+    Args:
+        read: see `omni.model.linears.checksum`.
+    """
+    if weights.base is not None and checksum(weights.pairs, read, weights.text_rows) != weights.base:
         raise UserError(
             f"{where}: the adapter was made for other weights than these (their checksum differs); give the base model that it "
             "was trained on"
@@ -232,6 +295,7 @@ def merged(model: Foreign, folder: Path) -> Foreign:
         UserError: the adapter is of another model.
     """
     weights = load_adapter(folder)
+    model = _parted(model, weights)
     tensors = dict(model.tensors)
     for name in weights.pairs:
         if f"{name}.weight" not in tensors:
@@ -244,6 +308,17 @@ def merged(model: Foreign, folder: Path) -> Foreign:
     for name, (a, b, scale) in weights.pairs.items():
         tensors[f"{name}.weight"] = _with(tensors[f"{name}.weight"], a, b, scale, f"{folder}: {name}")
     return replace(model, tensors=tensors)
+
+
+def _parted(model: Foreign, weights: AdapterWeights) -> Foreign:
+    """A model whose head is its text embedding, as one in which they part, where an adapter changes only one of them: so does
+    PEFT, which puts its changes beside the module that is named."""
+    config = model.config
+    touched = {name.removesuffix(".weight") for name in (*weights.pairs, *weights.whole)} & {TEXT_HEAD, TEXT_TABLE}
+    if not isinstance(config, (ModelConfig, TextConfig)) or not config.decoder.tie_text or not touched:
+        return model
+    tensors = {**model.tensors, f"{TEXT_HEAD}.weight": model.tensors[f"{TEXT_TABLE}.weight"]}
+    return replace(model, tensors=tensors, config=replace(config, decoder=replace(config.decoder, tie_text=False)))
 
 
 def _first_rows(given: Lazy, own: Lazy) -> Lazy:

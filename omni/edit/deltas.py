@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from omni.edit.linears import find_linears, shape_of, signature, weight_of
 from omni.edit.span import Span
 from omni.errors import UserError
+from omni.model.quantize import plain_checksum
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,11 @@ class Edits:
             raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
         for name, part in found.items():
             if signature(name, part) != self.base[name]:
+                if plain_checksum(part) == self.base[name]:
+                    raise UserError(
+                        f"edit of {name}: it was made for this weight before it was quantised; make the edits on the quantised "
+                        "model"
+                    )
                 if weight_of(part).dtype == torch.float16:
                     raise UserError(
                         f"edit of {name}: the model is held in float16, which rounds otherwise than the checksum of the edit's "

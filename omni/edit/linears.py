@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
-from omni.model.linears import checksum as base_checksum
-from omni.model.linears import crc_of
+from omni.model.linears import checksum_of, crc_of
 from omni.model.quantize import dense_weight, is_quantized
 
 MLP = re.compile(r"(?P<stack>.*(?:blocks|layers|h))\.(?P<number>\d+)\.mlp\.(?:up|down|up_proj|down_proj|c_fc|c_proj)")
@@ -101,9 +100,9 @@ def weight_of(module: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def signature(name: str, module: nn.Module) -> int:
-    """Checksum of a linear's weight as adapters have it (`omni.model.linears.checksum`): the same in fp32 and in bfloat16. In a
-    sharded model all processes must call it."""
-    return base_checksum([name], lambda _: whole(weight_of(module)))
+    """`omni.model.linears.checksum_of` a linear's weight: the same in fp32 and in bfloat16. In a sharded model all processes
+    must call it."""
+    return checksum_of(name, whole(weight_of(module)))
 
 
 @torch.no_grad()

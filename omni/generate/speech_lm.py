@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.config import ModelConfig
@@ -35,7 +36,8 @@ from omni.layout import Layout
 from omni.model.acting import Acting
 from omni.model.linears import linears_of
 from omni.model.lora import CHANGING, activate, active_names, attach, take_back
-from omni.model.quantize import dense_weight
+from omni.model.lora_weights import base_weight
+from omni.model.quantize import plain_checksum
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
 from omni.text import Tokenizer
@@ -87,7 +89,7 @@ class SpeechLM:
         self._graph, self._compile = graph, compile
         self._idle: list[Runner] = []
         self._lock = threading.Lock()
-        self._checked: weakref.WeakValueDictionary[int, Edits] = weakref.WeakValueDictionary()
+        self._checked: weakref.WeakValueDictionary[tuple[Any, ...], Edits] = weakref.WeakValueDictionary()
 
     @classmethod
     def from_pretrained(
@@ -131,14 +133,15 @@ class SpeechLM:
         from omni.checkpoint.peft import check_base, load_adapter
 
         weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
-        if weights.whole:
+        whole = [n for n in weights.whole if n not in weights.copies or not self._has(n, weights.whole[n])]
+        if whole:
             raise UserError(
-                f"adapter {folder} brings {next(iter(weights.whole))} whole, which all sessions share; merge it into a model "
-                "of its own: python -m train convert MODEL TARGET --lora ADAPTER"
+                f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
+                "python -m train convert MODEL TARGET --lora ADAPTER"
             )
         linears, acting = linears_of(self.model), active_names(self.model)
         if weights.pairs.keys() <= linears.keys():
-            check_base(weights, lambda target: dense_weight(linears[target]), str(folder))
+            check_base(weights, lambda target: base_weight(linears[target]), str(folder))
         pairs = weights.modules()
         for target, pair in pairs.items():
             if target in linears:
@@ -146,6 +149,14 @@ class SpeechLM:
         attach(self.model, pairs, name)
         activate(self.model, *acting)
         return name
+
+    def _has(self, name: str, value: Tensor) -> bool:
+        """Whether a linear has this weight."""
+        linear = linears_of(self.model).get(name.removesuffix(".weight"))
+        if linear is None or plain_checksum(linear) is not None:
+            return False
+        own = torch.as_tensor(base_weight(linear))
+        return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
 
     def session(self, *, context: int | None = None, **values: Unpack[OptionValues]) -> Session:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
@@ -271,16 +282,19 @@ class SpeechLM:
             yield self
 
     def _check(self, edits: Edits | None) -> None:
-        """Refuse edits of other weights (once: their checksum takes a reading of the weights)."""
+        """Refuse edits of other weights (once, while nobody writes them: their checksum takes a reading of the weights)."""
         if edits is None:
             return
         if not isinstance(edits, Edits):
-            raise UserError(f"edits are {edits!r}; give what load_edits(folder, lm.model) reads (omni.edit)")
-        if edits.base is None or self._checked.get(id(edits)) is edits:
+            raise UserError(f"edits are {repr(edits)[:80]}; give what load_edits(folder, lm.model) reads (omni.edit)")
+        modules = dict(self.model.named_modules())
+        weights = [getattr(modules.get(name), "weight", None) for name in edits.deltas]
+        now = (id(edits), *((id(weight), getattr(weight, "_version", 0)) for weight in weights))
+        if edits.base is None or self._checked.get(now) is edits:
             return
         with CHANGING:
             edits.check_base(self.model)
-        self._checked[id(edits)] = edits
+        self._checked[now] = edits
 
     # --- caches -------------------------------------------------------------------------------------------------------
 

@@ -14,17 +14,40 @@ def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
 
 
-def checksum(names: Iterable[str], read: Callable[[str], Tensor]) -> int:
-    """CRC-32 over the weights of linears, in bfloat16: the same for a model in fp32 and in bfloat16.
+TEXT_HEAD = "decoder.text_head"
+
+
+def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:
+    """CRC-32 of the weight of a linear, in bfloat16: the same for a model in fp32 and in bfloat16.
+
+    Args:
+        text_rows: of the text head only as many rows, where it is known how many a language model of the same tokenizer has
+            (`text_rows_of`): the checksum is then the same before and after it is grown into a speech model.
+    """
+    if text_rows is not None and name == TEXT_HEAD:
+        weight = weight[:text_rows]
+    return crc_of(weight.to(torch.bfloat16), zlib.crc32(name.encode()))
+
+
+def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_rows: int | None = None) -> int:
+    """One number for the weights of linears.
 
     Args:
         names: of the linears; their order does not matter.
-        read: the weight of a linear.
+        read: the weight of a linear, or its `checksum_of` where that is known.
+        text_rows: see `checksum_of`.
     """
     value = 0
     for name in sorted(names):
-        value = crc_of(read(name).to(torch.bfloat16), zlib.crc32(name.encode(), value))
+        one = read(name)
+        value = zlib.crc32(f"{name} {one if isinstance(one, int) else checksum_of(name, one, text_rows)};".encode(), value)
     return value
+
+
+def text_rows_of(model: nn.Module) -> int | None:
+    """Rows of a speech model's text head without those of our own special ids; None where it does not say."""
+    layout = getattr(getattr(model, "config", None), "layout", None)
+    return None if layout is None else int(layout.text.size)
 
 
 def crc_of(tensor: Tensor, value: int = 0) -> int:

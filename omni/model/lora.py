@@ -16,21 +16,20 @@ Dimensions: B rows of a batch, r rank.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.model.acting import Acting, Active, current
 from omni.model.acting import Choice as Choice
 from omni.model.acting import using as using
-from omni.model.linears import linears_of
+from omni.model.linears import TEXT_HEAD, linears_of
+from omni.model.low_rank import LoRAConfig as LoRAConfig
+from omni.model.low_rank import LowRank as LowRank
 from omni.patterns import match_names
 
 DEFAULT = "default"
@@ -40,70 +39,6 @@ CHANGING = threading.RLock()
 """Held while what hangs on a model's linears is changed or walked over: sessions of several threads share one model."""
 
 _EVERYWHERE = "_edits_everywhere"
-
-
-@dataclass(frozen=True)
-class LoRAConfig:
-    """An adapter before it has weights.
-
-    Attributes:
-        targets: names of the linears it adds to, as patterns (`omni.patterns`); by default the decoder's blocks.
-        rank: columns between A and B.
-        alpha: strength; see the module's formula.
-        dropout: share of the inputs that A does not see in training.
-        rank_stabilized: divide alpha by the square root of the rank.
-    """
-
-    targets: tuple[str, ...] = ("decoder.blocks.*",)
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    rank_stabilized: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.targets:
-            raise UserError("lora.targets is empty; name linears, such as 'decoder.blocks.*'")
-        if self.rank < 1:
-            raise UserError(f"lora.rank is {self.rank}; it must be at least 1")
-        if not 0 < self.alpha < math.inf:
-            raise UserError(f"lora.alpha is {self.alpha}; it must be a number above 0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"lora.dropout is {self.dropout}; it must lie from 0 to below 1")
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
-
-
-class LowRank(nn.Module):
-    """One pair: [..., in] to [..., out]."""
-
-    def __init__(self, inputs: int, outputs: int, config: LoRAConfig, device: torch.device | None = None) -> None:
-        super().__init__()
-        rank = config.rank
-        self.scale, self.stabilized = config.scale, config.rank_stabilized
-        self.a = nn.Parameter(torch.empty(rank, inputs, device=device))
-        self.b = nn.Parameter(torch.zeros(outputs, rank, device=device))
-        self.dropout = nn.Dropout(config.dropout)
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as nn.Linear begins: the product is 0, the gradient of B is not
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    def low(self, x: Tensor) -> Tensor:
-        """scale * A dropout(x), [..., r]."""
-        if not torch.is_autocast_enabled(x.device.type):
-            x = x.to(self.a.dtype)
-        return F.linear(self.dropout(x), self.a) * self.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.low(x), self.b)
-
-    @torch.no_grad()
-    def delta(self) -> Tensor:
-        """What it adds to the weight, [out, in], in fp32."""
-        return (self.b.float() @ self.a.float()) * self.scale
 
 
 class Pair(Protocol):
@@ -180,9 +115,9 @@ def _total(pairs: Sequence[Pair], x: Tensor) -> Tensor | None:
     return total
 
 
-def _add(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out: Tensor) -> Tensor:
     part = linear._modules.get("lora")  # another thread may have taken its edits back
-    delta = None if part is None else part(args[0])
+    delta = None if part is None else part(args[0] if args else named["input"])
     return out if delta is None else out + delta.to(out.dtype)
 
 
@@ -252,12 +187,18 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
     Raises:
         UserError: the name is taken or has a dot, there is no such linear, or a pair has another shape.
     """
-    if not name or "." in name or hasattr(Adapters, name):
-        raise UserError(f"adapter {name!r}: choose a name of letters and digits")
+    if not name or "." in name or hasattr(Adapters(Active()), name):
+        why = "choose a name of letters and digits" if not name or "." in name else "this name is in use here; choose another"
+        raise UserError(f"adapter {name!r}: {why}")
     if name in adapter_names(model):
         raise UserError(f"adapter {name!r} is there already; remove it first, or choose another name")
     linears, present = linears_of(model), adapted(model)
     for target, pair in pairs.items():
+        if target == TEXT_HEAD and target not in linears:
+            raise UserError(
+                f"adapter {name!r} adds to {target}, but this model's head is its text embedding; merge it into a model of its "
+                "own, where they part: python -m train convert MODEL TARGET --lora ADAPTER"
+            )
         if target not in linears:
             match_names([target], list(linears), f"adapter {name!r}", what="linear")
         linear = linears[target]
@@ -280,7 +221,7 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
 
 def _equip(linear: Any, active: Active) -> None:
     linear.lora = Adapters(active)
-    linear.register_forward_hook(_add)
+    linear.register_forward_hook(_add, with_kwargs=True)
 
 
 def _strip(linear: nn.Module) -> None:
@@ -291,6 +232,7 @@ def _strip(linear: nn.Module) -> None:
     for key, hook in list(linear._forward_hooks.items()):
         if hook is _add:
             del linear._forward_hooks[key]
+            linear._forward_hooks_with_kwargs.pop(key, None)
     del linear.lora
 
 
@@ -349,18 +291,32 @@ def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def activate(model: nn.Module, *names: str) -> None:
-    """Let these adapters, and no others, act on every row; UserError where there is none of a name."""
+    """Let these adapters, and no others, act on every row; UserError where there is none of a name, or others are merged into
+    the weights."""
     check_known(model, names)
-    for part in adapted(model).values():
-        part.active.names = tuple(names)
+    parts = adapted(model).values()
+    names = tuple(dict.fromkeys(names))
+    for part in parts:
+        if not set(part.active.merged) <= set(names):
+            raise _merged(part.active.merged)
+    for part in parts:
+        part.active.names = names
+
+
+def _merged(names: Sequence[str]) -> UserError:
+    one = "is" if len(names) == 1 else "are"
+    return UserError(f"{', '.join(names)} {one} merged into the weights, for all rows; unmerge first")
 
 
 def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | str = "cpu") -> Choice | None:
     """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
-    name."""
+    name, or some are merged into the weights."""
     wanted = list(dict.fromkeys(acting for acting in rows if acting is not None))
-    for acting in wanted:
-        check_known(model, [name for name in (acting if isinstance(acting, tuple) else (acting,))[:1] if name is not None])
+    own = [name for acting in wanted if (name := acting[0] if isinstance(acting, tuple) else acting) is not None]
+    check_known(model, own)
+    merged = next((part.active.merged for part in adapted(model).values()), ()) if own else ()
+    if merged:
+        raise _merged(merged)
     if not wanted:
         return None
     if len(wanted) == 1 and None not in rows:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.model.lora import DEFAULT, LoRAConfig, LowRank, adapted, check_known, fits, linear_of, linears_of
-from omni.model.quantize import dense_weight, is_quantized
+from omni.model.linears import checksum, text_rows_of
+from omni.model.lora import DEFAULT, Adapters, LoRAConfig, LowRank, adapted, check_known, fits, linear_of, linears_of
+from omni.model.quantize import dense_weight, is_quantized, plain_checksum
 
 
 @torch.no_grad()
@@ -88,13 +89,19 @@ class AdapterWeights:
         pairs: A [r, in], B [out, r] and scale by the linear's name.
         config: with which it was made; its targets are names.
         whole: parameters that were trained besides, by name, which take the place of the model's.
-        base: checksum of the weights it belongs to (`omni.checkpoint.peft.checksum`), None where it is not known.
+        base: checksum of the weights it belongs to (`omni.model.linears.checksum`), None where it is not known.
+        text_rows: rows of its base's text head, without our special ids (`omni.model.linears.text_rows_of`), where known.
+        partial: names in `whole` of modules that have further parameters, which did not learn.
+        copies: names in `whole` of weights that stand there unasked, as PEFT stores those of a head; they may be the base's.
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor, float]]
     config: LoRAConfig
     whole: Mapping[str, Tensor] = field(default_factory=dict)
     base: int | None = None
+    text_rows: int | None = None
+    partial: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
 
     def modules(self) -> dict[str, LowRank]:
         """Pairs to `attach`."""
@@ -131,7 +138,29 @@ def weights_of(
         target: (state[f"{target}.lora.{name}.a"], state[f"{target}.lora.{name}.b"], pair.scale)
         for target, pair in found.items()
     }
-    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base)
+    partial = frozenset(key for key in whole if not _is_complete(model, key.rpartition(".")[0], whole))
+    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base, text_rows_of(model), partial)
+
+
+def _is_complete(model: nn.Module, module: str, whole: Sequence[str]) -> bool:
+    """Whether all parameters of a module, which is no adapted linear, are among those that learnt."""
+    part = model.get_submodule(module)
+    return "lora" not in part._modules and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
+
+
+def base_checksum(model: nn.Module, names: Iterable[str]) -> int:
+    """Checksum of the weights that adapters of these linears belong to (`AdapterWeights.base`)."""
+    linears = linears_of(model)
+    return checksum(names, lambda name: base_weight(linears[name]), text_rows_of(model))
+
+
+def base_weight(linear: nn.Module) -> Tensor | int:
+    """The weight that adapters of a linear belong to, without those that are merged into it; of a quantised one the checksum
+    of what it was (`omni.model.linears.checksum`), where that is known."""
+    known = plain_checksum(linear)
+    part = getattr(linear, "lora", None)
+    original = part.original if isinstance(part, Adapters) else None
+    return known if known is not None else original if original is not None else dense_weight(linear)
 
 
 @torch.no_grad()

@@ -6,12 +6,13 @@ Only frozen weights are quantised: what learns beside them are adapters (QLoRA).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
+from omni.model.linears import checksum_of, text_rows_of
 from omni.patterns import match_names
 
 Kind = Literal["nf4", "int8"]
@@ -47,6 +48,11 @@ def dense_weight(linear: nn.Module) -> Tensor:
     return bits.int8_vectorwise_dequant(state.CB, state.SCB).to(torch.float32)
 
 
+def plain_checksum(linear: nn.Module) -> int | None:
+    """`checksum_of` the weight that `quantize` took; None where the weight is plain, or was quantised by others."""
+    return getattr(linear, "plain_checksum", None)
+
+
 def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch.dtype = torch.float32) -> list[str]:
     """Hold the weights of linears in 4 bits (nf4 with double quantisation) or 8, in place; outputs are of the inputs' type.
 
@@ -58,13 +64,20 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
         names of the linears that were quantised.
 
     Raises:
-        UserError: bitsandbytes is not there, a pattern matches no linear, or a linear is quantised already.
+        UserError: an unknown kind, bitsandbytes is not there, a pattern matches no linear, or a linear is quantised already or
+            has adapters or edits beside it (they are loaded afterwards).
     """
+    if kind not in get_args(Kind):
+        raise UserError(f"a weight is held as {' or '.join(get_args(Kind))}, not as {kind!r}")
     try:
         import bitsandbytes as bnb
     except ImportError as error:
         raise UserError("a quantised base needs the package bitsandbytes: pip install bitsandbytes") from error
     names = chosen_linears(model, patterns)
+    for name in names:
+        if "lora" in model.get_submodule(name)._modules:
+            raise UserError(f"{name} has adapters or edits beside it, which would be lost; quantise first, then load them")
+    text_rows = text_rows_of(model)
     for name in names:  # one at a time: each weight is freed before the next is quantised
         linear: Any = model.get_submodule(name)
         device, bias = linear.weight.device, linear.bias is not None
@@ -91,6 +104,7 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
             new.weight = bnb.nn.Int8Params(
                 linear.weight.detach().to(torch.float16), requires_grad=False, has_fp16_weights=False
             )
+        new.plain_checksum = checksum_of(name, linear.weight, text_rows)
         new.bias = linear.bias
         new = new.to(device)
         if kind == "nf4":

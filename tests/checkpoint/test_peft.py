@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omni.checkpoint.folder import load_folder
-from omni.checkpoint.peft import CONFIG, WEIGHTS, checksum, load_adapter, save_adapter
+from omni.checkpoint.peft import CONFIG, WEIGHTS, load_adapter, save_adapter
 from omni.errors import UserError
 from omni.model.lora import LoRAConfig, add_adapter, attach, linears_of
-from omni.model.lora_weights import AdapterWeights, merged_state, replace_whole, weights_of
+from omni.model.lora_weights import AdapterWeights, base_checksum, merged_state, replace_whole, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.checkpoint.hub_toys import VOCABULARY, columns, save_text, text_logits, text_model
 from tests.close import assert_near
@@ -46,8 +46,7 @@ def adapter_of(model: SpeechModel, *targets: str, seed: int = 1, whole: tuple[st
     """A stirred adapter with the checksum of its base; it stays on the model."""
     torch.manual_seed(seed)
     chosen = add_adapter(model, LoRAConfig(targets or ("decoder.blocks.*",), rank=3, alpha=6.0))
-    linears = linears_of(model)
-    base = checksum(chosen, lambda name: linears[name].weight)
+    base = base_checksum(model, chosen)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(".b") or name in whole:
@@ -141,7 +140,7 @@ def test_the_checksum_knows_another_base_but_not_another_type(grown: Path) -> No
     names = [name for name in linears_of(model) if name.startswith("decoder.blocks.")]
 
     def of(m: SpeechModel) -> int:
-        return checksum(names, lambda name: linears_of(m)[name].weight)
+        return base_checksum(m, names)
 
     first = of(model)
     assert of(model_of(grown).to(torch.bfloat16)) == first  # type: ignore[arg-type]
@@ -161,6 +160,7 @@ def retensor(folder: Path, change) -> None:
 
 
 KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
+OTHER = KEY.replace("lora_A", "lora_B")
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,19 @@ KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
         (lambda f: (f / CONFIG).unlink(), "is no adapter: adapter_config.json is missing"),
         (lambda f: broken(f, peft_type="LOHA"), "peft_type is 'LOHA'; only LORA"),
         (lambda f: broken(f, use_dora=True), "use_dora is True .DoRA."),
-        (lambda f: broken(f, r="many"), "do not make an adapter"),
-        (lambda f: broken(f, alpha_pattern={".*": "q"}), "alpha_pattern gives .* 'q'; it must be a number"),
+        (lambda f: broken(f, r="many"), "r is 'many'; it must be a whole number"),
+        (lambda f: broken(f, r=4.5), "r is 4.5; it must be a whole number"),
+        (lambda f: broken(f, r=16), "lora_A of .* is .3, .*, but adapter_config.json gives it the rank 16"),
+        (lambda f: broken(f, lora_alpha=float("nan")), "lora_alpha is nan"),
+        (lambda f: broken(f, use_rslora="false"), "use_rslora is 'false'; it must be true or false"),
+        (lambda f: broken(f, alpha_pattern={".*": "q"}), "alpha_pattern is .* it must give a number for each name"),
+        (lambda f: broken(f, alpha_pattern=["q"]), "alpha_pattern is .* it must give a number for each name"),
+        (lambda f: broken(f, alpha_pattern={"(": 3}), "alpha_pattern has '.', which is not a regular expression"),
+        (lambda f: broken(f, init_lora_weights="pissa_niter_4"), "'pissa_niter_4', so the adapter belongs to a base that PEFT"),
+        (lambda f: broken(f, init_lora_weights="olora"), "path_initial_model_for_weight_conversion"),
+        (lambda f: retensor(f, lambda t: t | {KEY: t[KEY].long()}), "lora_A.weight has the type torch.int64"),
+        (lambda f: retensor(f, lambda t: t | {KEY: t[KEY] * float("nan")}), "lora_A.weight has values that are not finite"),
+        (lambda f: retensor(f, lambda t: t | {KEY: t[KEY][:0], OTHER: t[OTHER][:, :0].clone()}), "do not fit each other"),
         (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "is a pickle, which could run code"),
         (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-10]), "truncated"),
         (lambda f: retensor(f, lambda t: {k: v for k, v in t.items() if k != KEY}), "attention.q.lora_A.weight is missing"),

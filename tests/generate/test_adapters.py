@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni.checkpoint.peft import checksum, save_adapter
+from omni.checkpoint.peft import save_adapter
 from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.model.lora import LoRAConfig, add_adapter, linears_of
-from omni.model.lora_weights import merged_state, weights_of
+from omni.model.lora import LoRAConfig, add_adapter
+from omni.model.lora_weights import base_checksum, merged_state, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import make_lm, make_model, tone
 
@@ -30,8 +30,7 @@ def folders(layout: Layout, tmp_path: Path) -> Path:
         model = make_model(layout)
         torch.manual_seed(10 + seed)
         chosen = add_adapter(model, LoRAConfig(targets, rank=3))
-        linears = linears_of(model)
-        base = checksum(chosen, lambda target: linears[target].weight)  # noqa: B023
+        base = base_checksum(model, chosen)
         with torch.no_grad():
             for key, p in model.named_parameters():
                 if key.endswith(".b"):

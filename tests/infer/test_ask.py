@@ -18,14 +18,14 @@ from infer.ask import follow
 from infer.playback import Meter
 from infer.sound_out import Outputs, PipeOutput, WavOutput
 from omni.audio.io import pcm16, read_audio
-from omni.checkpoint.peft import checksum, save_adapter
+from omni.checkpoint.peft import save_adapter
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.model.lora import LoRAConfig, add_adapter, linears_of
-from omni.model.lora_weights import weights_of
+from omni.model.lora import LoRAConfig, add_adapter
+from omni.model.lora_weights import base_checksum, weights_of
 from tests.infer.conftest import tiny_model, write_question
 
 FIGURES = re.compile(r"first audio \d+ ms, real-time factor \d+\.\d\d, \d+ underruns?\n")
@@ -60,8 +60,7 @@ def test_the_answer_is_that_of_the_python_door(name, run, lm, tmp_path):
 def test_an_adapter_answers_beside_the_model(run, lm, folder, tmp_path):
     model = tiny_model()
     chosen = add_adapter(model, LoRAConfig(rank=2))
-    linears = linears_of(model)
-    base = checksum(chosen, lambda name: linears[name].weight)
+    base = base_checksum(model, chosen)
     torch.manual_seed(1)
     for name, p in model.named_parameters():
         if name.endswith(".b"):

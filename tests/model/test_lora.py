@@ -15,8 +15,8 @@ from omni.checkpoint.peft import load_adapter
 from omni.errors import UserError
 from omni.model import lora
 from omni.model.decoder import Decoder
-from omni.model.lora import Choice, LoRAConfig, activate, add_adapter, attach, remove_adapter, using
-from omni.model.lora_weights import merge, merged_state, unmerge
+from omni.model.lora import Choice, LoRAConfig, activate, active_names, add_adapter, attach, choice_of, remove_adapter, using
+from omni.model.lora_weights import base_checksum, merge, merged_state, unmerge, weights_of
 from omni.model.quantize import dense_weight, quantize
 from tests.close import assert_near
 from tests.model.test_decoder_parity import FAMILIES, LAYOUT, TEXT, names
@@ -172,6 +172,40 @@ def test_merged_equals_unmerged_and_comes_apart_bit_for_bit() -> None:
         assert torch.equal(model(texts()), wanted)
 
 
+def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
+    model = ours()
+    add_adapter(model, LoRAConfig(("decoder.blocks.1.*",), rank=3), "other")
+    stir(model, 9)
+    with torch.no_grad():
+        both = model(texts())
+        activate(model, "default")
+        merge(model)
+        for refused in (lambda: activate(model), lambda: activate(model, "other"), lambda: choice_of(model, [None, "other"])):
+            with pytest.raises(UserError, match="default is merged into the weights, for all rows; unmerge first"):
+                refused()
+        assert active_names(model) == ("default",) and choice_of(model, [None, None]) is None
+        activate(model, "default", "other", "other")
+        assert_near(model(texts()), both, 1e-5)
+        unmerge(model)
+        assert_near(model(texts()), both, 1e-5)
+        activate(model, "other")
+        assert not torch.allclose(model(texts()), both)
+
+
+@pytest.mark.parametrize("name", ["active", "original", "lent", "training", "forward", "names", "half"])
+def test_a_name_that_is_in_use_changes_nothing(name: str) -> None:
+    model = Ours(mistral())
+    with pytest.raises(UserError, match=f"adapter '{name}': this name is in use here; choose another"):
+        add_adapter(model, LoRAConfig(), name)
+    assert lora.adapted(model) == {} and not any(part._forward_hooks for part in model.modules())
+
+
+def test_a_linear_that_is_called_by_keyword() -> None:
+    model = ours()
+    linear, x = model.decoder.blocks[0].attention.q, torch.randn(3, OURS.width)
+    assert torch.equal(linear(input=x), linear(x))
+
+
 def test_merged_state_is_the_plain_models() -> None:
     model, plain = ours(), Ours(mistral())
     state = merged_state(model, model.state_dict())
@@ -241,6 +275,23 @@ def test_on_a_quantised_base_it_adds_to_the_dequantised_weights(kind: str) -> No
         quantize(model, kind, ["0"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_adapter_of_a_quantised_base_knows_the_plain_weights_it_came_from(kind: str) -> None:
+    model, other = Ours(mistral()), Ours(mistral())
+    with torch.no_grad():
+        other.decoder.blocks[1].mlp.up.weight[3, 5] += 0.1
+    chosen = add_adapter(model, LoRAConfig())
+    base = base_checksum(model, chosen)
+    with pytest.raises(UserError, match="attention.q has adapters or edits beside it, which would be lost; quantise first"):
+        quantize(model, kind, ["decoder.blocks.*"])  # type: ignore[arg-type]
+    weights = weights_of(model, model.state_dict(), base=base)
+    for plain, taken in ((Ours(mistral()), True), (other, False)):
+        quantize(plain, kind, ["decoder.blocks.*"])  # type: ignore[arg-type]
+        assert (base_checksum(plain, weights.pairs) == weights.base) is taken
+    with pytest.raises(UserError, match="held as nf4 or int8, not as 'nf5'"):
+        quantize(Ours(mistral()), "nf5", ["decoder.blocks.*"])  # type: ignore[arg-type]
+
+
 def test_bf16_autocast_stays_close() -> None:
     model = ours()
     with torch.no_grad():
@@ -264,6 +315,8 @@ def test_bf16_autocast_stays_close() -> None:
         (lambda m: LoRAConfig(alpha=float("nan")), "lora.alpha is nan"),
         (lambda m: LoRAConfig(dropout=1.0), "lora.dropout is 1"),
         (lambda m: LoRAConfig(()), "lora.targets is empty"),
+        (lambda m: LoRAConfig("decoder.blocks.*"), "lora.targets is the text 'decoder.blocks..'; give a list"),
+        (lambda m: add_adapter(m, LoRAConfig(("all-linear",))), "'all-linear' matches no linear; "),
         (
             lambda m: attach(m, {"decoder.text_head": lora.LowRank(16, TEXT, LoRAConfig())}),
             "goes from 16 to 40 features, the model's linear from 32 to 40",
