@@ -39,9 +39,14 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
         if numbered:
             source = yaml.safe_dump(data)
         check_keys(FitConfig, data, str(file))
-    for argument in overrides:
+    for argument, after in zip(overrides, [*overrides, ""][1:], strict=True):
         if argument.startswith("--") and argument.split("=")[0].split(".help")[0] not in _OPTIONS:
-            check_path(FitConfig, argument[2:].split("=")[0])
+            name, equals, value = argument[2:].partition("=")
+            section = check_path(FitConfig, name)
+            if dataclasses.is_dataclass(section):
+                given = yaml.safe_load(value if equals else after)
+                if given is not None and not isinstance(given, Mapping):
+                    raise UserError(f"option --{_no_section(section, name, given)}")
     arguments = ([f"--config={source}"] if file is not None else []) + overrides
     parser = fit_parser()
     with warnings.catch_warnings():
@@ -157,6 +162,8 @@ def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
     """Refuse keys of plain data that a dataclass does not have, however deep."""
     kind = _inner(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and data is not None and not isinstance(data, Mapping):
+        raise UserError(f"{where}: {_no_section(kind, path, data)}")
     if dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
         hints = typing.get_type_hints(kind)
         for key, value in data.items():
@@ -171,6 +178,12 @@ def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
             check_keys(args[1], value, where, _dotted(path, key))
 
 
+def _no_section(kind: Any, path: str, value: Any) -> str:
+    """What to say of a value where keys belong."""
+    names = list(typing.get_type_hints(kind))
+    return f"{path} is {value!r}; give it keys, such as {path}.{names[0]}: {', '.join(names)}"
+
+
 def check_whole(kind: Any, data: Any, path: str = "") -> None:
     """Refuse parts without any key (`validation:` with nothing below it), where a part cannot be absent."""
     if dataclasses.is_dataclass(kind) and data is None:
@@ -180,18 +193,19 @@ def check_whole(kind: Any, data: Any, path: str = "") -> None:
             check_whole(hint, data.get(key, ...), _dotted(path, key))
 
 
-def check_path(kind: Any, path: str) -> None:
-    """Refuse an override whose dotted key does not exist."""
+def check_path(kind: Any, path: str) -> Any:
+    """Refuse an override whose dotted key does not exist; the type of the value that belongs there, None where it is free."""
     here = kind
     for part in path.split("."):
         here = _inner(here)
         if not dataclasses.is_dataclass(here):
-            return  # beyond the typed keys: a mapping's own, which the parser judges
+            return None  # beyond the typed keys: a mapping's own, which the parser judges
         hints = typing.get_type_hints(here)
         part = part.rstrip("+")
         if part not in hints:
             raise UserError(f"unknown option --{path}; {_hint(*path.rpartition('.')[::2], hints)}")
         here = hints[part]
+    return _inner(here)
 
 
 def _inner(kind: Any) -> Any:
@@ -234,6 +248,8 @@ def _ours(error: BaseException) -> UserError | None:
 
 
 _PLAIN = (
+    (r"Expected an? <class 'dict'>", "expected a mapping of keys"),
+    (r"Expected an? <class '(tuple|list)'>", "expected a list"),
     (r"Expected an? <class 'float'>", "expected a number"),
     (r"Expected an? <class 'int'>", "expected a whole number"),
     (r"Expected an? <class 'bool'>", "expected true or false"),
@@ -241,6 +257,7 @@ _PLAIN = (
     (r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1"),
     (r'Parser key "([^"]*)":', r"\1:"),
     (r"\. Got value: ", ", got "),
+    (r"(\S+): Does not validate against any of the Union .*?'[\w.]+': (\w+): (expected.*?)( - Expected.*)?$", r"\1.\2: \3"),
 )
 """What the parser says, and how we say it."""
 

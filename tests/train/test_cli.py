@@ -65,6 +65,12 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
             "optimizer.name: expected one of 'adamw', 'muon', 'paged_adamw_8bit', got adan",
         ),
         (["fit", "FILE", "--budget.steps", "0"], "budget.steps is 0; it must be at least 1"),
+        (
+            ["fit", "FILE", "--balance", "upgrad"],
+            "option --balance is 'upgrad'; give it keys, such as balance.method: method, le",
+        ),
+        (["fit", "FILE", "--balance.settings", "3"], "balance.settings: expected a mapping of keys, got 3"),
+        (["fit", "FILE", "--lora.rank=many"], "lora.rank: expected a whole number, got many"),
         (["fit", "FILE", "stray"], "argument 'stray' stands alone"),
         (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),
         (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),

@@ -274,7 +274,7 @@ def test_a_configuration_with_an_unknown_key_names_the_closest(place, tmp_path):
 
 def test_a_section_without_keys_is_one_line(place, tmp_path):
     (tmp_path / "c.yaml").write_text("speak: 3\n")
-    with pytest.raises(UserError, match=r"apply: a section of the configuration holds no keys"):
+    with pytest.raises(UserError, match=r"c.yaml: speak is 3; give it keys, such as speak.voices: voices, rate"):
         run(place, "apply", "@model", "@facts.jsonl", str(tmp_path / "out"), "--config", str(tmp_path / "c.yaml"))
 
 
