@@ -19,21 +19,35 @@ class Format:
     Attributes:
         what: what it is, for help and messages.
         write: a whole model of ours as these files, where that is possible.
+        loses: what of a whole model these files do not hold.
     """
 
     what: str
     recognise: Callable[[Path], bool]
     read: Callable[[Path], Foreign]
     write: Callable[[Foreign, Path, Watch | None], dict[str, Written]] | None = None
+    loses: str = ""
 
 
 FORMATS: dict[str, Format] = {
     "omni": Format("a model folder of this project", streamed.recognise, streamed.read, streamed.write),
-    "mini-omni": Format("a mini-omni or mini-omni2 folder", mini_omni.recognise, mini_omni.read, mini_omni.write),
+    "mini-omni": Format(
+        "a mini-omni or mini-omni2 folder",
+        mini_omni.recognise,
+        mini_omni.read,
+        mini_omni.write,
+        "the codec's weights and what its config.json says",
+    ),
     "whisper": Format("a Whisper: OpenAI's .pt or a Hugging Face folder", whisper_weights.recognise, whisper_weights.read),
     "snac": Format("a SNAC codec's folder", codec_weights.recognise_snac, codec_weights.read_snac),
     "mimi": Format("a Mimi codec's folder", codec_weights.recognise_mimi, codec_weights.read_mimi),
-    "hf": Format("a language model's Hugging Face folder", huggingface.recognise, huggingface.read, huggingface.write),
+    "hf": Format(
+        "a language model's Hugging Face folder",
+        huggingface.recognise,
+        huggingface.read,
+        huggingface.write,
+        "all but its text part: encoder, adapter, audio tables and heads, the codec's weights",
+    ),
 }
 """By the name that `--kind` takes, in the order in which a path is tried: the particular before the general."""
 
