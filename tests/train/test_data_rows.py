@@ -170,7 +170,9 @@ def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
     assert sorted(CODE_ORDERS["snac"]["levels"]) == list(range(7))
     with pytest.raises(UserError, match=r"order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
         Codes("snac", streams, "sideways").for_codec(codec)
-    with pytest.raises(UserError, match=r"are of the codec 'codec2', the model speaks 'snac'"):
+    with pytest.raises(
+        UserError, match=r"are of the codec 'codec2', the model speaks 'snac': prepare .* with --codec snac, and --speak"
+    ):
         Codes("codec2", streams).for_codec(codec)
     with pytest.raises(UserError, match=r"snac"):
         Codes("snac", streams[:4]).for_codec(codec)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -136,6 +137,23 @@ def test_broken_items_are_listed_and_the_rest_kept(kind, tmp_path):
     assert table[2].startswith("9,toy.jsonl row 9,") and why in table[2]
     ids = [row.id for row in StoredRows(tmp_path / "out", tmp_path / "cache")]
     assert ids == [f"t{i}" if i % 2 == 0 else f"toy-{i:08d}" for i in range(20) if i not in (4, 9)]
+
+
+@pytest.mark.parametrize("text", ["it is", " "])
+def test_codes_of_another_codec_name_the_way_out(text, tmp_path):
+    class Other(ToySource):
+        def row(self, index):
+            row = super().row(index)
+            turn = replace(row.turns[0], answer_text=text, answer_codes=Codes("snac", torch.zeros(7, 3, dtype=torch.int32)))
+            return replace(row, turns=(turn,))
+
+    why = "its answer_codes are of the codec 'snac', not 'codec2', and it has no answer_audio to encode: "
+    why += "speak its answer_text with --speak answer, or take" if text.strip() else "it has no answer_text to speak, or take"
+    with pytest.raises(UserError, match=why):
+        made(tmp_path / "out", Other(3, "codes"))
+    if text.strip():
+        assert made(tmp_path / "out", Other(3, "codes"), speak="answer").spoken_answers == 3
+    assert made(tmp_path / "as they are", Other(3, "codes"), codec="").codes_taken == 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -127,7 +127,8 @@ class Codes:
         """Frames [A, F] (int64) in the model's order; UserError for another codec or an unknown order."""
         if self.codec != codec.name:
             raise UserError(
-                f"its answer_codes are of the codec {self.codec!r}, the model speaks {codec.name!r}: encode answer_audio anew"
+                f"its answer_codes are of the codec {self.codec!r}, the model speaks {codec.name!r}: prepare the data again "
+                f"with --codec {codec.name}, and --speak answer where there is no sound of the answers"
             )
         frames = self.frames.to(torch.long)
         if self.order != "streams":
