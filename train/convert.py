@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +23,7 @@ from omni.checkpoint.foreign import (
     one_dtype,
     type_name,
 )
-from omni.checkpoint.formats import FORMATS, kind_of, open_foreign
+from omni.checkpoint.formats import FORMATS, kind_of, open_foreign, refuse_file
 from omni.checkpoint.grow import Growth, grow, with_encoder
 from omni.checkpoint.safe import Written
 from omni.config import AdapterConfig, ModelConfig
@@ -93,6 +94,10 @@ def main(argv: Sequence[str]) -> int:
     print(f"{target}: {what}")
     for name, stamp in sorted(files.items()):
         print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
+    odd = [tensor for _, stamp in sorted(files.items()) for tensor in stamp.odd]
+    if odd:
+        which = odd[0] if len(odd) == 1 else f"{len(odd)} tensors, first {odd[0]},"
+        print(f"warning: NaN or infinity in {which}: fetch {source} again, or ask who trained it", file=sys.stderr)
     print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
     return 0
 
@@ -172,6 +177,7 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
 
 def read_source(source: Path, kind: str, options: Options) -> Foreign:
     """Open SOURCE, with what was named beside it."""
+    refuse_file(source, kind)
     if kind == "hf":
         return huggingface.read(source, options.tokenizer)
     if kind == "mini-omni":

@@ -249,6 +249,35 @@ def test_what_is_no_checkpoint_is_refused(lm, tmp_path):
         run(tmp_path / "out", tmp_path / "out2", "--kind", "snac")
 
 
+def test_what_is_named_wrongly_is_told(lm, tmp_path):
+    for kind in ([], ["--kind", "hf"]):
+        with pytest.raises(UserError, match=f"lm/model.safetensors is a file, .* give the folder that it is in: {lm}$"):
+            run(lm / "model.safetensors", tmp_path / "out", *GROW, *kind)
+    (tmp_path / "lit_model.pth").touch()
+    with pytest.raises(UserError, match=f"lit_model.pth is a file, .*: {tmp_path}$"):
+        run(tmp_path / "lit_model.pth", tmp_path / "out")
+    settings = json.loads((lm / "config.json").read_text())
+    (lm / "config.json").write_text(json.dumps({name: settings[name] for name in settings if name != "model_type"}))
+    with pytest.raises(UserError, match="lm/config.json has no model_type, by which a model is known"):
+        run(lm, tmp_path / "out", *GROW)
+    with pytest.raises(UserError, match="lm/config.json has no model_type; add the one that it is of: qwen2, "):
+        run(lm, tmp_path / "out", *GROW, "--kind", "hf")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_weights_that_are_not_finite_are_told(count, tmp_path, capsys):
+    model = text_model("qwen2")
+    with torch.no_grad():
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")[:count]:
+            model.get_parameter(name).view(-1)[3] = float("nan")
+    assert run(save_text(model, tmp_path / "lm"), tmp_path / "out", *GROW) == 0
+    told = capsys.readouterr().err
+    which = {0: "", 1: "NaN or infinity in decoder.norm.weight: fetch", 3: "NaN or infinity in 3 tensors, first decoder."}[
+        count
+    ]
+    assert which in told and ("warning" in told) == bool(count)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
