@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,6 @@ import jsonargparse
 
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.checkpoint import codec_weights, huggingface, mini_omni, peft, streamed, whisper_weights
-from omni.checkpoint.folder import real_place
 from omni.checkpoint.foreign import (
     FLOATS,
     CodecConfig,
@@ -23,12 +23,13 @@ from omni.checkpoint.foreign import (
     one_dtype,
     type_name,
 )
-from omni.checkpoint.formats import FORMATS, kind_of, open_foreign
+from omni.checkpoint.formats import FORMATS, kind_of, open_foreign, refuse_file
 from omni.checkpoint.grow import Growth, grow, with_encoder
 from omni.checkpoint.safe import Written
 from omni.config import AdapterConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout
+from train.convert_target import check_in_place, check_target
 from train.progress import LINE_SECONDS, Screen, duration, short
 
 DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
@@ -93,6 +94,10 @@ def main(argv: Sequence[str]) -> int:
     print(f"{target}: {what}")
     for name, stamp in sorted(files.items()):
         print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
+    odd = [tensor for _, stamp in sorted(files.items()) for tensor in stamp.odd]
+    if odd:
+        which = odd[0] if len(odd) == 1 else f"{len(odd)} tensors, first {odd[0]},"
+        print(f"warning: NaN or infinity in {which}: fetch {source} again, or ask who trained it", file=sys.stderr)
     print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
     return 0
 
@@ -148,6 +153,7 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
     if source.is_dir() and streamed.recognise(source):
         return export(_adapted(streamed.read(source), options), target, options, watch)
     kind = options.kind or kind_of(source)
+    check_in_place(source, target, kind)
     foreign = _adapted(read_source(source, kind, options), options)
     config = foreign.config
     if options.into is not None and not isinstance(config, EncoderConfig):
@@ -171,6 +177,7 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
 
 def read_source(source: Path, kind: str, options: Options) -> Foreign:
     """Open SOURCE, with what was named beside it."""
+    refuse_file(source, kind)
     if kind == "hf":
         return huggingface.read(source, options.tokenizer)
     if kind == "mini-omni":
@@ -213,6 +220,7 @@ def export(model: Foreign, target: Path, options: Options, watch: Bar | None) ->
     if options.kind == "omni":
         return f"{model.place} anew", whole(model, target, options, watch)
     check_options(options, ("dtype",), f"{model.place} goes out as {options.kind}")
+    check_in_place(model.place, target, model.kind, options.kind)
     return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, watch)
 
 
@@ -319,40 +327,6 @@ def choose_encoder(options: Options) -> Foreign | EncoderConfig:
     encoder = whisper_weights.read(path)
     assert isinstance(encoder.config, EncoderConfig)
     return replace(encoder, config=replace(encoder.config, mode=options.encoder_mode or encoder.config.mode))
-
-
-def check_target(source: Path, target: Path, options: Options) -> None:
-    """Refuse to write over something else (UserError); SOURCE and `into` may be replaced by what is made of them."""
-    place = real_place(target)
-    for name, path in _inputs(source, options).items():
-        found = path.resolve() if path.exists() else None
-        if found is None or (found == place and name in ("SOURCE", "into")):
-            continue
-        if found.is_relative_to(place):
-            raise UserError(f"{target} holds {path}, which would be lost; give another target")
-    if place.exists() and Path.cwd().is_relative_to(place):
-        raise UserError(
-            f"{target} is or holds the folder that you are in, which would be replaced; leave it first, or give another name"
-        )
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not options.overwrite:
-        raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
-    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml", "adapter_config.json")):
-        raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
-
-
-def _inputs(source: Path, options: Options) -> dict[str, Path]:
-    """All that is read, by the option that names it."""
-    encoder = None if options.encoder is None or options.encoder in ENCODER_PRESETS else Path(options.encoder)
-    named = {
-        "into": options.into,
-        "lora": options.lora,
-        "encoder": encoder,
-        "codec_folder": options.codec_folder,
-        "tokenizer": options.tokenizer,
-    }
-    return {"SOURCE": source, **{name: path for name, path in named.items() if path is not None}}
 
 
 def _dtype(options: Options) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 
 from omni.checkpoint.foreign import Lazy
-from omni.checkpoint.safe import Written, pieces
+from omni.checkpoint.safe import Written, finite, pieces
 
 ALIGNED = 64
 """What the bytes of a storage begin at a multiple of."""
@@ -97,21 +97,24 @@ def write_archive(
     """
     out = _Out(handle, told)
     storages = {name: _Storage(str(key), tensor) for key, (name, tensor) in enumerate(tensors.items())}
+    odd: dict[str, None] = {}
     pickled = io.BytesIO()
     _Pickler(pickled, protocol=2).dump(wrap({name: _Tensor(storage) for name, storage in storages.items()}))
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[arg-type]
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled.getvalue())
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), sys.byteorder)
-        for storage in storages.values():
+        for name, storage in storages.items():
             entry = zipfile.ZipInfo(f"archive/data/{storage.key}")
             entry.file_size = storage.tensor.nbytes
             entry.extra = _padding(archive.start_dir, entry.filename)
             with archive.open(entry, "w", force_zip64=True) as file:
                 for piece in pieces(storage.tensor):
+                    if not finite(piece):
+                        odd[name] = None
                     data: Any = piece.contiguous().view(-1).view(torch.uint8).numpy()
                     file.write(memoryview(data))
         archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
-    return Written(out.bytes, out.crc32)
+    return Written(out.bytes, out.crc32, tuple(odd))
 
 
 def _padding(start: int, name: str) -> bytes:

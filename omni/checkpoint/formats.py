@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omni.checkpoint import codec_weights, huggingface, mini_omni, streamed, whisper_weights
 from omni.checkpoint.foreign import Foreign, Watch, closest
-from omni.checkpoint.safe import Written
+from omni.checkpoint.safe import Written, read_json
 from omni.errors import UserError
 
 
@@ -19,21 +19,35 @@ class Format:
     Attributes:
         what: what it is, for help and messages.
         write: a whole model of ours as these files, where that is possible.
+        loses: what of a whole model these files do not hold.
     """
 
     what: str
     recognise: Callable[[Path], bool]
     read: Callable[[Path], Foreign]
     write: Callable[[Foreign, Path, Watch | None], dict[str, Written]] | None = None
+    loses: str = ""
 
 
 FORMATS: dict[str, Format] = {
     "omni": Format("a model folder of this project", streamed.recognise, streamed.read, streamed.write),
-    "mini-omni": Format("a mini-omni or mini-omni2 folder", mini_omni.recognise, mini_omni.read, mini_omni.write),
+    "mini-omni": Format(
+        "a mini-omni or mini-omni2 folder",
+        mini_omni.recognise,
+        mini_omni.read,
+        mini_omni.write,
+        "the codec's weights and what its config.json says",
+    ),
     "whisper": Format("a Whisper: OpenAI's .pt or a Hugging Face folder", whisper_weights.recognise, whisper_weights.read),
     "snac": Format("a SNAC codec's folder", codec_weights.recognise_snac, codec_weights.read_snac),
     "mimi": Format("a Mimi codec's folder", codec_weights.recognise_mimi, codec_weights.read_mimi),
-    "hf": Format("a language model's Hugging Face folder", huggingface.recognise, huggingface.read, huggingface.write),
+    "hf": Format(
+        "a language model's Hugging Face folder",
+        huggingface.recognise,
+        huggingface.read,
+        huggingface.write,
+        "all but its text part: encoder, adapter, audio tables and heads, the codec's weights",
+    ),
 }
 """By the name that `--kind` takes, in the order in which a path is tried: the particular before the general."""
 
@@ -45,8 +59,18 @@ def kind_of(path: Path) -> str:
     for name, known in FORMATS.items():
         if known.recognise(path):
             return name
+    refuse_file(path)
     kinds = "; ".join(f"{name}: {known.what}" for name, known in FORMATS.items())
+    config = path / "config.json"
+    if config.is_file() and "model_type" not in read_json(config):
+        raise UserError(f"{config} has no model_type, by which a model is known; fetch it again, or add it")
     raise UserError(f"{path} is not recognised; name what it is with --kind ({kinds})")
+
+
+def refuse_file(path: Path, kind: str | None = None) -> None:
+    """Refuse a file where `kind` has folders (UserError naming the file's)."""
+    if path.is_file() and kind != "whisper":
+        raise UserError(f"{path} is a file, and only a Whisper may be one; give the folder that it is in: {path.parent}")
 
 
 def open_foreign(path: Path, kind: str | None = None) -> Foreign:
@@ -62,4 +86,6 @@ def open_foreign(path: Path, kind: str | None = None) -> Foreign:
         raise UserError(f"kind {kind!r} is unknown; {closest(kind, FORMATS)}")
     if not path.exists():
         raise UserError(f"{path} does not exist; give a model's file or folder")
-    return FORMATS[kind or kind_of(path)].read(path)
+    kind = kind or kind_of(path)
+    refuse_file(path, kind)
+    return FORMATS[kind].read(path)

@@ -99,7 +99,9 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
     Raises:
         UserError: an unknown family, or a setting that our decoder does not have.
     """
-    kind = str(settings.get("model_type"))
+    if "model_type" not in settings:
+        raise UserError(f"{where} has no model_type; add the one that it is of: {', '.join(FAMILIES)}")
+    kind = str(settings["model_type"])
     if kind not in FAMILIES:
         raise UserError(f"{where}: model_type {kind!r} is no family that is known here; {closest(kind, FAMILIES)}")
     family = FAMILIES[kind]

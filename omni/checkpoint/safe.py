@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import real_place, replace_folder
-from omni.checkpoint.foreign import Lazy, Watch
+from omni.checkpoint.foreign import FLOATS, Lazy, Watch
 from omni.errors import UserError
 
 PIECE = 8 << 20
@@ -213,10 +213,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Written:
-    """Size and CRC-32 of a file, taken while it was written."""
+    """Size and CRC-32 of a file, taken while it was written.
+
+    Attributes:
+        odd: the names of its tensors that hold NaN or infinity.
+    """
 
     bytes: int
     crc32: int
+    odd: tuple[str, ...] = ()
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Lazy], watch: Watch | None = None) -> Written:
@@ -239,6 +244,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Lazy], watch: Watch | No
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     done = crc = 0
+    odd: dict[str, None] = {}
     with path.open("wb", buffering=0) as handle:
 
         def put(data: Any) -> None:
@@ -251,12 +257,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Lazy], watch: Watch | No
         put(struct.pack("<Q", len(text)) + text)
         for name in order:
             for piece in pieces(tensors[name]):
+                if not finite(piece):
+                    odd[name] = None
                 put(piece.contiguous().view(-1).view(torch.uint8).numpy())
                 done += piece.nbytes
                 if watch is not None:
                     watch(done, end)
         os.fsync(handle.fileno())
-    return Written(8 + len(text) + end, crc)
+    return Written(8 + len(text) + end, crc, tuple(odd))
 
 
 def pieces(tensor: Lazy) -> Iterator[Tensor]:
@@ -270,6 +278,13 @@ def pieces(tensor: Lazy) -> Iterator[Tensor]:
         wanted = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         assert tuple(piece.shape) == wanted and piece.dtype == tensor.dtype, (piece.shape, wanted, piece.dtype)
         yield piece
+
+
+def finite(piece: Tensor) -> bool:
+    """Whether all numbers of a piece are finite; makes no copy of it, and takes a quarter of its checksum's time."""
+    if piece.dtype not in FLOATS or not piece.numel():
+        return True
+    return all(bool(end.isfinite()) for end in torch.aminmax(piece))
 
 
 def write_file(path: Path, data: bytes) -> Written:

@@ -48,6 +48,13 @@ def test_pytorch_reads_what_is_written(tmp_path: Path, monkeypatch: pytest.Monke
         assert archive.testzip() is None and {part.compress_type for part in archive.infolist()} == {zipfile.ZIP_STORED}
 
 
+def test_tensors_that_are_not_finite_are_named() -> None:
+    state = made()
+    state["layer.15"][69, 3] = float("nan")
+    lazy = {name: Lazy.of(tensor) for name, tensor in state.items()}
+    assert write_archive(io.BytesIO(), lazy, lambda held: held, lambda count: None).odd == ("layer.15",)
+
+
 def test_the_parts_are_those_of_torch_save() -> None:
     state, ours, theirs = made(), io.BytesIO(), io.BytesIO()
     write_archive(ours, {name: Lazy.of(tensor) for name, tensor in state.items()}, lambda held: held, lambda count: None)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from omni.checkpoint import safe
-from omni.checkpoint.foreign import Lazy, cast, joined
+from omni.checkpoint.foreign import FLOATS, Lazy, cast, joined
 from omni.checkpoint.safe import beside, read_safetensors, read_weights, write_safetensors
 from omni.errors import UserError
 
@@ -44,6 +44,19 @@ def test_what_is_written_in_pieces_is_what_the_reference_reads(piece, monkeypatc
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert seen == sorted(seen) and seen[-1] == (seen[0][1], seen[0][1])
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tensors_that_are_not_finite_are_named_once(bad, dtype, monkeypatch, tmp_path):
+    monkeypatch.setattr(safe, "PIECE", 64)
+    want = {name: torch.full((100, 3), torch.finfo(torch.float16).max).to(dtype) for name in "abc"}
+    want |= {"none": torch.ones(0, 3), "whole": torch.ones(3, dtype=torch.long)}
+    kept = {name: Lazy.of(tensor) for name, tensor in want.items()}
+    assert write_safetensors(tmp_path / "a", kept).odd == ()
+    for row in (1, 2, 99):
+        want["b"][row, 2] = float(bad)
+    assert write_safetensors(tmp_path / "a", kept).odd == ("b",)
 
 
 def test_what_the_reference_writes_is_read_row_by_row(tmp_path):

@@ -249,84 +249,33 @@ def test_what_is_no_checkpoint_is_refused(lm, tmp_path):
         run(tmp_path / "out", tmp_path / "out2", "--kind", "snac")
 
 
-def test_a_target_is_not_lost(lm, tmp_path):
-    assert run(lm, tmp_path / "out", *GROW) == 0
-    with pytest.raises(UserError, match="exists; give another name, or --overwrite"):
+def test_what_is_named_wrongly_is_told(lm, tmp_path):
+    for kind in ([], ["--kind", "hf"]):
+        with pytest.raises(UserError, match=f"lm/model.safetensors is a file, .* give the folder that it is in: {lm}$"):
+            run(lm / "model.safetensors", tmp_path / "out", *GROW, *kind)
+    (tmp_path / "lit_model.pth").touch()
+    with pytest.raises(UserError, match=f"lit_model.pth is a file, .*: {tmp_path}$"):
+        run(tmp_path / "lit_model.pth", tmp_path / "out")
+    settings = json.loads((lm / "config.json").read_text())
+    (lm / "config.json").write_text(json.dumps({name: settings[name] for name in settings if name != "model_type"}))
+    with pytest.raises(UserError, match="lm/config.json has no model_type, by which a model is known"):
         run(lm, tmp_path / "out", *GROW)
-    assert run(lm, tmp_path / "out", *GROW, "--overwrite", "--seed", "5") == 0
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "diary").write_text("dear")
-    with pytest.raises(UserError, match="no folder of a model"):
-        run(lm, tmp_path / "mine", *GROW, "--overwrite")
-    with pytest.raises(UserError, match="would be lost"):
-        run(lm, tmp_path, *GROW, "--overwrite")
-    assert (tmp_path / "mine" / "diary").read_text() == "dear"
+    with pytest.raises(UserError, match="lm/config.json has no model_type; add the one that it is of: qwen2, "):
+        run(lm, tmp_path / "out", *GROW, "--kind", "hf")
 
 
-@pytest.mark.parametrize("option", ["--encoder", "--lora", "--codec_folder", "--tokenizer"])
-@pytest.mark.parametrize("name", ["out", "link"])
-def test_no_input_within_the_target_is_lost(lm, tmp_path, option, name):
-    assert run(lm, tmp_path / "out", *GROW) == 0
-    (tmp_path / "link").symlink_to("out")
-    kept = tmp_path / "out" / "kept"
-    kept.write_text("dear")
-    with pytest.raises(UserError, match=rf"{name} holds {kept}, which would be lost; give another target"):
-        run(lm, tmp_path / name, "--overwrite", option, kept)
-    with pytest.raises(UserError, match=rf"{name} holds {tmp_path / 'out'}, which would be lost"):
-        run(lm, tmp_path / name, "--overwrite", option, tmp_path / "out")
-    assert kept.read_text() == "dear"
-
-
-def test_a_model_may_become_another_in_its_place(lm, tmp_path):
-    assert run(lm, tmp_path / "out", *GROW) == 0
-    again = ["--kind", "omni", "--dtype", "bfloat16", "--overwrite"]
-    assert run(tmp_path / "out", tmp_path / "out", *again) == 0
-    assert {t.dtype for t in load_folder(tmp_path / "out").model.state_dict().values()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_what_a_link_points_at_is_written_and_the_link_stays(lm, tmp_path, there):
-    (tmp_path / "disk").mkdir()
-    if there:
-        assert run(lm, tmp_path / "disk" / "model", *GROW) == 0
-    (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
-    assert run(lm, tmp_path / "link", *GROW, "--seed", 1, "--overwrite") == 0
-    assert run(lm, tmp_path / "plain", *GROW, "--seed", 1) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "link", "lm", "plain"]
-    assert (tmp_path / "link").is_symlink() and [p.name for p in (tmp_path / "disk").iterdir()] == ["model"]
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("disk/model", "plain"))
-    assert one == two
-
-
-@pytest.mark.parametrize(
-    "target, words",
-    [
-        (".", ". is or holds the folder that you are in"),
-        ("", ". is or holds the folder that you are in"),
-        ("../here", "../here is or holds the folder that you are in"),
-        ("..", ".. is or holds the folder that you are in"),
-        ("/", "/ is the root of a disk; give a folder in it"),
-        ("../loop", "../loop cannot be followed"),
-    ],
-)
-def test_a_target_without_a_name_of_its_own_is_refused(tmp_path, monkeypatch, target, words):
-    source = save_text(text_model("qwen2"), tmp_path / "elsewhere" / "lm")
-    (tmp_path / "work" / "here").mkdir(parents=True)
-    (tmp_path / "work" / "loop").symlink_to("loop")
-    monkeypatch.chdir(tmp_path / "work" / "here")
-    with pytest.raises(UserError) as error:
-        run(source, target, *GROW)
-    assert words in str(error.value)
-    assert sorted(p.name for p in (tmp_path / "work").rglob("*")) == ["here", "loop"]
-
-
-def test_a_target_may_be_named_by_the_way_to_it(lm, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert run("../lm", "../out/.", *GROW) == 0
-    assert run("../lm", "new/../made", *GROW) == 0
-    load_folder(tmp_path / "out"), load_folder(tmp_path / "here" / "made")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "lm", "out"]
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_weights_that_are_not_finite_are_told(count, tmp_path, capsys):
+    model = text_model("qwen2")
+    with torch.no_grad():
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")[:count]:
+            model.get_parameter(name).view(-1)[3] = float("nan")
+    assert run(save_text(model, tmp_path / "lm"), tmp_path / "out", *GROW) == 0
+    told = capsys.readouterr().err
+    which = {0: "", 1: "NaN or infinity in decoder.norm.weight: fetch", 3: "NaN or infinity in 3 tensors, first decoder."}[
+        count
+    ]
+    assert which in told and ("warning" in told) == bool(count)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from omni.tasks import TASKS
 from tests.train.data_toys import ToyCodec, ToySource
 from train.data import parquet
 from train.data.parquet import StoredRows, write_rows
-from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word
+from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word, inside
 from train.data.sources import StoredSource
 
 CODEC = ToyCodec((12, 12, 6, 8))
@@ -83,12 +83,62 @@ def test_a_reference_may_not_leave_the_folder(tmp_path, path):
         Sound(path=path, folder=tmp_path / "in").load(16000)
 
 
-def test_a_link_may_not_lead_out_of_the_folder(tmp_path):
-    (tmp_path / "in").mkdir()
+@pytest.mark.parametrize(
+    ("path", "link"), [("q.wav", "q.wav"), ("more/deep/q.wav", "more/deep"), ("more/deep/../q.wav", "more/deep")]
+)
+def test_a_link_may_not_lead_out_of_the_folder(tmp_path, path, link):
+    (tmp_path / "in" / "more").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
+    for name in ("disk/q.wav", "q.wav"):
+        soundfile.write(tmp_path / name, [0.0] * 10, 16000)
+    (tmp_path / "in" / "q.wav").symlink_to("../disk/q.wav")
+    (tmp_path / "in" / "more" / "deep").symlink_to(tmp_path / "disk")
+    where = tmp_path / "disk" / ("q.wav" if link == "q.wav" else "")
+    with pytest.raises(UserError, match=rf"leaves the data's folder .*/in: '{link}' in it is a link to {where}; put there"):
+        Sound(path=path, folder=tmp_path / "in").load(16000)
+
+
+def test_a_link_may_lead_about_in_the_folder(tmp_path):
     soundfile.write(tmp_path / "q.wav", [0.0] * 10, 16000)
-    (tmp_path / "in" / "q.wav").symlink_to(tmp_path / "q.wav")
-    with pytest.raises(UserError, match=r"leaves the data's folder"):
-        Sound(path="q.wav", folder=tmp_path / "in").load(16000)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link.wav").symlink_to("../q.wav")
+    assert len(Sound(path="a/link.wav", folder=tmp_path).load(16000)) == 10
+
+
+@pytest.mark.parametrize("folder", ["", "clips"])
+def test_a_snapshot_of_a_hub_cache_is_read_though_it_is_links(tmp_path, folder):
+    """And its links may lead nowhere but to the blobs of their own repository."""
+    mine, other = tmp_path / "hub" / "datasets--me--set", tmp_path / "hub" / "datasets--me--other"
+    snapshot = mine / "snapshots" / "0123abcd"
+    (snapshot / "clips").mkdir(parents=True)
+    for place in (mine / "blobs", other / "blobs", mine / "refs"):
+        place.mkdir(parents=True)
+        soundfile.write(place / "c0ffee", [0.0] * 10, 16000, format="FLAC")
+    for name, target in (
+        ("own", "../../../blobs/c0ffee"),
+        ("refs", "../../../refs/c0ffee"),
+        ("other", "../../../../datasets--me--other/blobs/c0ffee"),
+    ):
+        (snapshot / "clips" / f"{name}.flac").symlink_to(target)
+    (tmp_path / "link").symlink_to(snapshot)
+    for root in (snapshot, tmp_path / "link"):
+        place = "" if folder else "clips/"
+        assert len(Sound(path=f"{place}own.flac", folder=root / folder).load(16000)) == 10
+        assert inside(root / folder, f"{place}own.flac") == snapshot / "clips" / "own.flac"
+        for name in ("refs", "other"):
+            with pytest.raises(UserError, match=f"{name}.flac' in it is a link to .*c0ffee"):
+                Sound(path=f"{place}{name}.flac", folder=root / folder).load(16000)
+        with pytest.raises(UserError, match="name a file inside it"):
+            Sound(path="../" * (2 + bool(folder)) + "blobs/c0ffee", folder=root / folder).load(16000)
+
+
+def test_a_folder_that_only_looks_like_a_snapshot_is_none(tmp_path):
+    (tmp_path / "set" / "blobs").mkdir(parents=True)
+    (tmp_path / "set" / "snapshots" / "a").mkdir(parents=True)
+    soundfile.write(tmp_path / "set" / "blobs" / "b", [0.0] * 10, 16000, format="FLAC")
+    (tmp_path / "set" / "snapshots" / "a" / "q.flac").symlink_to("../../blobs/b")
+    with pytest.raises(UserError, match="'q.flac' in it is a link to"):
+        Sound(path="q.flac", folder=tmp_path / "set" / "snapshots" / "a").load(16000)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +170,9 @@ def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
     assert sorted(CODE_ORDERS["snac"]["levels"]) == list(range(7))
     with pytest.raises(UserError, match=r"order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
         Codes("snac", streams, "sideways").for_codec(codec)
-    with pytest.raises(UserError, match=r"are of the codec 'codec2', the model speaks 'snac'"):
+    with pytest.raises(
+        UserError, match=r"are of the codec 'codec2', the model speaks 'snac': prepare .* with --codec snac, and --speak"
+    ):
         Codes("codec2", streams).for_codec(codec)
     with pytest.raises(UserError, match=r"snac"):
         Codes("snac", streams[:4]).for_codec(codec)

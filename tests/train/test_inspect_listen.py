@@ -103,3 +103,42 @@ def test_broken_parts_are_told_and_the_rest_written(tmp_path: Path, capsys: pyte
     out = capsys.readouterr().out
     assert "question 0: no sound: " in out and "not decoded: codec snac needs a folder" in out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["answer-0.wav"]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "folder"),
+    [
+        ("set", "1", "listen-set-1"),
+        ("set", "rows-00000.parquet:1", "listen-set-rows-00000-1"),
+        ("set/rows-00000.parquet", "../r 1", "listen-rows-00000-r-1"),
+    ],
+)
+def test_files_go_into_a_folder_of_their_own(data: str, name: str, folder: str, tmp_path: Path, monkeypatch) -> None:
+    stored(tmp_path / "set", [row(0), row(1, id="../r 1")])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main([f"../{data}", name]) == 0
+    assert [path.name for path in (tmp_path / "here").iterdir()] == [folder]
+    assert sorted(path.name for path in (tmp_path / "here" / folder).glob("[aq]*-0.wav")) == ["answer-0.wav", "question-0.wav"]
+
+
+def test_a_row_of_texts_makes_no_folder(tmp_path: Path, monkeypatch) -> None:
+    stored(tmp_path / "set", [row(0, question_audio=None, answer_audio=None, answer_codes=None)])
+    monkeypatch.chdir(tmp_path)
+    assert main(["set", "0"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+@pytest.mark.parametrize("file", ["question-0.wav", "answer-0.wav", "answer-0-codes.wav"])
+def test_another_sound_of_that_name_is_not_lost(file: str, tmp_path: Path, monkeypatch) -> None:
+    """The same row again changes nothing."""
+    monkeypatch.setitem(codecs._loaders, "codec2", lambda folder, device: Beeper("codec2"))
+    data, out = stored(tmp_path / "data", [row(0)]), tmp_path / "out"
+    command = [str(data), "0", "--out", str(out)]
+    assert main(command) == main(command) == 0
+    mine = (out / file).read_bytes()
+    (out / file).write_bytes(b"precious")
+    with pytest.raises(UserError, match=f"{out / file} is another sound: name another folder with --out, or"):
+        main(command)
+    assert (out / file).read_bytes() == b"precious"
+    assert main([*command, "--overwrite"]) == 0 and (out / file).read_bytes() == mine

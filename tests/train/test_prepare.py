@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -138,6 +139,23 @@ def test_broken_items_are_listed_and_the_rest_kept(kind, tmp_path):
     assert ids == [f"t{i}" if i % 2 == 0 else f"toy-{i:08d}" for i in range(20) if i not in (4, 9)]
 
 
+@pytest.mark.parametrize("text", ["it is", " "])
+def test_codes_of_another_codec_name_the_way_out(text, tmp_path):
+    class Other(ToySource):
+        def row(self, index):
+            row = super().row(index)
+            turn = replace(row.turns[0], answer_text=text, answer_codes=Codes("snac", torch.zeros(7, 3, dtype=torch.int32)))
+            return replace(row, turns=(turn,))
+
+    why = "its answer_codes are of the codec 'snac', not 'codec2', and it has no answer_audio to encode: "
+    why += "speak its answer_text with --speak answer, or take" if text.strip() else "it has no answer_text to speak, or take"
+    with pytest.raises(UserError, match=why):
+        made(tmp_path / "out", Other(3, "codes"))
+    if text.strip():
+        assert made(tmp_path / "out", Other(3, "codes"), speak="answer").spoken_answers == 3
+    assert made(tmp_path / "as they are", Other(3, "codes"), codec="").codes_taken == 3
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_row_that_no_column_can_hold_is_one_broken_item(workers, tmp_path):
     """Half a character, a code beyond 32 bits: the rows beside them are stored as ever."""
@@ -248,7 +266,7 @@ def test_a_full_disk(shard, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"no space left to write .*rows-0000{shard}.parquet: free some"):
         made(tmp_path / "out", ToySource(110))
     left = sorted(path.name for path in (tmp_path / "out.preparing").glob("*"))
-    assert left == sorted(["lock", "notes", "settings.json", *(["rows-00000.parquet"] if shard else [])])
+    assert left == (["lock", "notes", "rows-00000.parquet", "settings.json"] if shard else [])
     monkeypatch.undo()
     made(tmp_path / "out", ToySource(110))
     made(tmp_path / "other", ToySource(110))

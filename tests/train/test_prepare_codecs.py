@@ -20,7 +20,7 @@ from tests.audio.mimi_toys import PLAIN
 from tests.audio.mimi_toys import save as save_mimi
 from train.cli import main
 from train.data.parquet import StoredRows
-from train.data.prepare import PrepareConfig, blocks, prepare
+from train.data.prepare import PrepareConfig, blocks, prepare, shards
 
 RATE = 24000
 ROWS = 34  # more than a block, so that two processes have work
@@ -109,7 +109,7 @@ def test_other_weights_of_a_codec_are_noticed(codec, tmp_path, monkeypatch):
     name, folder, _ = codec
     answers(tmp_path / "in")
     config = PrepareConfig(workers=0, codec=name, codec_folder=str(folder))
-    make, count = blocks.BlockMaker.make, []
+    make, add, count = blocks.BlockMaker.make, shards.ShardWriter.add, []
 
     def interrupted(self, *arguments):
         count.append(1)
@@ -119,6 +119,7 @@ def test_other_weights_of_a_codec_are_noticed(codec, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(blocks.BlockMaker, "make", interrupted)
+        patch.setattr(shards.ShardWriter, "add", lambda self, block: (add(self, block), self.finish()))
         prepare(tmp_path / "in/rows.csv", tmp_path / "out", config)
     file = folder / "model.safetensors"
     mine = file.read_bytes()
@@ -128,5 +129,7 @@ def test_other_weights_of_a_codec_are_noticed(codec, tmp_path, monkeypatch):
         if not state:
             assert prepare(tmp_path / "in/rows.csv", tmp_path / "out", config).rows == ROWS
             continue
-        with pytest.raises(UserError, match=rf"out\S* {state} with other settings: codec_weights was .*model.safetensors"):
+        with pytest.raises(
+            UserError, match=rf"out\S* {state} with other settings: codec_weights.model.safetensors was \d+ and is now \d+;"
+        ):
             prepare(tmp_path / "in/rows.csv", tmp_path / "out", config)

@@ -83,14 +83,36 @@ class Sound:
 
 
 def inside(folder: Path | None, path: str) -> Path:
-    """The file at a relative `path`, which must lie in `folder` (UserError otherwise)."""
+    """The file at a relative `path`, which must lie in `folder` (UserError otherwise).
+
+    So must what a link leads to; but files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository.
+    """
     if folder is None:
         raise UserError(f"audio {path!r} is a reference, but there is no folder that it belongs to")
-    root = folder.resolve()
+    root, parts = folder.resolve(), Path(path).parts
     full = (root / path).resolve()
-    if Path(path).is_absolute() or not full.is_relative_to(root):
-        raise UserError(f"audio {path!r} leaves the data's folder {folder}: name a file inside it, by its relative path")
-    return full
+    if not Path(path).is_absolute():
+        if full.is_relative_to(root):
+            return full
+        if ".." not in parts and full.parent == _blobs(root):
+            return root / path  # the name that people know it by
+        for count in range(1, len(parts) + 1):
+            place = root.joinpath(*parts[:count])
+            if not place.resolve().is_relative_to(root) and place.is_symlink():
+                raise UserError(
+                    f"audio {path!r} leaves the data's folder {folder}: {'/'.join(parts[:count])!r} in it is a link to "
+                    f"{place.resolve()}; put there what the link leads to (cp -rL, or mount --bind)"
+                )
+    raise UserError(f"audio {path!r} leaves the data's folder {folder}: name a file inside it, by its relative path")
+
+
+def _blobs(folder: Path) -> Path | None:
+    """Where the files of a Hugging Face cache's snapshot (`datasets--x--y/snapshots/REVISION`) stand; None of other folders."""
+    for place in (folder, *folder.parents):
+        repository = place.parent.parent
+        if place.parent.name == "snapshots" and repository.name.startswith(("datasets--", "models--", "spaces--")):
+            return repository / "blobs"
+    return None
 
 
 @dataclass(frozen=True)
@@ -105,7 +127,8 @@ class Codes:
         """Frames [A, F] (int64) in the model's order; UserError for another codec or an unknown order."""
         if self.codec != codec.name:
             raise UserError(
-                f"its answer_codes are of the codec {self.codec!r}, the model speaks {codec.name!r}: encode answer_audio anew"
+                f"its answer_codes are of the codec {self.codec!r}, the model speaks {codec.name!r}: prepare the data again "
+                f"with --codec {codec.name}, and --speak answer where there is no sound of the answers"
             )
         frames = self.frames.to(torch.long)
         if self.order != "streams":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,10 @@ class Comparison:
 def compare(folder_a: Path, folder_b: Path) -> Comparison:
     """Compare two output folders; UserError where they have no question in common."""
     a, b = Run.read(folder_a), Run.read(folder_b)
-    of_a, of_b = _answered(a.records[ANSWERS]), _answered(b.records[ANSWERS])
-    if not of_a.keys() & of_b.keys():
+    of_a, of_b = ([r for r in run.records[ANSWERS] if "broken" not in r] for run in (a, b))
+    same = _matched(of_a, of_b)
+    if not same:
         raise UserError(f"{folder_a} and {folder_b} have no answered question in common: compare two runs over the same data")
-    same = {record["index"]: of_a[key]["index"] for key, record in of_b.items() if key in of_a}
     timed = [name for name in MEASURES if name in ("first_text", "first_audio", "real_time_factor")]
     texts = [name for name in MEASURES if name.startswith("text_")]
     spoken = [name for name in MEASURES if name not in (*timed, *texts)]
@@ -51,7 +52,7 @@ def compare(folder_a: Path, folder_b: Path) -> Comparison:
         changes.update(compared(a.records[file], moved, names))
     if not changes:
         raise UserError(f"{folder_a} and {folder_b} have no figure in common: evaluate both with the same task")
-    return Comparison(a, b, changes, len(same), tuple(_notes(a, b, len(of_a), len(of_b), len(same))))
+    return Comparison(a, b, changes, len(same), tuple(_notes(a, b, len(of_a), len(of_b), same)))
 
 
 def write_comparison(found: Comparison, out: Path) -> str:
@@ -87,18 +88,40 @@ def as_markdown(found: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _answered(records: Sequence[Record]) -> dict[tuple[str, ...], Record]:
-    """Answered records by what was asked: the place in the data, id, question and reference."""
-    fields = ("index", "id", "question", "reference")
-    return {tuple(str(r[name]) for name in fields): r for r in records if "broken" not in r}
+_ASKED = ("id", "question", "reference")
 
 
-def _notes(a: Run, b: Run, in_a: int, in_b: int, common: int) -> list[str]:
+def _matched(a: Sequence[Record], b: Sequence[Record]) -> dict[int, int]:
+    """Places of B's answered questions that A answered too, and their places there.
+
+    They are the same where id, question and reference are, at the same place or as the only ones of either run: data that
+    have been prepared lack what was broken.
+    """
+    of_a = {(r["index"], *_asked(r)): r["index"] for r in a}
+    same = {r["index"]: r["index"] for r in b if (r["index"], *_asked(r)) in of_a}
+    only_a, only_b = _only(a), _only(b)
+    return same | {only_b[asked]: only_a[asked] for asked in only_b if asked in only_a}
+
+
+def _asked(record: Record) -> tuple[str, ...]:
+    return tuple(str(record[name]) for name in _ASKED)
+
+
+def _only(records: Sequence[Record]) -> dict[tuple[str, ...], int]:
+    """Places of what was asked once, by what it was; without a text nothing is known by an id alone."""
+    count = Counter(_asked(r) for r in records)
+    return {_asked(r): r["index"] for r in records if count[_asked(r)] == 1 and (r["question"] or r["reference"])}
+
+
+def _notes(a: Run, b: Run, in_a: int, in_b: int, same: Mapping[int, int]) -> list[str]:
     """What keeps the two from being alike."""
     notes = []
     for letter, count in (("A", in_a), ("B", in_b)):
-        if count > common:
-            notes.append(f"{count - common} further questions of {letter} are left out")
+        if count > len(same):
+            notes.append(f"{count - len(same)} further questions of {letter} are left out")
+    moved = sum(here != there for here, there in same.items())
+    if moved:
+        notes.append(f"{moved} of the questions stand elsewhere in B's data than in A's: matched by id, question and reference")
     for name in ("task", "ear"):
         if a.started.get(name) != b.started.get(name):
             notes.append(f"note: {name} is {a.started.get(name)} in A and {b.started.get(name)} in B")

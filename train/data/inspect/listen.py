@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import filecmp
+import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
     parser.add_argument("row", type=str, help="its number in the data, FILE:ROW with the number in that file, or its id")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the WAV files")
+    parser.add_argument("--out", type=Path, help="folder for the WAV files; listen-DATA-ROW in this one where none is named")
+    parser.add_argument("--overwrite", action="store_true", help="replace files of other sounds that are there")
     add_options(parser)
     parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
     parser.add_argument("--columns", type=int, default=24, help="columns that are drawn at either end of a long example")
@@ -46,12 +50,19 @@ def main(argv: Sequence[str]) -> int:
     target = chosen_target(chosen)
     row = find_row(scan, chosen["row"])
     print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in ("id", *FIELDS)))
-    make_folder(chosen["out"])
-    for line in sounds(row, chosen["out"], codecs):
+    out = chosen["out"] or own_folder(scan.path, chosen["row"])
+    for line in sounds(row, out, codecs, chosen["overwrite"]):
         print(line)
     if target is not None:
         print(draw(row, target, codecs, chosen["task"], chosen["columns"]))
     return 0
+
+
+def own_folder(data: Path, row: str) -> Path:
+    """The folder of a row for which none is named, such as `listen-mine-17`."""
+    path = data.resolve()
+    words = (path.name if path.is_dir() else path.stem, row.replace(".parquet", ""))
+    return Path("-".join(["listen", *(re.sub(r"[^\w.]+", "-", word).strip("-.")[:80] for word in words)]))
 
 
 def find_row(scan: Scan, name: str) -> Row:
@@ -72,11 +83,14 @@ def find_row(scan: Scan, name: str) -> Row:
     return found.row
 
 
-def sounds(row: Row, folder: Path, codecs: Codecs) -> list[str]:
+def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> list[str]:
     """Write the sounds of every turn as `question-0.wav`, `answer-0.wav` and, decoded, `answer-0-codes.wav`.
 
     Returns:
         A line for each text, and each sound that is there, written or not.
+
+    Raises:
+        UserError: a file of another sound is there, and it is not to be replaced.
     """
     lines = []
     for number, turn in enumerate(row.turns):
@@ -87,7 +101,7 @@ def sounds(row: Row, folder: Path, codecs: Codecs) -> list[str]:
             if text:
                 lines.append(f"{side} {number}: {text!r}")
             if sound is not None:
-                lines.append(f"{side} {number}: {_recording(sound, folder / f'{side}-{number}.wav')}")
+                lines.append(f"{side} {number}: {_recording(sound, folder / f'{side}-{number}.wav', overwrite)}")
         if turn.answer_codes is not None:
             codes = turn.answer_codes
             shape = f"{codes.codec} codes {list(codes.frames.shape)}, order {codes.order!r}"
@@ -97,18 +111,29 @@ def sounds(row: Row, folder: Path, codecs: Codecs) -> list[str]:
             except (BadCodes, UserError) as error:
                 lines.append(f"answer {number}: {shape}, not decoded: {error}")
                 continue
-            file = write_wav(folder / f"answer-{number}-codes.wav", audio, codec.sample_rate)
+            file = _written(folder / f"answer-{number}-codes.wav", audio, codec.sample_rate, overwrite)
             lines.append(f"answer {number}: {shape}, {len(audio) / codec.sample_rate:.2f} s: {file}")
     return lines
 
 
-def _recording(sound: Sound, file: Path) -> str:
+def _written(file: Path, samples: Tensor, rate: int, overwrite: bool) -> Path:
+    """A WAV file of samples [S]; one that is the same already is left as it is."""
+    make_folder(file.parent)
+    if file.exists() and not overwrite:
+        with tempfile.TemporaryDirectory() as folder:
+            if not filecmp.cmp(write_wav(Path(folder) / file.name, samples, rate), file, shallow=False):
+                raise UserError(f"{file} is another sound: name another folder with --out, or replace it with --overwrite")
+        return file
+    return write_wav(file, samples, rate)
+
+
+def _recording(sound: Sound, file: Path, overwrite: bool) -> str:
     try:
         samples, rate = load(sound)
         measured = measure(sound)
     except BadSound as error:
         return f"no sound: {error}"
-    write_wav(file, samples, rate)
+    _written(file, samples, rate, overwrite)
     return (
         f"{measured.seconds:.2f} s at {rate} Hz, {100 * measured.silence:.0f} % silent, "
         f"{100 * measured.clipping:.2f} % clipped: {file}"

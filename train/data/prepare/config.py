@@ -34,7 +34,8 @@ class PrepareConfig:
         question_rate: samples per second that questions are stored with, as FLAC; 0 leaves files as they are (but WAV
             becomes FLAC).
         answer_rate: the same for the sound of answers.
-        shard_mb: size of a Parquet file in MiB, before compression.
+        shard_mb: most MiB of a Parquet file, before compression; but a file ends between blocks of 32 items and holds one at
+            least, which is larger where their sound is (compression leaves that as it is).
         workers: processes; 0 works in this one, null takes one for every core (and `threads`). The rows do not depend on it.
         threads: of each process. Sums of a neural codec may round differently with another number.
     """

@@ -17,8 +17,8 @@ from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.pool import make_blocks
 from train.data.prepare.report import REPORT, read_report, write_report
-from train.data.prepare.settings import agree, settings_of
-from train.data.prepare.shards import ShardWriter
+from train.data.prepare.settings import agree, discard, settings_of
+from train.data.prepare.shards import ShardWriter, stored
 from train.data.prepare.show import Display
 from train.data.prepare.tally import Tally
 from train.data.prepare.voices import make_voice
@@ -38,8 +38,9 @@ def prepare(
 ) -> Tally:
     """Make the rows of a data set into Parquet shards in the folder `out`, which appears when all is there.
 
-    What is interrupted goes on at the last finished shard when the same call is made again, and what is finished is left as
-    it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
+    What is interrupted goes on at the last finished shard when the same call is made again (what fails before the first leaves
+    nothing), and what is finished is left as it is. Items that make no row are counted and listed in `out`'s `report.json` and
+    `broken.csv`.
 
     Args:
         path: file or folder of the data set.
@@ -72,7 +73,12 @@ def prepare(
             shutil.rmtree(work)
             return _finished(out, settings)
         agree(work, settings, finished=False)
-        _fill(work, source, config, codec, progress)
+        try:
+            _fill(work, source, config, codec, progress)
+        except BaseException:
+            if not stored(work):
+                discard(work)
+            raise
         write_report(work, settings, source.note)
         os.rename(work, out)
         sync_folder(out.parent)

@@ -90,7 +90,11 @@ class RowMaker:
             frames = self.codec.check(self.codec.encode(checked(audio.load(self.codec.sample_rate))))
             done.encoded += 1
         elif codes is not None:
-            frames = codes.for_codec(self.codec)  # raises: it is another codec's, and there is nothing to encode
+            said = "speak its answer_text with --speak answer" if turn.answer_text.strip() else "it has no answer_text to speak"
+            raise UserError(
+                f"its answer_codes are of the codec {codes.codec!r}, not {self.codec.name!r}, and it has no answer_audio to "
+                f"encode: {said}, or take the codes as they are, without --codec"
+            )
         else:
             return None, None
         done.answer_seconds += frames.shape[1] / self.codec.frame_rate

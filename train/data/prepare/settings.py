@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from omni.errors import UserError
 from train.data.prepare.blocks import BLOCK
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.files import read_json, write_json
-from train.data.prepare.shards import checksum
+from train.data.prepare.lock import NAME as LOCK
+from train.data.prepare.shards import checksum, stored
 from train.data.readers import Source
 from train.data.row import ROW_VERSION
 
@@ -69,25 +72,52 @@ def _size(file: str) -> int:
 
 
 def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
-    """Write the settings into a new folder; UserError where it holds others, or they are of data that have changed."""
+    """Write the settings into a folder in which nothing is stored yet.
+
+    UserError where something is, under other settings or of data that have changed since.
+    """
     path = folder / NAME
     if not path.is_file():
         if (folder / "notes").is_dir() or finished:
             raise UserError(f"{folder} has shards but no {NAME}: it is not of this command; choose another output")
         write_json(path, settings)
         return
+    if not finished and not stored(folder):
+        write_json(path, settings)
+        return
     held = read_json(path)
-    for name in (*settings, *held):
-        if held.get(name) != settings.get(name):
-            if name == "source_files" and name not in held:  # of a version that did not look
-                continue
-            state = "was prepared" if finished else "has been begun"
-            if name in _DATA:
-                raise UserError(
-                    f"{folder} {state} before {settings['source']} changed: {name} was {held.get(name)} and is now "
-                    f"{settings.get(name)}; choose another output, or remove the folder"
-                )
+    state = "was prepared" if finished else "has been begun"
+    differing = []
+    for name, was, now in _differing(held, settings):
+        if name == "source_files" and name not in held:  # of a version that did not look
+            continue
+        if name in _DATA:
             raise UserError(
-                f"{folder} {state} with other settings: {name} was {held.get(name)!r} and is now {settings.get(name)!r}; "
-                "give the same ones, choose another output, or remove the folder"
+                f"{folder} {state} before {settings['source']} changed: {name} was {was} and is now {now}; choose another "
+                "output, or remove the folder"
             )
+        differing.append(f"{name} was {was!r} and is now {now!r}")
+    if differing:
+        raise UserError(
+            f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, choose another output, or "
+            "remove the folder"
+        )
+
+
+def _differing(was: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The settings that differ, those within others by dotted names, and both their values."""
+    for name in dict.fromkeys((*now, *was)):
+        one, other = was.get(name), now.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differing(one, other, f"{within}{name}.")
+        elif one != other:
+            yield f"{within}{name}", one, other
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder in which nothing is stored yet, but for what others have put there."""
+    for name in (NAME, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    for place in (folder / "notes", folder):
+        with suppress(OSError):  # it holds something, or is not there
+            place.rmdir()

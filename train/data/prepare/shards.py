@@ -145,6 +145,11 @@ def notes(folder: Path) -> Iterator[dict[str, Any]]:
         yield read_json(path)
 
 
+def stored(folder: Path) -> bool:
+    """Whether any shard is finished."""
+    return next(notes(folder), None) is not None
+
+
 def _series(folder: Path) -> Iterator[dict[str, Any]]:
     """The notes that follow each other without a gap from item 0; UserError where one's shard is not what it says."""
     expected = 0

@@ -64,9 +64,15 @@ def check_spec(spec: str) -> None:
 
 
 class EspeakVoice:
-    """espeak-ng: the voice called `name`; a variant of the row's language (`+f3`); "" for a voice of its own for each seed."""
+    """espeak-ng: the voice called `name`; a variant of the row's language (`+f3`); "" for a voice of its own for each seed.
+
+    UserError where there is no such voice, or no espeak-ng.
+    """
 
     def __init__(self, name: str = "") -> None:
+        from train.data.voice import check_voice
+
+        check_voice(f"en{name}" if name.startswith("+") else name or "en-us")
         self.name = name
 
     def say(self, text: str, language: str, seed: int) -> Sound:
