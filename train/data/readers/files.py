@@ -106,12 +106,12 @@ class Files:
         header(full)
         return Sound(path=relative, folder=self.folder)
 
-    def cut(self, name: str, start: float, end: float, channel: int) -> Sound | None:
-        """Seconds `start` to `end` of one channel of a recording, decoded; UserError and None as `sound` has them."""
+    def cut(self, name: str, start: float, end: float, *channels: int) -> Sound | None:
+        """Seconds `start` to `end` of a recording, as `cut` has them; UserError and None as `sound` has them."""
         if self.audio == "none":
             return None
         try:
-            return cut(self.file(name), start, end, channel)
+            return cut(self.file(name), start, end, *channels)
         except UserError:
             if self.audio == "optional":
                 return None
@@ -146,15 +146,21 @@ def seconds(sound: Sound | None) -> float | None:
     return info.seconds
 
 
-def cut(path: Path, start: float, end: float, channel: int) -> Sound:
-    """Seconds `start` to `end` of one channel, decoded from there only.
+def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
+    """Seconds `start` to `end` of the mean of these channels, or of one or two where none is named, decoded from there only.
 
-    UserError: beyond the recording, no such channel, damaged there, or not finite.
+    UserError: beyond the recording, no such channel, more than two and none named, damaged there, or not finite.
     """
     samples, rate = _decode(path, start, end)
-    if not 0 <= channel < samples.shape[1]:
-        raise UserError(f"{path} has no channel {channel}: it has {samples.shape[1]}, counted from 0")
-    return Sound(samples=samples[:, channel].clone(), sample_rate=rate)
+    held = samples.shape[1]
+    for channel in channels:
+        if not 0 <= channel < held:
+            raise UserError(f"{path} has no channel {channel}: it has {held}, counted from 0")
+    if not channels and held > 2:
+        raise UserError(
+            f"{path} has {held} channels and only 1 or 2 are mixed: name one of 0 to {held - 1}, or write it as mono"
+        )
+    return Sound(samples=samples[:, list(channels) or list(range(held))].mean(1), sample_rate=rate)
 
 
 def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:
