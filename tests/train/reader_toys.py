@@ -218,6 +218,20 @@ def librispeech(folder: Path) -> Path:
     return folder
 
 
+def chat(folder: Path) -> Path:
+    system = {"role": "system", "content": "You are kind."}
+    first = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Three?"}, {"type": "text", "text": "Or more?"}]}]
+    rows = [{"messages": [system, *first]}, {"id": "b", "messages": [*first, *parts, first[1]]}, {"messages": parts}]
+    return write_lines(folder / "chat.jsonl", rows)
+
+
+def alpaca(folder: Path) -> Path:
+    said = {"instruction": "Say hi.", "output": "Hi!"}
+    rows = [said | {"input": "To Bob."}, said | {"input": ""}, said | {"history": [["One?", "Two."]], "id": "c"}]
+    return write_json(folder / "alpaca.json", rows)
+
+
 def make(kind: str, folder: Path) -> Path:
     """A small data set of that format."""
     if kind == "voiceassistant":
@@ -233,6 +247,7 @@ def make(kind: str, folder: Path) -> Path:
         (folder / "a.csv").write_text("question_audio,question_text,answer_text\nq.wav,Hi?,Ho.\n,Hu?,Ha.\n")
         return folder / "a.csv"
     toys = {"lucy": lucy, "llama-omni": llama_omni, "moshi": moshi, "common-voice": common_voice, "librispeech": librispeech}
+    toys |= {"chat": chat, "alpaca": alpaca}
     return toys[kind](folder)
 
 

@@ -16,6 +16,7 @@ from train.data.readers.contract import Broken, Options, Reader, Source
 from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
 from train.data.readers.folders import CommonVoice, LibriSpeech
+from train.data.readers.instructions import ALPACA, CHAT
 from train.data.readers.llama_omni import LLAMA_OMNI
 from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
@@ -30,6 +31,8 @@ _ALL: tuple[Reader, ...] = (
     LLAMA_OMNI,
     MOSHI,
     CUTS,
+    CHAT,
+    ALPACA,
     CommonVoice(),
     LibriSpeech(),
     Table(),

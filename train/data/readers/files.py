@@ -53,22 +53,25 @@ class Files:
         """
         return self._locate(name)[0]
 
-    def file(self, name: str) -> Path:
-        """The file at a path in the data; UserError where it leaves the folder or is missing."""
-        return self._present(name)[1]
+    def file(self, name: str, what: str = "audio") -> Path:
+        """The file at a path in the data, `what` it holds for messages; UserError where it leaves the folder or is missing."""
+        return self._present(name, what)[1]
 
-    def _present(self, name: str) -> tuple[str, Path]:
-        relative, full = self._locate(name)
+    def _present(self, name: str, what: str = "audio") -> tuple[str, Path]:
+        relative, full = self._locate(name, what)
         if not full.is_file():
             raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
         return relative, full
 
-    def _locate(self, name: str) -> tuple[str, Path]:
+    def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
         """A path as one relative to the folder, and in full."""
         _check_name(name)
         cut = name.removeprefix(self.prefix).lstrip("/") if self.prefix and name.startswith(self.prefix) else name
         if not os.path.isabs(cut):
-            return cut, inside(self.folder, cut)
+            try:
+                return cut, inside(self.folder, cut)
+            except UserError as error:
+                raise UserError(what + str(error).removeprefix("audio")) from error
         root, full = self.folder.resolve(), Path(cut).resolve()
         if not full.is_relative_to(root):
             raise UserError(
