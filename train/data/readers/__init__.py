@@ -17,6 +17,7 @@ from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
 from train.data.readers.folders import CommonVoice, LibriSpeech
 from train.data.readers.instructions import ALPACA, CHAT
+from train.data.readers.layout import unknown
 from train.data.readers.llama_omni import LLAMA_OMNI
 from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
@@ -54,7 +55,7 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     for reader in READERS.values():
         if reader.recognise(source):
             return reader
-    raise UserError(f"data {source} is of no format known here: say which with --read.format, one of {', '.join(READERS)}")
+    raise UserError(unknown(source, tuple(READERS)))
 
 
 def open_source(path: str | os.PathLike[str], options: Options | None = None) -> Source:
