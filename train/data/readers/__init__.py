@@ -21,6 +21,7 @@ from train.data.readers.layout import unknown
 from train.data.readers.llama_omni import LLAMA_OMNI
 from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
+from train.data.readers.rows import ROWS
 from train.data.readers.table import Table
 
 __all__ = ["READERS", "Broken", "Options", "Reader", "Source", "open_source", "recognise"]
@@ -34,6 +35,7 @@ _ALL: tuple[Reader, ...] = (
     CUTS,
     CHAT,
     ALPACA,
+    ROWS,
     CommonVoice(),
     LibriSpeech(),
     Table(),

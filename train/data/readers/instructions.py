@@ -87,7 +87,7 @@ def _check_written(data: Mapping[str, Any]) -> None:
 
 CHAT = RecordReader(
     "chat",
-    'text alone: JSON of {"messages": [{"role", "content"}]}, also several turns (speak them with --speak)',
+    'written chats: JSON or Parquet of {"messages": [{"role", "content"}]}, also of several turns',
     chat_row,
     _ENDINGS,
     (frozenset({"messages"}),),
@@ -97,7 +97,7 @@ CHAT = RecordReader(
 
 ALPACA = RecordReader(
     "alpaca",
-    "text alone: JSON of instruction, input, output (speak them with --speak)",
+    "written instructions as Alpaca has them: JSON, CSV or Parquet of instruction, input, output",
     alpaca_row,
     (*_ENDINGS, ".csv", ".csv.gz"),
     (frozenset({"instruction", "output"}),),
