@@ -12,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
+import torch
 
+from train.data.parquet import write_rows
 from train.data.readers import Broken, Options, open_source
-from train.data.row import Row, Sound
+from train.data.row import Codes, Row, RowTurn, Sound
 
 RATE = 16000
 
@@ -218,6 +220,29 @@ def librispeech(folder: Path) -> Path:
     return folder
 
 
+def chat(folder: Path) -> Path:
+    system = {"role": "system", "content": "You are kind."}
+    first = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Three?"}, {"type": "text", "text": "Or more?"}]}]
+    rows = [{"messages": [system, *first]}, {"id": "b", "messages": [*first, *parts, first[1]]}, {"messages": parts}]
+    return write_lines(folder / "chat.jsonl", rows)
+
+
+def alpaca(folder: Path) -> Path:
+    said = {"instruction": "Say hi.", "output": "Hi!"}
+    rows = [said | {"input": "To Bob."}, said | {"input": ""}, said | {"history": [["One?", "Two."]], "id": "c"}]
+    return write_json(folder / "alpaca.json", rows)
+
+
+def own_rows(folder: Path) -> Path:
+    """Three rows as a preparation stores them: answers with sound and codes of a codec."""
+    sounds = [Sound(data=flac(0.5, hertz)) for hertz in (300, 400, 500)]
+    codes = Codes("codec2", torch.arange(48, dtype=torch.int32).reshape(4, 12) % 16)
+    turns = [RowTurn(f"One {i}?", sound, "Two.", sound, codes) for i, sound in enumerate(sounds)]
+    write_rows(folder / "a.parquet", [Row((turn,), id=f"r{i}", source="rows", task="A1A2") for i, turn in enumerate(turns)])
+    return folder
+
+
 def make(kind: str, folder: Path) -> Path:
     """A small data set of that format."""
     if kind == "voiceassistant":
@@ -233,6 +258,7 @@ def make(kind: str, folder: Path) -> Path:
         (folder / "a.csv").write_text("question_audio,question_text,answer_text\nq.wav,Hi?,Ho.\n,Hu?,Ha.\n")
         return folder / "a.csv"
     toys = {"lucy": lucy, "llama-omni": llama_omni, "moshi": moshi, "common-voice": common_voice, "librispeech": librispeech}
+    toys |= {"chat": chat, "alpaca": alpaca, "rows": own_rows}
     return toys[kind](folder)
 
 

@@ -221,7 +221,7 @@ def test_moshi_speakers_who_pause_or_talk_at_once_keep_their_order(tmp_path):
 
 
 def test_cuts_choose_their_stretch_and_channel(tmp_path):
-    nemo = {"audio_filepath": "long.wav", "offset": 0.5, "duration": 1.0, "text": "nemo"}
+    nemo = {"audio_filepath": "long.wav", "offset": 0.5, "duration": 1.0, "text": "nemo", "channel_selector": 0}
     cuts = [cut(tmp_path), cut(tmp_path, channel=1, start=0.5), nemo]
     path = write_lines(tmp_path / "cuts.jsonl", cuts)
     (tmp_path / "cuts.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
@@ -230,7 +230,7 @@ def test_cuts_choose_their_stretch_and_channel(tmp_path):
         assert [(r.id, r.speaker, r.language, r.turns[0].question_text) for r in found] == [
             ("c", "ann", "de", "hi"),
             ("c", "ann", "de", "hi"),
-            ("long.wav", "", "en", "nemo"),
+            ("long.wav@0.5-1.5#0", "", "en", "nemo"),
         ]
         for row, (start, seconds, seed) in zip(found, ((1.0, 2.0, 0), (0.5, 2.0, 1), (0.5, 1.0, 0)), strict=True):
             wanted = noise(4.0, seed)[round(start * RATE) : round((start + seconds) * RATE)]

@@ -14,6 +14,9 @@ from train.data.readers.source import RecordSource
 from train.data.readers.text_records import JsonLines
 from train.data.row import Row
 
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+ALPACA = {"instruction": "a", "input": "", "output": "b"}
+
 
 @pytest.mark.parametrize(
     ("name", "good", "bad", "why"),
@@ -46,7 +49,7 @@ from train.data.row import Row
             "a.jsonl",
             {"conversations": [{"from": "human", "value": "a"}]},
             {"conversations": [{"from": "gpt", "value": "a"}]},
-            "message 0 is from 'gpt', not 'human'",
+            "message 0 is from 'gpt', not 'user' (or 'human')",
         ),
         (
             "a.jsonl",
@@ -70,7 +73,7 @@ from train.data.row import Row
             "a.jsonl",
             {"conversations": [{"role": "user", "content": "a"}]},
             {"conversations": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
-            "message 1 is of 'tool'",
+            "message 1 is from 'tool', not 'assistant'",
         ),
         (
             "a.jsonl",
@@ -78,6 +81,26 @@ from train.data.row import Row
             {"conversations": [{"role": "system", "content": "a"}]},
             "holds no question and no answer",
         ),
+        ("a.jsonl", CHAT, CHAT | {"audios": ["a.wav"]}, "has 'audios' beside its texts, and only texts are read"),
+        ("a.jsonl", CHAT, {"messages": [{"role": "user", "content": ""}]}, "a message of 'user' holds no text"),
+        (
+            "a.jsonl",
+            CHAT,
+            {"messages": CHAT["messages"] + [{"role": "assistant", "content": "c"}]},
+            "message 2 is from 'assistant', not 'user'",
+        ),
+        ("a.jsonl", CHAT, {"messages": [{"content": "a"}]}, "has no field 'role' or 'from'"),
+        ("a.jsonl", CHAT, {"messages": "a"}, "field 'messages' is \"a\", not a list of objects"),
+        (
+            "a.jsonl",
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}]},
+            "a message of 'user' has a part of type 'image_url'",
+        ),
+        ("a.jsonl", ALPACA, {"instruction": "a", "output": " "}, "has no output"),
+        ("a.jsonl", ALPACA, {"instruction": "", "input": "x", "output": "b"}, "has no instruction"),
+        ("a.jsonl", ALPACA, ALPACA | {"history": [["a"]]}, "field 'history' is not a list of [question, answer]"),
+        ("a.jsonl", ALPACA, ALPACA | {"audio": "a.wav"}, "has 'audio' beside its texts"),
         ("a.tsv", "client_id\tpath\tsentence\nann\tq.wav\ta", "ann\t\tb", "has no path"),
         ("a.tsv", "client_id\tpath\tsentence\nann\tq.wav\ta", "ann\tq.wav\t", "has no sentence"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,55 @@ def test_numbers_are_text_and_null_is_none(tmp_path):
         tmp_path / "a.jsonl", [{"question_text": 5, "answer_text": " five "}, {"question_text": None, "answer_text": "x"}]
     )
     assert [(r.turns[0].question_text, r.turns[0].answer_text) for r in rows(path)] == [("5", "five"), ("", "x")]
+
+
+LISTED = r".*--read.format, one of voiceassistant, .*table$"
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "why"),
+    [
+        ("a.jsonl", "", "it is empty: name other data$"),
+        ("a.json", "[]", "it is empty: name other data$"),
+        ("a.csv", "", "it is empty: name other data$"),
+        (
+            "a.json",
+            '{"data": [{"question_text": "a"}]}',
+            "it has all under 'data', a list; write that list to a file of its own",
+        ),
+        ("a.json", "[1, 2]", r"it does not begin with a row \(is int, not an object with fields"),
+        (
+            "a.json",
+            '{\n "a": 1\n}',
+            "it does not begin with a row .is no JSON .*; make it a list of JSON objects, or one object a line",
+        ),
+        ("a.jsonl", '{"a": "b", "prompt": "c"}', "it has the columns a, prompt; .* --read.columns '{question_text: prompt}'"),
+        ("a.csv", "wav,b\nq.wav,2\n", "it has the columns wav, b; .* --read.columns '{question_audio: wav}'"),
+        ("a.csv", "a,b\n", "it has the columns a, b; .* --read.columns '{question_text: COLUMN}'"),
+        ("a.parquet", "PAR1", r"it does not begin with a row \(is no whole Parquet file .*; mend it, or"),
+        ("a.xlsx", "PK", "its name ends in none of .csv, .tsv"),
+        ("d/e/b.csv", "a,b\n", "its first file, e/b.csv, has the columns a, b; "),
+        ("d/b.txt", "a", "it holds no file that ends in .csv"),
+    ],
+)
+def test_data_of_no_known_format_say_what_was_found_and_what_to_do(tmp_path, name, held, why):
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / name).write_text(held)
+    with pytest.raises(UserError, match="is of no format known here: " + (why if why.endswith("$") else why + LISTED)):
+        open_source(tmp_path / name.split("/")[0])
+
+
+def test_the_columns_that_a_message_names_read_the_data(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"a": "b", "prompt": "c", "response": "d"}])
+    with pytest.raises(UserError) as error:
+        open_source(path)
+    (said,) = re.findall(r"--read\.columns '{(.*?)}'", str(error.value))
+    (row,) = rows(path, columns=dict(part.split(": ") for part in said.split(", ")))
+    assert (row.turns[0].question_text, row.turns[0].answer_text) == ("c", "d")
+
+
+@pytest.mark.parametrize(("name", "held"), [("a.jsonl", ""), ("a.csv", ""), ("a.json", "[1]")])
+def test_a_table_without_any_column_says_so(tmp_path, name, held):
+    (tmp_path / name).write_text(held)
+    with pytest.raises(UserError, match=f"{name} names no columns: it is empty, or does not begin with a row"):
+        open_source(tmp_path / name, Options(columns={"question_text": "a"}))

@@ -1,10 +1,9 @@
 """The questions of an evaluation, in a fixed order: rows of any form that is known.
 
-Besides the readers of `train.data.readers` there are two forms:
+Besides the readers of `train.data.readers` there is one form:
 
     voicebench   Parquet or JSON lines with `audio`, `prompt` and the references of its judges. The reference is the column
                  that `columns` names as answer_text, else the first of `REFERENCES` that is there; many sets have none.
-    rows         Parquet files of our own rows (`train.data.row`).
 
 Only the first turn of a conversation is asked.
 """
@@ -20,11 +19,10 @@ from typing import Any
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import TASKS, Task, find_task
-from train.data.inspect.scan import one_line
 from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
-from train.data.row import ROW_VERSION, Row, RowTurn, from_plain
+from train.data.row import Row, RowTurn
 
 REFERENCES = ("reference", "output", "answer", "target")
 SOUND = ("audio",)
@@ -56,20 +54,6 @@ def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: O
     return GivenRow((turn,), id=name, source="voicebench", language=options.language, where=where, given=given)
 
 
-def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
-    """One of our own rows; UserError where columns are missing or it breaks the format."""
-    if data.get("version") != ROW_VERSION:
-        raise UserError(f"is of version {data.get('version')}; this is version {ROW_VERSION}: prepare the data again")
-    try:
-        return from_plain(data, files.folder, where)
-    except KeyError as error:
-        raise UserError(f"has no {error} where a row has it: its file is of another format, prepare it again") from error
-    except UserError:
-        raise
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last is torch's
-        raise UserError(f"breaks the format of a row ({one_line(error)}): prepare it again") from error
-
-
 def readable(item: Row | Broken) -> Row | Broken:
     """The item, broken where its question or answer holds half of a surrogate pair, which no tokenizer takes."""
     if isinstance(item, Broken):
@@ -88,14 +72,7 @@ VOICEBENCH = RecordReader(
     endings=(".parquet", ".jsonl", ".jsonl.gz", ".json"),
     fields=(frozenset({"audio", "prompt"}),),
 )
-ROWS = RecordReader(
-    name="rows",
-    summary="Parquet files of our own rows, as `train data prepare` writes them",
-    row=stored_row,
-    endings=(".parquet",),
-    fields=(frozenset({"version", "turns"}),),
-)
-OWN = {reader.name: reader for reader in (VOICEBENCH, ROWS)}
+OWN = {VOICEBENCH.name: VOICEBENCH}
 
 
 def open_data(path: Path, options: Options) -> Source:

@@ -16,9 +16,12 @@ from train.data.readers.contract import Broken, Options, Reader, Source
 from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
 from train.data.readers.folders import CommonVoice, LibriSpeech
+from train.data.readers.instructions import ALPACA, CHAT
+from train.data.readers.layout import unknown
 from train.data.readers.llama_omni import LLAMA_OMNI
 from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
+from train.data.readers.rows import ROWS
 from train.data.readers.table import Table
 
 __all__ = ["READERS", "Broken", "Options", "Reader", "Source", "open_source", "recognise"]
@@ -30,6 +33,9 @@ _ALL: tuple[Reader, ...] = (
     LLAMA_OMNI,
     MOSHI,
     CUTS,
+    CHAT,
+    ALPACA,
+    ROWS,
     CommonVoice(),
     LibriSpeech(),
     Table(),
@@ -51,7 +57,7 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     for reader in READERS.values():
         if reader.recognise(source):
             return reader
-    raise UserError(f"data {source} is of no format known here: say which with --read.format, one of {', '.join(READERS)}")
+    raise UserError(unknown(source, tuple(READERS)))
 
 
 def open_source(path: str | os.PathLike[str], options: Options | None = None) -> Source:

@@ -6,8 +6,9 @@ MultiCut}`, one a line (`.jsonl`, `.jsonl.gz`). `start` and `duration` choose a 
 `start` counts from the cut's. With `target_audio` (the model's side, as long as the cut) or a supervision by `agent` or
 `assistant`, those are answers and all others are questions, and consecutive ones make turns; the model's are cut from
 `target_audio`, or from the supervision's channel. Otherwise a cut is one question with its text. A NeMo list has
-`{audio_filepath, duration, offset, text}` and is read so. Sources: the data classes of lhotse-speech/lhotse; NVIDIA/NeMo's
-duplex speech-to-speech data.
+`{audio_filepath, duration, offset, text}` and is read so; a line may name its channel (`channel_selector` or `channel`: a
+number, a list, "average"). Where no channel is named, or several are, they are mixed. Sources: the data classes of
+lhotse-speech/lhotse; NVIDIA/NeMo's manifests and its duplex speech-to-speech data.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _ANSWERING = ("agent", "assistant", "model")
 
 
 class Stretch(NamedTuple):
-    """A part of one channel of a recording, in seconds."""
+    """A part of a recording, in seconds, and which of the file's channels are mixed: all where none is named."""
 
     path: str
     start: float
     end: float
-    channel: int
+    channels: tuple[int, ...]
 
     def part(self, start: float, duration: float) -> Stretch:
         """`duration` seconds of this one from its `start` on; UserError where they reach beyond."""
@@ -41,7 +42,7 @@ class Stretch(NamedTuple):
                 f"a supervision goes from {start:.2f} to {start + duration:.2f} s of a cut that lasts {lasting:.2f} s"
             )
         begin = self.start + max(start, 0.0)
-        return Stretch(self.path, begin, min(begin + duration, self.end), self.channel)
+        return Stretch(self.path, begin, min(begin + duration, self.end), self.channels)
 
 
 def cut_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
@@ -54,7 +55,10 @@ def cut_row(data: Mapping[str, Any], where: str, files: Files, options: Options)
     supervisions = data.get("supervisions") or []
     if not isinstance(supervisions, list) or not all(isinstance(entry, Mapping) for entry in supervisions):
         raise UserError("its supervisions are no list of objects: mend the row")
-    asking = _stretch(data, data.get("recording"))
+    channels = _listed(data.get("channel"))
+    if len(channels) > 1:
+        channels = _spoken_in([entry for entry in supervisions if not _answers(entry)], data)
+    asking = _stretch(data, data.get("recording"), channels)
     custom = data.get("custom") or {}
     target = custom.get("target_audio") if isinstance(custom, Mapping) else None
     if target is None and not any(_answers(entry) for entry in supervisions):
@@ -66,37 +70,53 @@ def cut_row(data: Mapping[str, Any], where: str, files: Files, options: Options)
     return make_row(turns, options, "cuts", where, id=text(data, "id"), speaker=speaker, language=language)
 
 
-def _stretch(cut: Mapping[str, Any], recording: Any, channel: Any = None) -> Stretch:
-    """Where a cut lies, in its own channel or that one; UserError where it is not within the recording, or that is no file."""
+def _spoken_in(entries: Sequence[Mapping[str, Any]], cut: Mapping[str, Any]) -> list[Any]:
+    """The channels that supervisions name, or else the cut's."""
+    named: list[Any] = []
+    for entry in entries:
+        named += [channel for channel in _listed(entry.get("channel")) if channel not in named]
+    return named or _listed(cut.get("channel"))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) -> Stretch:
+    """Where a cut lies, in these channels (none: all); UserError where it is not within the recording, or that is no file."""
     if not isinstance(recording, Mapping):
         raise UserError("has no recording: mend the row")
-    channel = cut.get("channel", 0) if channel is None else channel
-    channel = channel[0] if isinstance(channel, list) and channel else channel
     sources = recording.get("sources")
-    for source in sources if isinstance(sources, list) else []:
-        held = source.get("channels", [0]) if isinstance(source, Mapping) else None
-        if isinstance(held, list) and channel in held:
-            break
-    else:
-        raise UserError(f"channel {channel!r} is in none of the recording's sources: mend the row")
+    found = [
+        (source, held)
+        for source in (sources if isinstance(sources, list) else [])
+        if isinstance(source, Mapping) and isinstance(held := source.get("channels", [0]), list)
+    ]
+    if not found:
+        raise UserError("its recording has no sources: mend the row")
+    for channel in channels:
+        if not any(channel in held for _, held in found):
+            raise UserError(f"channel {channel!r} is in none of the recording's sources: mend the row")
+    fitting = [(source, held) for source, held in found if all(channel in held for channel in channels)]
+    if not fitting or (not channels and len(found) > 1):
+        which = f"channels {', '.join(map(repr, channels))} lie" if channels else "no channel is named, and the recording lies"
+        raise UserError(f"{which} in {len(found)} files, which are not mixed: name one channel")
+    source, held = fitting[0]
     if source.get("type", "file") != "file":
         raise UserError(f"the recording is of type {source['type']!r}, not a file: save the cuts with their audio as files")
     start, duration = number(cut, "start", 0.0), number(cut, "duration")
     lasting = number(recording, "duration", start + duration)
     if start < 0 or duration <= 0 or start + duration > lasting + 0.1:
         raise UserError(f"the cut goes from {start:.2f} to {start + duration:.2f} s of a recording that lasts {lasting:.2f} s")
-    return Stretch(text(source, "source", needed=True), start, min(start + duration, lasting), held.index(channel))
+    places = tuple(held.index(channel) for channel in channels)
+    return Stretch(text(source, "source", needed=True), start, min(start + duration, lasting), places)
 
 
 def _whole(recording: Any) -> Stretch:
-    """All of a recording of its own, in its first channel."""
+    """All of a recording of its own, its channels mixed."""
     if not isinstance(recording, Mapping):
         raise UserError("its target_audio is no recording: mend the row")
-    sources = recording.get("sources")
-    first = sources[0] if isinstance(sources, list) and sources else None
-    channels = first.get("channels") if isinstance(first, Mapping) else None
-    channel = channels[0] if isinstance(channels, list) and channels else 0
-    return _stretch({"duration": number(recording, "duration"), "channel": channel}, recording)
+    return _stretch({"duration": number(recording, "duration")}, recording, [])
 
 
 def _question(supervisions: Sequence[Mapping[str, Any]], asking: Stretch, files: Files) -> RowTurn:
@@ -126,7 +146,7 @@ def _dialogue(
         parts: list[Any] = []
         for entries, stretch in zip(sides, (asking, answering), strict=True):
             if entries and (stretch is None or (stretch is asking and isinstance(cut.get("channel"), list))):
-                stretch = _stretch(cut, cut.get("recording"), entries[0].get("channel"))
+                stretch = _stretch(cut, cut.get("recording"), _spoken_in(entries, cut))
             parts += _side(entries, stretch, files)
         turns.append(RowTurn(*parts))
     if answering is not None and not any(answered for _, answered in groups):
@@ -145,7 +165,7 @@ def _side(entries: Sequence[Mapping[str, Any]], stretch: Stretch | None, files: 
 
 
 def _sound(stretch: Stretch | None, files: Files) -> Sound | None:
-    """A whole file of one channel stays as it is, anything else is cut out."""
+    """A whole file of which all channels are wanted stays as it is, anything else is cut out."""
     if stretch is None or files.audio == "none":
         return None
     try:
@@ -154,22 +174,40 @@ def _sound(stretch: Stretch | None, files: Files) -> Sound | None:
         if files.audio == "optional":
             return None
         raise
-    if info.channels == 1 and stretch.channel == 0 and stretch.start == 0 and abs(stretch.end - info.seconds) < 0.01:
+    every = info.channels <= 2 and stretch.channels in ((), tuple(range(info.channels)))
+    if every and stretch.start == 0 and abs(stretch.end - info.seconds) < 0.01:
         return files.sound(stretch.path)
-    return files.cut(stretch.path, stretch.start, stretch.end, stretch.channel)
+    return files.cut(stretch.path, stretch.start, stretch.end, *stretch.channels)
 
 
 def _nemo_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
     path, start = text(data, "audio_filepath", needed=True), number(data, "offset", 0.0)
-    asking = Stretch(path, start, start + number(data, "duration"), 0)
+    asking = Stretch(path, start, start + number(data, "duration"), _selected(data))
     turn = RowTurn(
         question_text=text(data, "text"),
         question_audio=_sound(asking, files),
         answer_text=text(data, "answer"),
     )
-    return make_row(
-        [turn], options, "cuts", where, id=text(data, "id") or path, speaker=text(data, "speaker"), language=text(data, "lang")
-    )
+    name, speaker, language = (text(data, field) for field in ("id", "speaker", "lang"))
+    return make_row([turn], options, "cuts", where, id=name or _name(data, asking), speaker=speaker, language=language)
+
+
+def _selected(data: Mapping[str, Any]) -> tuple[int, ...]:
+    """The channels that a line of a NeMo list names; none for all of them. UserError for what names none."""
+    name = "channel_selector" if data.get("channel_selector") is not None else "channel"
+    value = data.get(name)
+    channels = [] if value == "average" else _listed(value)
+    if not all(isinstance(channel, int) and not isinstance(channel, bool) for channel in channels):
+        raise UserError(f"field {name!r} is {value!r}, no channel: give its number from 0, a list of numbers or 'average'")
+    return tuple(channels)
+
+
+def _name(data: Mapping[str, Any], stretch: Stretch) -> str:
+    """Of a line of a NeMo list that has no id: its recording, and which part of it where the line says so."""
+    name = stretch.path
+    if data.get("offset") is not None:
+        name += "@" + "-".join(f"{seconds:.3f}".rstrip("0").rstrip(".") for seconds in (stretch.start, stretch.end))
+    return name + "".join(f"#{channel}" for channel in stretch.channels)
 
 
 def _answers(entry: Mapping[str, Any]) -> bool:

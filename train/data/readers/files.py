@@ -53,22 +53,25 @@ class Files:
         """
         return self._locate(name)[0]
 
-    def file(self, name: str) -> Path:
-        """The file at a path in the data; UserError where it leaves the folder or is missing."""
-        return self._present(name)[1]
+    def file(self, name: str, what: str = "audio") -> Path:
+        """The file at a path in the data, `what` it holds for messages; UserError where it leaves the folder or is missing."""
+        return self._present(name, what)[1]
 
-    def _present(self, name: str) -> tuple[str, Path]:
-        relative, full = self._locate(name)
+    def _present(self, name: str, what: str = "audio") -> tuple[str, Path]:
+        relative, full = self._locate(name, what)
         if not full.is_file():
             raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
         return relative, full
 
-    def _locate(self, name: str) -> tuple[str, Path]:
+    def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
         """A path as one relative to the folder, and in full."""
         _check_name(name)
         cut = name.removeprefix(self.prefix).lstrip("/") if self.prefix and name.startswith(self.prefix) else name
         if not os.path.isabs(cut):
-            return cut, inside(self.folder, cut)
+            try:
+                return cut, inside(self.folder, cut)
+            except UserError as error:
+                raise UserError(what + str(error).removeprefix("audio")) from error
         root, full = self.folder.resolve(), Path(cut).resolve()
         if not full.is_relative_to(root):
             raise UserError(
@@ -106,12 +109,12 @@ class Files:
         header(full)
         return Sound(path=relative, folder=self.folder)
 
-    def cut(self, name: str, start: float, end: float, channel: int) -> Sound | None:
-        """Seconds `start` to `end` of one channel of a recording, decoded; UserError and None as `sound` has them."""
+    def cut(self, name: str, start: float, end: float, *channels: int) -> Sound | None:
+        """Seconds `start` to `end` of a recording, as `cut` has them; UserError and None as `sound` has them."""
         if self.audio == "none":
             return None
         try:
-            return cut(self.file(name), start, end, channel)
+            return cut(self.file(name), start, end, *channels)
         except UserError:
             if self.audio == "optional":
                 return None
@@ -146,15 +149,21 @@ def seconds(sound: Sound | None) -> float | None:
     return info.seconds
 
 
-def cut(path: Path, start: float, end: float, channel: int) -> Sound:
-    """Seconds `start` to `end` of one channel, decoded from there only.
+def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
+    """Seconds `start` to `end` of the mean of these channels, or of one or two where none is named, decoded from there only.
 
-    UserError: beyond the recording, no such channel, damaged there, or not finite.
+    UserError: beyond the recording, no such channel, more than two and none named, damaged there, or not finite.
     """
     samples, rate = _decode(path, start, end)
-    if not 0 <= channel < samples.shape[1]:
-        raise UserError(f"{path} has no channel {channel}: it has {samples.shape[1]}, counted from 0")
-    return Sound(samples=samples[:, channel].clone(), sample_rate=rate)
+    held = samples.shape[1]
+    for channel in channels:
+        if not 0 <= channel < held:
+            raise UserError(f"{path} has no channel {channel}: it has {held}, counted from 0")
+    if not channels and held > 2:
+        raise UserError(
+            f"{path} has {held} channels and only 1 or 2 are mixed: name one of 0 to {held - 1}, or write it as mono"
+        )
+    return Sound(samples=samples[:, list(channels) or list(range(held))].mean(1), sample_rate=rate)
 
 
 def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:

@@ -4,7 +4,7 @@
 an instruction about the recording ("Please directly answer ..."), not what is said there: it is no question text. `units` are
 those of the answers: a path to an .npy file, a list of integers or their text, or a list of paths, one for each answer. Their
 codec is not written anywhere (CosyVoice 2 for VocalNet and LLaMA-Omni 2, HuBERT clusters for LLaMA-Omni), so `Options.codec`
-must say it.
+must say it. `user` and `assistant` are taken for human and gpt; system messages have no place in the row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.codes import load_array, read_codes
 from train.data.readers.contract import Options
+from train.data.readers.dialogue import pairs
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, items, make_row, text
 from train.data.row import Codes, Row, RowTurn
@@ -24,25 +25,23 @@ _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 
 def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
     """The row of one conversation; UserError where it is broken."""
-    messages = items(data, "conversations")
-    for index, message in enumerate(messages):
-        wanted = ("human", "gpt")[index % 2]
-        if text(message, "from", needed=True) != wanted:
-            raise UserError(f"message {index} is from {message['from']!r}, not {wanted!r}: they must alternate")
-    asked, answered = messages[::2], messages[1::2]
+    asked = pairs(items(data, "conversations"), "from")
     speech = _for_each(data.get("speech"), len(asked), "speech", "questions")
     units = _for_each(
-        next((data[name] for name in _UNITS if data.get(name) is not None), None), len(answered), "units", "answers"
+        next((data[name] for name in _UNITS if data.get(name) is not None), None),
+        sum(answer is not None for _, answer in asked),
+        "units",
+        "answers",
     )
     turns = []
-    for index, question in enumerate(asked):
+    for index, (question, answer) in enumerate(asked):
         value = text(question, "value", needed=True)
         turns.append(
             RowTurn(
                 question_text="" if "<speech>" in value else value,
                 question_audio=files.sound(speech[index]),
-                answer_text=text(answered[index], "value", needed=True) if index < len(answered) else "",
-                answer_codes=_codes(units[index], files, options) if index < len(answered) else None,
+                answer_text=text(answer, "value", needed=True) if answer is not None else "",
+                answer_codes=_codes(units[index], files, options) if answer is not None else None,
             )
         )
         if not (turns[-1].question_text or turns[-1].question_audio):
@@ -61,7 +60,7 @@ def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
 
 def _codes(value: Any, files: Files, options: Options) -> Codes | None:
     if isinstance(value, str) and value.endswith(".npy"):
-        path = files.file(value)
+        path = files.file(value, "units")
         return read_codes(load_array(path), "", "", options)
     return None if value is None else read_codes(value, "", "", options)
 
@@ -73,6 +72,7 @@ LLAMA_OMNI = RecordReader(
     (".json", ".jsonl"),
     (frozenset({"conversations"}),),
     inner=("conversations", frozenset({"from", "value"})),
-    notice="units are taken to be of the codec {codec}; what stands beside <speech> is no question text",
+    notice="units are taken to be of the codec {codec}; what stands beside <speech> is no question text; system messages are "
+    "left out",
     codec="(not written in the data: name it where there are units)",
 )

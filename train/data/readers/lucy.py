@@ -13,6 +13,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.codes import check_duration, read_codes
 from train.data.readers.contract import Options
+from train.data.readers.dialogue import pairs
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, items, make_row, text
 from train.data.row import Codes, Row, RowTurn
@@ -20,21 +21,10 @@ from train.data.row import Codes, Row, RowTurn
 
 def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
     """The row of one conversation; UserError where it is broken."""
-    turns: list[RowTurn] = []
-    asked: Mapping[str, Any] | None = None
-    for number, message in enumerate(items(data, "conversations")):
-        role = text(message, "role", needed=True)
-        if role == "system":
-            continue
-        if role not in ("user", "assistant") or (role == "user") != (asked is None):
-            raise UserError(f"message {number} is of {role!r}: questions of 'user' and answers of 'assistant' must alternate")
-        if role == "user":
-            asked = message
-        elif asked is not None:
-            turns.append(_turn(asked, message, files, options))
-            asked = None
-    if asked is not None:
-        turns.append(_turn(asked, {}, files, options))
+    turns = [
+        _turn(asked, {} if answered is None else answered, files, options)
+        for asked, answered in pairs(items(data, "conversations"), "role")
+    ]
     return make_row(turns, options, "lucy", where, id=text(data, "id"))
 
 
@@ -56,7 +46,7 @@ def _codes(message: Mapping[str, Any], files: Files, options: Options) -> Codes 
     name = text(message, "codec")
     if not name:
         return None
-    path = files.file(name)
+    path = files.file(name, "codes")
     try:
         written = path.read_text("utf-8")
     except ValueError as error:
@@ -69,7 +59,7 @@ def _codes(message: Mapping[str, Any], files: Files, options: Options) -> Codes 
 
 LUCY = RecordReader(
     "lucy",
-    "LUCY: JSON of conversations with role, content, wavpath and .snac files",
+    "LUCY: JSON of conversations with role, content, wavpath and .snac files; the same of text alone",
     lucy_row,
     (".json", ".jsonl"),
     (frozenset({"conversations"}),),

@@ -80,12 +80,15 @@ def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
 
 def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
     """The first record of a file, or of the first file in a folder; empty where there is none."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for pattern in ("*", "*/*") for file in path.glob(pattern) if _readable(file, endings))
+    files = data_files(path, endings) if path.is_dir() else [path]
     if not files or not _readable(files[0], endings):
         return {}
     return open_records(files[0]).first()
+
+
+def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
+    """The files of a folder, and of those in it, that end so, in the order of their paths."""
+    return sorted(file for pattern in ("*", "*/*") for file in folder.glob(pattern) if _readable(file, endings))
 
 
 def _readable(file: Path, endings: Sequence[str]) -> bool:

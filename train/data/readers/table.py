@@ -16,21 +16,13 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.contract import Options, Source
 from train.data.readers.files import Files
-from train.data.readers.records import ParquetRecords, TableRecords, open_records
-from train.data.readers.source import RecordSource, first_record, make_row, text
+from train.data.readers.layout import ENDINGS, columns_flag, columns_of
+from train.data.readers.records import open_records
+from train.data.readers.source import RecordSource, make_row, text
 from train.data.row import Row, RowTurn
 
 TURN = ("question_audio", "question_text", "answer_audio", "answer_text")
 ROW = ("id", "speaker", "language")
-ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".parquet")
-
-_USUAL = {
-    "question_audio": ("audio", "wav", "audio_path", "question_wav", "path", "file"),
-    "question_text": ("question", "text", "transcript", "sentence", "instruction", "prompt"),
-    "answer_text": ("answer", "response", "output", "reply"),
-    "answer_audio": ("answer_wav", "response_audio"),
-}
-"""Columns that are suggested in the error, not used."""
 
 
 class Table:
@@ -43,7 +35,7 @@ class Table:
 
     def recognise(self, path: Path) -> bool:
         files = self._files(path)
-        return len(files) == 1 and bool(set(TURN) & set(_columns(files[0])))
+        return len(files) == 1 and bool(set(TURN) & set(columns_of(files[0])))
 
     def __call__(self, path: Path, options: Options) -> Source:
         files = self._files(path)
@@ -55,16 +47,18 @@ class Table:
                 f"--read.columns maps {unknown[0]!r}, which is no field of a row: there are {', '.join((*TURN, *ROW))}"
             )
         names = {field: options.columns.get(field, field) for field in (*TURN, *ROW)}
-        columns = _columns(files[0])
-        missing = [column for field, column in options.columns.items() if columns and column not in columns]
+        columns = columns_of(files[0])
+        if not columns:
+            raise UserError(
+                f"{files[0]} names no columns: it is empty, or does not begin with a row; name other data, or mend it"
+            )
+        missing = [column for field, column in options.columns.items() if column not in columns]
         if missing:
             raise UserError(f"{files[0]} has no column {missing[0]!r}: it has {', '.join(columns)}")
         if not any(names[field] in columns for field in TURN):
-            found = {field: name for field, usual in _USUAL.items() for name in reversed(columns) if name in usual}
-            maps = ", ".join(f"{field}: {name}" for field, name in found.items()) or "question_text: COLUMN"
             raise UserError(
-                f"{files[0]} has none of the columns {', '.join(TURN)}: it has {', '.join(columns) or 'none'}; "
-                f"map them, such as with --read.columns '{{{maps}}}'"
+                f"{files[0]} has none of the columns {', '.join(TURN)}: it has {', '.join(columns)}; "
+                f"map them, such as with {columns_flag(columns)}"
             )
         make = partial(table_row, files=Files.of(path, options), options=options, names=names)
         return RecordSource(self.name, [open_records(files[0])], make)
@@ -85,10 +79,3 @@ def table_row(data: Mapping[str, Any], where: str, files: Files, options: Option
     )
     fields = {field: text(data, names[field]) for field in ROW}
     return make_row([turn], options, "table", where, **fields)
-
-
-def _columns(path: Path) -> list[str]:
-    records = open_records(path)
-    if isinstance(records, ParquetRecords):
-        return records.columns()
-    return records.header if isinstance(records, TableRecords) else list(first_record(path, ENDINGS))

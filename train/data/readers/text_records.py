@@ -229,9 +229,8 @@ class TableRecords(TextRecords):
         if isinstance(raw, csv.Error):
             return Record(where, {}, f"is no row of a table ({raw}): mend or drop it")
         if len(raw) != len(self.header):
-            return Record(
-                where, {}, f"has {len(raw)} values, the first line names {len(self.header)} columns: quote or mend it"
-            )
+            mend = "mend it (tabs part values, which are not quoted here)" if self.delimiter == "\t" else "quote or mend it"
+            return Record(where, {}, f"has {len(raw)} values, the first line names {len(self.header)} columns: {mend}")
         if any("\udc80" <= character <= "\udcff" for value in raw for character in value):
             return Record(where, {}, "is not UTF-8: convert the file")
         return Record(where, dict(zip(self.header, raw, strict=True)))

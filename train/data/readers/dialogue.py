@@ -1,0 +1,41 @@
+"""Messages of a conversation, as sets of many makers have them, put together to questions and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omni.errors import UserError
+from train.data.readers.source import text
+
+_ASKING, _ANSWERING, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system", "developer")
+
+Message = Mapping[str, Any]
+
+
+def pairs(messages: Sequence[Message], *role: str) -> list[tuple[Message, Message | None]]:
+    """Each question with its answer; None for that of a last question that has none. System messages are left out.
+
+    Args:
+        role: fields of a message that may say who speaks, the first that is there.
+
+    Raises:
+        UserError: a message of nobody or of somebody else, or two of one side that follow each other.
+    """
+    out: list[tuple[Message, Message | None]] = []
+    for number, message in enumerate(messages):
+        who = text(message, *role, needed=True)
+        if who in _SYSTEM:
+            continue
+        answer_due = bool(out) and out[-1][1] is None
+        due = _ANSWERING if answer_due else _ASKING
+        if who not in due:
+            raise UserError(
+                f"message {number} is from {who!r}, not {due[0]!r} (or {due[1]!r}): questions and answers must alternate; "
+                "mend or drop the row"
+            )
+        if answer_due:
+            out[-1] = (out[-1][0], message)
+        else:
+            out.append((message, None))
+    return out

@@ -1,0 +1,70 @@
+"""What files of rows hold at their top, and what is said of data that no reader recognises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from train.data.readers.records import ParquetRecords, TableRecords, open_records
+from train.data.readers.source import data_files
+
+ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+
+_USUAL = {
+    "question_audio": ("audio", "wav", "audio_path", "question_wav", "path", "file"),
+    "question_text": ("question", "text", "transcript", "sentence", "instruction", "prompt"),
+    "answer_text": ("answer", "response", "output", "reply"),
+    "answer_audio": ("answer_wav", "response_audio"),
+}
+"""Columns that are suggested in messages, not used."""
+
+
+def columns_of(path: Path) -> list[str]:
+    """The columns of a table, or the fields of the first record; empty where they cannot be read."""
+    records = open_records(path)
+    if isinstance(records, ParquetRecords):
+        return records.columns()
+    return records.header if isinstance(records, TableRecords) else list(records.first())
+
+
+def columns_flag(columns: Iterable[str]) -> str:
+    """How to name columns like these on the command line."""
+    found = {field: name for field, usual in _USUAL.items() for name in reversed(list(columns)) if name in usual}
+    maps = ", ".join(f"{field}: {name}" for field, name in found.items()) or "question_text: COLUMN"
+    return f"--read.columns '{{{maps}}}'"
+
+
+def unknown(path: Path, formats: Sequence[str]) -> str:
+    """The message for data of no known format: what was found, and what to do."""
+    named = f"name the format with --read.format, one of {', '.join(formats)}"
+    file, which = path, "it"
+    if path.is_dir():
+        files = data_files(path, ENDINGS)
+        if not files:
+            return f"data {path} is of no format known here: it holds no file that ends in {', '.join(ENDINGS)}; {named}"
+        file, which = files[0], f"its first file, {files[0].relative_to(path)},"
+    elif not file.name.lower().endswith(ENDINGS):
+        return f"data {path} is of no format known here: its name ends in none of {', '.join(ENDINGS)}; {named}"
+    found, advice = _look(file)
+    what_to_do = f"; {advice}, or {named}" if advice else ": name other data"
+    return f"data {path} is of no format known here: {which} {found}{what_to_do}"
+
+
+def _look(file: Path) -> tuple[str, str]:
+    """What a file holds, and what may help; "" where nothing does."""
+    columns = columns_of(file)
+    first = next(open_records(file).iterate(0, 1), None)
+    if first is None and not columns:
+        return "is empty", ""
+    if first is not None and first.error and not columns:
+        text = file.name.lower().removesuffix(".gz").endswith((".json", ".jsonl"))
+        advice = "make it a list of JSON objects, or one object a line" if text else "mend it"
+        return f"does not begin with a row ({first.error})", advice
+    fields = first.data if first else {}
+    for name, value in fields.items():
+        if len(fields) == 1 and isinstance(value, list) and value and isinstance(value[0], Mapping):
+            return f"has all under {name!r}, a list", "write that list to a file of its own"
+    return (
+        f"has the columns {', '.join(columns)}",
+        f"name those that hold texts and recordings, such as with {columns_flag(columns)}",
+    )

@@ -1,0 +1,61 @@
+"""Rows that are prepared already (`train.data.row`), to be prepared anew: answers for another codec, sides spoken again.
+
+They come as they are stored, words and starts included; `Options.name` and `Options.task` replace what they say, and
+`Options.language` stands in where they say none. With `Options.audio` "none" all their recordings are left out, so that a
+preparation speaks them anew; codes stay, and are taken where they are of the codec that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from omni.errors import UserError
+from train.data.readers.contract import Options
+from train.data.readers.files import Files, seconds
+from train.data.readers.source import RecordReader, make_row, one_line
+from train.data.row import ROW_VERSION, Row, Sound, from_plain
+
+
+def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+    """One of our own rows; UserError where columns are missing or it breaks the format."""
+    if data.get("version") != ROW_VERSION:
+        raise UserError(f"is of version {data.get('version')}; this is version {ROW_VERSION}: prepare the data again")
+    try:
+        row = from_plain(data, files.folder, where)
+    except KeyError as error:
+        raise UserError(f"has no {error} where a row has it: its file is of another format, prepare it again") from error
+    except UserError:
+        raise
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last is torch's
+        raise UserError(f"breaks the format of a row ({one_line(error)}): prepare it again") from error
+    if files.audio != "required":
+        turns = (
+            replace(turn, question_audio=_wanted(turn.question_audio, files), answer_audio=_wanted(turn.answer_audio, files))
+            for turn in row.turns
+        )
+        row = replace(row, turns=tuple(turns))
+    fields = {"id": row.id, "speaker": row.speaker, "language": row.language}
+    made = make_row(row.turns, options, row.source or "rows", where, **fields)
+    return replace(made, task=options.task or row.task)
+
+
+def _wanted(sound: Sound | None, files: Files) -> Sound | None:
+    """A recording, as `Options.audio` has it."""
+    if sound is None or files.audio == "none":
+        return None
+    try:
+        seconds(sound)
+    except UserError:
+        return None
+    return sound
+
+
+ROWS = RecordReader(
+    "rows",
+    "Parquet of prepared rows, as `train data prepare` writes them, such as to prepare them for another codec",
+    stored_row,
+    (".parquet",),
+    (frozenset({"version", "turns"}),),
+)
