@@ -206,7 +206,10 @@ def _config(settings: Mapping[str, Any], where: Path) -> LoRAConfig:
         pattern = settings.get(key) or {}
         if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
             raise UserError(f"{where}: {key} is {pattern!r}; it must give a number for each name")
-    return LoRAConfig(("*",), rank, float(alpha), float(dropout), stabilized)
+    try:
+        return LoRAConfig(("*",), rank, float(alpha), float(dropout), stabilized)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _is_number(value: object) -> TypeGuard[float]:

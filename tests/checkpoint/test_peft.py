@@ -173,6 +173,7 @@ OTHER = KEY.replace("lora_A", "lora_B")
         (lambda f: broken(f, r=4.5), "r is 4.5; it must be a whole number"),
         (lambda f: broken(f, r=16), "lora_A of .* is .3, .*, but adapter_config.json gives it the rank 16"),
         (lambda f: broken(f, lora_alpha=float("nan")), "lora_alpha is nan"),
+        (lambda f: broken(f, lora_dropout=2), "adapter_config.json: lora.dropout is 2"),
         (lambda f: broken(f, use_rslora="false"), "use_rslora is 'false'; it must be true or false"),
         (lambda f: broken(f, alpha_pattern={".*": "q"}), "alpha_pattern is .* it must give a number for each name"),
         (lambda f: broken(f, alpha_pattern=["q"]), "alpha_pattern is .* it must give a number for each name"),
