@@ -301,8 +301,8 @@ class _Step:
         guard = self.guard
         self._note_gradients()
         explained = {name for f in self.found if f.kind == "reentrant" for name in f.tensor.split(", ")}
-        resting = owned_by(guard.optimizers) - owned_by(self.stepped) if self.stepped else set()
-        wanted = [(name, p) for name, p in self.named if id(p) not in self.idle | resting and not self._takes_turns(p)]
+        spared = self.idle | (owned_by(guard.optimizers) - owned_by(self.stepped) if self.stepped else set())
+        wanted = [(name, p) for name, p in self.named if id(p) not in spared and not self._takes_turns(p)]
         if self.stepped or guard.arrived:
             self.beside += missing_gradients(self.scene, wanted, guard.arrived, explained)
             self.beside += unowned(self.loose, guard.arrived, bool(self.stepped))
