@@ -94,11 +94,12 @@ class Session:
 
         Raises:
             UserError: a bad question, no room left in the cache (see `Options.overflow`), another answer being
-                made in another thread, or a closed session.
+                made in another thread, an adapter that was removed or merged meanwhile, or a closed session.
         """
         clock = Clock()
         self._open()
         self._settle(self._last)
+        self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
         asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
         with using(self._choice):
             (features,) = encode_questions(self.model, [asked])

@@ -12,8 +12,8 @@ from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.model.lora import LoRAConfig, add_adapter
-from omni.model.lora_weights import base_checksum, merged_state, weights_of
+from omni.model.lora import LoRAConfig, activate, add_adapter, remove_adapter
+from omni.model.lora_weights import base_checksum, merge, merged_state, unmerge, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import make_lm, make_model, tone
 
@@ -120,3 +120,21 @@ def test_mistakes_are_told(layout: Layout, folders: Path, tmp_path: Path) -> Non
     save_adapter(tmp_path / "whole", weights_of(model, model.state_dict(), ["decoder.norm.weight"]))
     with pytest.raises(UserError, match="brings decoder.norm.weight whole.*--lora"):
         lm.load_adapter(tmp_path / "whole")
+
+
+def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout, folders: Path) -> None:
+    lm = make_lm(layout)
+    for name in ("small", "wide"):
+        lm.load_adapter(folders / name)
+    with lm.session(adapter="small", max_seconds=0.4) as session:
+        session.answer(tone(0.3))
+        activate(lm.model, "small")
+        merge(lm.model)
+        with pytest.raises(UserError, match="small is merged into the weights"):
+            session.answer(tone(0.3))
+        unmerge(lm.model)
+        session.answer(tone(0.3))
+        remove_adapter(lm.model, "small")
+        with pytest.raises(UserError, match="no adapter 'small'; the model's adapters are wide"):
+            session.answer(tone(0.3))
+        assert len(session.history) == 2
