@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
     odd = [tensor for _, stamp in sorted(files.items()) for tensor in stamp.odd]
     if odd:
-        which = odd[0] if len(odd) == 1 else f"{len(odd)} tensors, first {odd[0]},"
+        which = odd[0] if len(odd) == 1 else f"{len(odd)} tensors (the first is {odd[0]})"
         print(f"warning: NaN or infinity in {which}: fetch {source} again, or ask who trained it", file=sys.stderr)
     print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
     return 0
@@ -210,7 +210,7 @@ def adapter_anew(source: Path, target: Path, options: Options) -> tuple[str, dic
 def export(model: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
     """A model folder of ours as something else."""
     kinds = [name for name, known in FORMATS.items() if known.write is not None]
-    if options.kind is None and options.lora is not None:
+    if options.kind is None and any((options.lora, options.dtype, options.encoder, options.codec_folder)):
         options = replace(options, kind="omni")
     if options.kind is None:
         raise UserError(f"{model.place} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")

@@ -272,7 +272,7 @@ def test_weights_that_are_not_finite_are_told(count, tmp_path, capsys):
             model.get_parameter(name).view(-1)[3] = float("nan")
     assert run(save_text(model, tmp_path / "lm"), tmp_path / "out", *GROW) == 0
     told = capsys.readouterr().err
-    which = {0: "", 1: "NaN or infinity in decoder.norm.weight: fetch", 3: "NaN or infinity in 3 tensors, first decoder."}[
+    which = {0: "", 1: "NaN or infinity in decoder.norm.weight: fetch", 3: "NaN or infinity in 3 tensors (the first is decoder."}[
         count
     ]
     assert which in told and ("warning" in told) == bool(count)

@@ -46,9 +46,10 @@ def test_no_input_within_the_target_is_lost(lm, tmp_path, option, name):
     assert kept.read_text() == "dear"
 
 
-def test_a_model_may_become_another_in_its_place(lm, tmp_path):
+@pytest.mark.parametrize("kind", [["--kind", "omni"], []], ids=["named", "not named"])
+def test_a_model_may_become_another_in_its_place(lm, tmp_path, kind):
     assert run(lm, tmp_path / "out", *GROW) == 0
-    again = ["--kind", "omni", "--dtype", "bfloat16", "--overwrite"]
+    again = [*kind, "--dtype", "bfloat16", "--overwrite"]
     assert run(tmp_path / "out", tmp_path / "out", *again) == 0
     assert {t.dtype for t in load_folder(tmp_path / "out").model.state_dict().values()} == {torch.bfloat16}
 
