@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from omni.diagnostics.checks import at_start, is_left, loose, missing_gradients, owned_by, unowned, written_caches
 from omni.diagnostics.diagnose import diagnose, kind_of, traced_changes
@@ -71,7 +73,8 @@ class Guard:
     ) -> None:
         given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self.model = model
-        self.optimizers: list[torch.optim.Optimizer] = [getattr(o, "optimizer", o) for o in given]
+        self.optimizers = [_inner(o) for o in given]
+        self.key, self.told = -next(_NUMBERS), self._tell
         self.idle = {id(p): p for p in idle}
         self.end_id = end_id
         self.findings: list[Finding] = []
@@ -202,7 +205,12 @@ class Guard:
         if self.model is None:
             owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
             named = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(owned)]
-        return [(name, p) for name, p in named if p.requires_grad]
+        return [(name, p) for name, p in named if p.requires_grad and not is_lazy(p) and p.numel()]
+
+    def _tell(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """The hook of optimizers; the same in every step, so that one whose step is compiled is compiled once."""
+        if self.active is not None:
+            self.active.note_step(optimizer)
 
 
 class _Step:
@@ -252,7 +260,9 @@ class _Step:
         for _, p in self.named:
             self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
         for optimizer in guard.optimizers:
-            self.stack.callback(optimizer.register_step_pre_hook(self._steps).remove)
+            hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks
+            hooks[guard.key] = guard.told
+            self.stack.callback(hooks.pop, guard.key, None)
         self.loose = loose([pair for pair in self.named if id(pair[1]) not in self.idle], guard.optimizers)
         if self.traced:
             scene.trace = Trace(self._learning(), scene.first)
@@ -278,7 +288,7 @@ class _Step:
         if p.grad is not None:  # a backward may hand on nothing
             self.guard.arrived.add(id(p))
 
-    def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.stepped.append(optimizer)
         self._note_gradients()
 
@@ -341,6 +351,20 @@ class _Step:
             if scene.trace is not None:
                 scene.trace.forget()
             scene.frame = self.frame = None
+
+
+_NUMBERS = itertools.count(1)
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """An optimizer, or the one that a wrapper holds."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if hasattr(inner, "_optimizer_step_pre_hooks"):
+        return inner
+    found = [value for value in getattr(inner, "__dict__", {}).values() if isinstance(value, torch.optim.Optimizer)]
+    if len(found) != 1:
+        raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, nor holds one; give the guard the one inside")
+    return found[0]
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from omni.diagnostics.findings import Place
 from omni.diagnostics.source import attribute_writes, code_of, is_internal
 
 MOST = 512
 """Entries of one container that are looked at."""
+VISITS = 500
+"""Containers and objects of one value that are looked into."""
 DEPTH = 4
 """Containers and objects within each other that are looked into."""
 
@@ -61,11 +64,17 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH, rest: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_in(
+    value: Any, seen: set[int] | None = None, depth: int = DEPTH, rest: str = "", end: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors in a value of any kind with the way to them; modules and torch's own objects are not entered.
 
     Nor are the values of a mapping that cannot be written to read: it may load each of them from a file (accelerate's
     offloaded weights do).
+
+    Args:
+        seen: what was entered before, by id.
+        end: stop once so many were; by default `VISITS` of this value.
     """
     if isinstance(value, Tensor):
         yield rest, value
@@ -73,7 +82,8 @@ def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH, res
     if isinstance(value, (*_PLAIN, *_CODE, nn.Module)) or depth == 0:
         return
     seen = set() if seen is None else seen
-    if id(value) in seen:
+    end = len(seen) + VISITS if end is None else end
+    if id(value) in seen or len(seen) >= end:
         return
     seen.add(id(value))
     entries: Iterable[tuple[str, Any]]
@@ -89,11 +99,26 @@ def tensors_in(value: Any, seen: set[int] | None = None, depth: int = DEPTH, res
         return
     for step, inner in entries:
         if not isinstance(inner, _PLAIN):
-            yield from tensors_in(inner, seen, depth - 1, rest + step)
+            yield from tensors_in(inner, seen, depth - 1, rest + step, end)
 
 
 def _first(values: Iterable[Any]) -> list[Any]:
     return [value for _, value in zip(range(MOST), values, strict=False)]
+
+
+def plain_in(value: Any, most: int = 64) -> Iterator[tuple[str, Any]]:
+    """Numbers, truths and texts in a container or an object, with the way to them; `most` of each."""
+    if isinstance(value, (list, tuple)):
+        entries: Iterable[tuple[str, Any]] = ((f"[{i}]", v) for i, v in enumerate(value))
+    elif isinstance(value, dict):
+        entries = ((f"[{k!r}]", v) for k, v in value.items())
+    elif hasattr(value, "__dict__") and not isinstance(value, (*_CODE, type, nn.Module, Tensor)):
+        entries = ((f".{k}", v) for k, v in vars(value).items())
+    else:
+        return
+    for _, (step, inner) in zip(range(most), entries, strict=False):
+        if isinstance(inner, (bool, int, float, str)):
+            yield step, inner
 
 
 def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[Held]:
@@ -108,10 +133,10 @@ def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[Held]
         kind = type(module)
         if parameters:
             for name, p in module._parameters.items():
-                if p is not None:
+                if p is not None and not is_lazy(p):
                     yield Held(p, path, name, "", kind)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not is_lazy(buffer):
                 yield Held(buffer, path, name, "", kind)
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for name, value in vars(module).items():
@@ -150,7 +175,7 @@ def reached_from(function: Any) -> dict[str, tuple[Any, Any]]:
             continue
     for name in code.co_names:
         value = getattr(function, "__globals__", {}).get(name)
-        if value is not None and not isinstance(value, _PLAIN) and not isinstance(value, types.ModuleType):
+        if value is not None and not isinstance(value, (type, types.ModuleType)):
             found[name] = (value, code)
     for i, value in enumerate(getattr(function, "__defaults__", None) or ()):
         found[f"default {i}"] = (value, None)

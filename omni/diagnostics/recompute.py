@@ -8,6 +8,7 @@ state alone is compared: where it differs, that may do no harm, and a trace is w
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint as library
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.held import modules_of, reached_from, shape_of, storage_of, version_of
@@ -22,6 +24,12 @@ from omni.diagnostics.source import Line, is_ours, left_block, line_of, outer_li
 from omni.diagnostics.spread import is_sharded
 from omni.diagnostics.state import Change, Doubt, Glance, Part, capture, differences
 from omni.diagnostics.trace import Saved, Trace, digest, same
+
+GLANCES = 0.25
+"""Seconds of a step that comparing the state of its parts may take where nobody asked for a trace."""
+
+_CACHED = "_CachedTorchDispatchMode"
+"""What hands out the results that selective checkpointing kept."""
 
 _CASTS = frozenset({"aten._to_copy", "aten.clone", "aten.detach"})
 """Autocast keeps casts of the weights, and forgets them before backward: they may be absent in one of the runs."""
@@ -34,6 +42,8 @@ REMEDIES = {
     "or switch checkpointing off while a cache is in use",
     "given": "make a new tensor instead (x = x * 0.9 for x *= 0.9), so that backward finds what forward was given",
     "weight": "step the optimizer (or write the weights) only after every backward that needs them has run",
+    "bound": "bind what the function takes from around it where it is made (lambda x, layer=layer: ...), or hand it over as an "
+    "argument: a loop has gone on when backward runs",
     "code": "keep the hook, edit or patched forward in place until backward has run: call backward inside its scope",
 }
 """By kind of change."""
@@ -62,6 +72,8 @@ class Region:
         self.callers, self.later = outer_lines(), list[Line]()
         self.saved = [Saved(t, version_of(t), trace.clock, self.line) for t in inputs if isinstance(t, Tensor)]
         self.before = capture(part)
+        self.modules = part.modules
+        self.selective = False
         self.steps: list[Step] = []
         self.at: int | None = None
         self.end = trace.clock
@@ -83,7 +95,11 @@ class Region:
         for saved in self.saved:
             trace.check(saved)
         self.later = outer_lines()
-        self.changes = differences(self.before, capture(part), trace, self.end)
+        if [id(m) for m in self.modules] != [id(m) for m in part.modules]:
+            self.changes = [self._bound(part)]
+        else:
+            self.changes = differences(self.before, capture(part), trace, self.end)
+        self.selective = any(type(mode).__name__ == _CACHED for mode in _get_current_dispatch_mode_stack())
         self.at = 0
         self.trace.listeners.append(self)
         try:
@@ -91,7 +107,7 @@ class Region:
         except Exception:
             raise  # torch stops early by an exception: a first run may be longer than the second
         else:
-            if self.at < len(self.steps) and self.different is None:
+            if self.at < len(self.steps) and self.different is None and not self.selective:
                 self.different = (self.steps[self.at], None)
         finally:
             self.trace.listeners.remove(self)
@@ -103,10 +119,12 @@ class Region:
         if self.at is None:
             self.steps.append(step)
             return
-        old = self.steps[self.at] if self.at < len(self.steps) else None
-        self.at += 1
-        if old is None or old.op != step.op or not same(old.digest, step.digest, out):
-            self.different = (old, step)
+        left = range(self.at, len(self.steps) if self.selective else min(self.at + 1, len(self.steps)))
+        for i in left:  # of selective checkpointing only what is done again comes here
+            if self.steps[i].op == step.op and same(self.steps[i].digest, step.digest, out):
+                self.at = i + 1
+                return
+        self.different = (next((self.steps[i] for i in left), None), step)
 
     def findings(self, failed: bool = False) -> list[Finding]:
         """What to say of this part; with `failed`, torch itself found the second run different.
@@ -126,7 +144,7 @@ class Region:
             first, others = places[0] or places[1], tuple(p for p in places[1:] if p is not None)
             return [Finding("recompute", what, REMEDIES["state"], place=first, others=others if places[0] is not None else ())]
         cause, *more = self.changes
-        code = cause.kind == "code"
+        code = cause.kind in ("code", "bound")
         beside = f" (and {some([change.name for change in more], 3)})" if more and not code else ""
         how = "differently" if code else "with another state than in forward"
         what = f"a checkpointed part is repeated {how}: {cause.name}{beside}{wrong}"
@@ -135,6 +153,14 @@ class Region:
             place, remedy = self._left(place, remedy)
         others = tuple(p for p in dict.fromkeys([*places, cause.place]) if p is not None and p != place)
         return [Finding("recompute", what, remedy, cause.tensor, cause.module, place, others)]
+
+    def _bound(self, part: Part) -> Change:
+        """The function runs through other modules than before."""
+        was, now = (
+            ", ".join(part.names.get(id(m), type(m).__name__) for m in modules) for modules in (self.modules, part.modules)
+        )
+        what = f"it ran through {was or 'no module'} in forward and runs through {now or 'none'} now"
+        return Change("bound", what, "", place_of(self.line))
 
     def _left(self, place: Place, remedy: str) -> tuple[Place, str]:
         """The user's line instead of one of this repository's packages: the block that ended before backward, or the call."""
@@ -170,6 +196,7 @@ def watch_checkpoints(
         doubt: without a trace, is told of state that differs when a part is repeated; graphs that outlive the step hold it.
     """
     function_class, regions, weights = library.CheckpointFunction, list[Region](), not is_sharded(model)
+    left = GLANCES
     original, outer = function_class.apply, vars(function_class).get("apply")  # the latter is another guard's around this
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
@@ -180,7 +207,7 @@ def watch_checkpoints(
         if not torch.is_grad_enabled() or (trace is None and doubt is None):
             return original(function, preserve, *args)
         if trace is None:
-            return original(glanced(function, part(function, args), repeats=False), preserve, *args)
+            return original(glanced(function, args, {}, repeats=False), preserve, *args)
         region = Region(part(function, args), args, trace)
         regions.append(region)
 
@@ -202,13 +229,24 @@ def watch_checkpoints(
         modules = modules_of(function) or ([model] if model is not None else [])
         return Part(modules, names, _values(function, args, kwargs or {}), weights)
 
-    def glanced(function: Any, before: Part, repeats: bool) -> Any:
-        """The function of a part, which tells of doubts when it is called again, or the first time where it `repeats`."""
-        glance, calls = Glance(before), [repeats]
+    def glanced(function: Any, args: Sequence[Any], kwargs: dict[str, Any], repeats: bool) -> Any:
+        """The function of a part, which tells of doubts when it is called again, or the first time where it `repeats`.
+
+        What a step spends on it is bounded: a part may reach all of a model.
+        """
+        nonlocal left
+        if left <= 0:
+            return function
+        began, calls = time.perf_counter(), [repeats]
+        glance = Glance(part(function, args, kwargs))
+        left -= time.perf_counter() - began
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if calls[0] and doubt is not None:
+            nonlocal left
+            if calls[0] and doubt is not None and left > 0:
+                began = time.perf_counter()
                 doubt(glance.doubts(part(function, args, kwargs)))
+                left -= time.perf_counter() - began
             calls[0] = True
             return function(*args, **kwargs)
 
@@ -224,7 +262,7 @@ def watch_checkpoints(
             return
         given, named = _given(rest, kwargs)
         if trace is None:
-            yield from generator(glanced(function, part(function, given, named), repeats=True), *rest, **kwargs)
+            yield from generator(glanced(function, given, named, repeats=True), *rest, **kwargs)
             return
         region = Region(part(function, given, named), given, trace)
         regions.append(region)

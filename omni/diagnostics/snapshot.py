@@ -72,8 +72,9 @@ class Snapshot:
             for name in [k for k in vars(module) if k not in MODULE_FIELDS and k not in own]:
                 del vars(module)[name]
             vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            if not isinstance(module, torch.jit.ScriptModule):
+                module._buffers.clear()
+                module._buffers.update(buffers)
             for container, content in inside:
                 container.clear()
                 container.extend(content) if isinstance(container, (list, deque)) else container.update(content)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from omni.diagnostics.findings import Place
-from omni.diagnostics.held import MODULE_FIELDS, Held, held_by, storage_of, tensors_in, version_of
+from omni.diagnostics.held import MODULE_FIELDS, Held, held_by, plain_in, storage_of, tensors_in, version_of
 from omni.diagnostics.source import attribute_writes, definition, place_of
 from omni.diagnostics.trace import Trace
 
@@ -76,8 +77,12 @@ def capture(part: Part) -> State:
     """State of a part, by path."""
     state: State = {}
     for name, value in part.values.items():
-        if isinstance(value, (bool, int, float, str)):
-            state[name] = Entry("value", value, value, "", name, object)
+        plain = [("", value)] if isinstance(value, (bool, int, float, str)) else plain_in(value)
+        for rest, one in plain:
+            state[name + rest] = Entry("value", one, one, "", name + rest, object)
+        if isinstance(value, torch.Generator):
+            drawn = hash(value.get_state().numpy().tobytes())
+            state[name] = Entry("value", drawn, f"state {drawn:x}", "", name, object)
         for rest, tensor in tensors_in(value):
             held = Held(tensor, "", name, rest, None)
             state[held.path] = Entry("tensor", (storage_of(tensor), version_of(tensor)), held, "", held.path, object)

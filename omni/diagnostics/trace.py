@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.diagnostics.graph import Node, is_older, nodes_of
@@ -125,7 +127,7 @@ class Trace:
     def pack(self, tensor: Tensor) -> Saved:
         self.busy = True
         try:
-            content = digest(_sample(tensor)) if type(tensor) in (Tensor, nn.Parameter) else ()
+            content = digest(_sample(tensor)) if type(tensor) in (Tensor, nn.Parameter) and _is_dense(tensor) else ()
             return Saved(tensor.detach(), version_of(tensor), self.clock, line_of(user_frame()), content)
         finally:
             self.busy = False
@@ -157,9 +159,9 @@ class Trace:
         original = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            roots = tuple(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else (tensors,)
             self.backwards.append(Backward(line_of(user_frame()), nodes_of(roots)))
-            original(tensors, *args, **kwargs)
+            original(roots, *args, **kwargs)
 
         torch.autograd.backward = backward
         try:
@@ -204,6 +206,12 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor can be summed up; sparse and nested ones, and those of 8 bits, cannot everywhere."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and tensor.is_floating_point() and tensor.itemsize > 1 and tensor.device.type != "meta"
+
+
 def _sample(tensor: Tensor) -> Tensor:
     """Some of the values of a tensor, evenly spread; all where they do not lie side by side."""
     tensor = tensor.detach()
@@ -213,9 +221,9 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def digest(out: Any) -> tuple[float, ...]:
-    """Sum and norm of the first floating-point result."""
+    """Sum and norm of the first result that has them."""
     for t in out if isinstance(out, (list, tuple)) else [out]:
-        if isinstance(t, Tensor) and t.is_floating_point() and t.device.type != "meta":
+        if isinstance(t, Tensor) and _is_dense(t):
             t, wide = t.detach(), torch.float64
             return float(t.sum(dtype=wide)), float(torch.linalg.vector_norm(t, dtype=wide)), float(t.numel())
     return ()
@@ -232,6 +240,8 @@ def same(old: tuple[float, ...], new: tuple[float, ...], out: Any) -> bool:
 
 
 class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
@@ -239,14 +249,22 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trace, kwargs = self.trace, kwargs or {}
-        if trace.busy:
+        if trace.busy or isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
         trace.clock += 1
         frame = user_frame()
         line, op = line_of(frame), str(func).rsplit(".", 1)[0]
         inputs = list(_tensors([*args, *kwargs.values()]))
-        self._look(inputs, op, line)
+        with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
+            self._look(inputs, op, line)
         out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._note(func, frame, inputs, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, frame: FrameType | None, inputs: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
+        """What an operation has written and made."""
+        trace, line, op = self.trace, line_of(frame), str(func).rsplit(".", 1)[0]
         known = {storage_of(t) for t in inputs}
         schema = self._schema(func)
         for index, name in schema.writes:
@@ -263,7 +281,6 @@ class _Mode(TorchDispatchMode):
                 trace.listeners[-1].note(op, inputs, out, line, trace.clock)
             finally:
                 trace.busy = False
-        return out
 
     def _look(self, inputs: list[Tensor], op: str, line: Line | None) -> None:
         """Note uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
@@ -271,7 +288,7 @@ class _Mode(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:  # inside backward
             return
         for t in inputs:
-            if not t.requires_grad:
+            if not t.requires_grad or t.is_nested:  # reading a jagged tensor's graph in here does not end
                 continue
             name = trace.names.get(id(t))
             if name is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from omni.diagnostics import Finding, GraphError, Guard
+from omni.diagnostics.held import VISITS, tensors_in
 from tests.diagnostics.programs import WIDTH, data
 
 Made = tuple[nn.Module, Any, Callable[[int], Any]]
@@ -386,3 +389,173 @@ def test_a_tensor_of_autocast_that_is_changed_in_place() -> None:
     (finding,) = error.value.findings
     assert finding.place is not None and finding.place.code == "hidden[:, 0] = 0" and "fill_" in finding.what
     assert Path(finding.place.file).name == Path(__file__).name
+
+
+# --- programs that are hard to look at -----------------------------------------------------------------------------------
+
+
+def sparse() -> Made:
+    body, head, model = normalised()
+    graph = torch.eye(4).to_sparse()
+    compressed = torch.eye(4).to_sparse_csr()
+
+    def loss(i: int) -> Tensor:
+        hidden = checkpoint(body, data(i), use_reentrant=False)
+        return head(compressed @ torch.sparse.mm(graph, hidden)).mean()
+
+    return trained(model, loss)
+
+
+def jagged() -> Made:
+    model = nn.Linear(WIDTH, 1)
+
+    def loss(i: int) -> Tensor:
+        rows = torch.nested.nested_tensor([data(i, 2), data(i, 3)], layout=torch.jagged).requires_grad_()
+        return checkpoint(model, rows, use_reentrant=False).values().mean()
+
+    return trained(model, loss)
+
+
+def selective() -> Made:
+    body, head, model = normalised()
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    return trained(model, lambda i: head(checkpoint(body, data(i), use_reentrant=False, context_fn=kept)).mean())
+
+
+def by_generator() -> Made:
+    model = nn.Linear(WIDTH, 2)
+    optimizer = sgd(model)
+
+    def step(i: int) -> None:
+        optimizer.zero_grad()
+        losses = model(data(i)).mean(0)
+        torch.autograd.backward(loss for loss in losses)
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def scripted() -> Made:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frozen = torch.jit.script(nn.BatchNorm1d(WIDTH).eval().requires_grad_(False))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), frozen)
+    return trained(model, lambda i: model(data(i)).square().mean())
+
+
+class Wrapper:
+    """An optimizer of the user's own that holds torch's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inside = sgd(model)
+
+    def step(self) -> None:
+        self.inside.step()
+
+
+def wrapped() -> Made:
+    model = nn.Linear(WIDTH, 1)
+    optimizer = Wrapper(model)
+
+    def step(i: int) -> None:
+        optimizer.inside.zero_grad()
+        model(data(i)).mean().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+HARD = {
+    "sparse": sparse, "jagged": jagged, "selective": selective, "generator": by_generator, "scripted": scripted,
+    "wrapped": wrapped,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["watched", "traced", "run"])
+@pytest.mark.parametrize("name", HARD)
+def test_what_is_hard_to_look_at_learns_the_same(name: str, way: str) -> None:
+    learnt = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model, optimizer, step = HARD[name]()
+        guard = Guard(model, optimizer)
+        for i in range(4):
+            if not watched:
+                step(i)
+            elif way == "run":
+                guard.run(functools.partial(step, i), trace=True)
+            else:
+                with guard.step(trace=way == "traced"):
+                    step(i)
+        assert guard.report() == ""
+        learnt.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *learnt))
+
+
+def test_no_optimizer_at_all() -> None:
+    with pytest.raises(TypeError, match="object is no torch.optim.Optimizer, nor holds one"):
+        Guard(nn.Linear(1, 1), object())  # type: ignore[arg-type]
+
+
+def test_the_hook_of_an_optimizer_stays_the_same() -> None:
+    """A compiled step is compiled anew where it differs."""
+    model, optimizer, step = auxiliary()
+    guard, seen = Guard(model, optimizer), []
+    for i in range(2):
+        with guard.step():
+            seen.append(list(optimizer._optimizer_step_pre_hooks.items()))
+            step(i)
+    assert seen[0] == seen[1] != [] and not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_loop_that_went_on_before_a_part_is_repeated() -> None:
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def loss(i: int) -> Tensor:
+        x = data(i)
+        for layer in layers:
+            x = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)  # noqa: B023
+        return x.mean()
+
+    model, optimizer, step = trained(layers, loss)
+    guard = Guard(model, optimizer)
+    for i in range(2):
+        with guard.step():
+            step(i)
+    kinds = {(finding.kind, finding.place.code if finding.place else "") for finding in guard.findings}
+    line = "x = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)  # noqa: B023"
+    assert kinds == {("recompute", line)} and "runs through 2 now" in guard.report() and "bind what" in guard.report()
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping", "object", "generator"])
+def test_values_that_a_part_reads(kind: str) -> None:
+    model, dice = nn.Linear(WIDTH, 1), torch.Generator().manual_seed(0)
+    held: Any = {"list": [1.0], "mapping": {0: 1.0}, "object": types.SimpleNamespace(scale=1.0), "generator": dice}[kind]
+
+    def part(x: Tensor) -> Tensor:
+        if kind == "generator":
+            return model(x * torch.rand((), generator=held)).tanh()
+        return (model(x) * (held.scale if kind == "object" else held[0])).tanh()
+
+    def loss(i: int) -> Tensor:
+        out = checkpoint(part, data(i), use_reentrant=False).mean()
+        if kind == "object":
+            held.scale *= 0.5
+        elif kind != "generator":
+            held[0] *= 0.5
+        return out
+
+    model, optimizer, step = trained(model, loss)
+    guard = Guard(model, optimizer)
+    for i in range(2):
+        with guard.step():
+            step(i)
+    (finding,) = guard.findings
+    name = {"list": "held[0]", "mapping": "held[0]", "object": "held.scale", "generator": "held"}[kind]
+    assert finding.kind == "recompute" and f"in forward: {name} was" in finding.what
+
+
+def test_looking_at_much_data_is_bounded() -> None:
+    data = [{"ids": [(i, i) for i in range(50)], "spans": [[i] for i in range(50)]} for _ in range(500)]
+    seen = set[int]()
+    assert list(tensors_in(data, seen)) == [] and len(seen) == VISITS
