@@ -13,6 +13,7 @@ import jsonargparse
 
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.checkpoint import codec_weights, huggingface, mini_omni, peft, streamed, whisper_weights
+from omni.checkpoint.folder import real_place
 from omni.checkpoint.foreign import (
     FLOATS,
     CodecConfig,
@@ -203,8 +204,13 @@ def adapter_anew(source: Path, target: Path, options: Options) -> tuple[str, dic
             f"convert MODEL {target} --lora {source}"
         )
     check_options(options, (), f"{source} is an adapter")
-    files = peft.save_adapter(target, peft.load_adapter(source), names="transformers" if options.kind == "hf" else "omni")
-    return f"the adapter of {source} with {'transformers' if options.kind == 'hf' else 'our own'} names", files
+    adapter, theirs = peft.load_adapter(source), options.kind == "hf"
+    cut = theirs and peft.rows_left_out(adapter)
+    if cut and source.resolve() == real_place(target):
+        raise UserError(f"{target} is SOURCE too: under transformers' names it would lose {cut}; give another TARGET")
+    files = peft.save_adapter(target, adapter, names="transformers" if theirs else "omni")
+    left = f", without {cut}" if cut else ""
+    return f"the adapter of {source} with {'transformers' if theirs else 'our own'} names{left}", files
 
 
 def export(model: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:

@@ -57,7 +57,7 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
             check_whole(FitConfig, parsed.as_dict())
             config = FitConfig(**vars(parser.instantiate(parsed)))
         except jsonargparse.ArgumentError as error:
-            raise UserError(_one_line(error, file)) from error
+            raise UserError(_one_line(error, file, overrides)) from error
         except ValueError as error:  # a part that may be absent: the parser tells of both possibilities
             ours = _ours(error)
             if ours is None:
@@ -262,9 +262,12 @@ _PLAIN = (
 """What the parser says, and how we say it."""
 
 
-def _one_line(error: BaseException, file: Path | None) -> str:
-    """The parser's complaint as one line."""
+def _one_line(error: BaseException, file: Path | None, overrides: Sequence[str]) -> str:
+    """The parser's complaint as one line, of the option where the value was given by one."""
     text = " ".join(str(error).split())
     for pattern, replacement in _PLAIN:
         text = re.sub(pattern, replacement, text)
+    key = re.match(r"[\w.]+(?=: )", text)
+    if key is not None and any(word.split("=")[0].rstrip("+") == f"--{key[0]}" for word in overrides):
+        return f"option --{text}"
     return f"{file}: {text}" if file is not None else text

@@ -21,12 +21,11 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, joined
 from omni.checkpoint.huggingface import our_name, their_name
-from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file
+from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.model.linears import TEXT_HEAD, checksum
@@ -104,13 +103,21 @@ def save_adapter(
         tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
     known = {CHECKSUM: weights.base, TEXT_ROWS: weights.text_rows}
-    metadata = {"format": "pt"} | {key: str(value) for key, value in known.items() if value is not None}
+    notes = {key: str(value) for key, value in known.items() if value is not None}
     settings = _settings(weights.config, pairs, sorted(modules), base)
     with beside(target, sum(t.nbytes for t in tensors.values())) as place:
         return {
-            WEIGHTS: write_file(place / WEIGHTS, save(tensors, metadata)),
+            WEIGHTS: write_safetensors(place / WEIGHTS, {name: Lazy.of(t) for name, t in tensors.items()}, notes=notes),
             CONFIG: write_file(place / CONFIG, (json.dumps(settings, indent=2) + "\n").encode()),
         }
+
+
+def rows_left_out(weights: AdapterWeights) -> str:
+    """What transformers' names have no room for, in words: rows of our own ids; "" for nothing."""
+    heads = [b for name, (_, b, _) in weights.pairs.items() if name == TEXT_HEAD]
+    tables = [t for name, t in weights.whole.items() if name.rpartition(".")[0] in (TEXT_HEAD, TEXT_TABLE)]
+    rows = max((len(t) for t in (*heads, *tables)), default=0) - (weights.text_rows or math.inf)
+    return f"{rows} rows of the text head or table, those of our own ids" if rows > 0 else ""
 
 
 def _theirs(name: str, target: Path) -> str:

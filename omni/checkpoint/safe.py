@@ -224,17 +224,20 @@ class Written:
     odd: tuple[str, ...] = ()
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Lazy], watch: Watch | None = None) -> Written:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Lazy], watch: Watch | None = None, notes: Mapping[str, str] | None = None
+) -> Written:
     """Write a file of tensors, never holding more than a piece of one; it is on the disk when this returns.
 
     Args:
         watch: called with the bytes written so far and in all.
+        notes: kept in the file's metadata.
 
     Raises:
         OSError: as the disk has it; see `beside`.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
     end = 0
     for name in order:
         tensor = tensors[name]

@@ -170,6 +170,11 @@ def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> li
         UserError: a target matches no linear (with the closest names), or the name is taken or has a dot.
     """
     linears = linears_of(model)
+    if TEXT_HEAD in config.targets and TEXT_HEAD not in linears:
+        raise UserError(
+            f"lora.targets: {TEXT_HEAD} is no linear here: this model's head is its text embedding; leave it out, or part them "
+            "first (tie_text false)"
+        )
     chosen = match_names(config.targets, list(linears), "lora.targets", what="linear")
     pairs = {
         target: LowRank(part.in_features, part.out_features, config, part.weight.device)

@@ -59,7 +59,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
         (["fit", "FILE", "--optimizer.lrr", "1"], "unknown option --optimizer.lrr; did you mean optimizer.lr"),
         (["fit", "FILE", "--learning_rate", "1"], "unknown option --learning_rate"),
         (["fit", "FILE", "--lr=1"], "unknown option --lr; did you mean optimizer.lr?"),
-        (["fit", "FILE", "--optimizer.lr", "fast"], "optimizer.lr: expected a number, got fast"),
+        (["fit", "FILE", "--optimizer.lr", "fast"], "error: option --optimizer.lr: expected a number, got fast"),
         (
             ["fit", "FILE", "--optimizer.name", "adan"],
             "optimizer.name: expected one of 'adamw', 'muon', 'paged_adamw_8bit', got adan",
@@ -70,7 +70,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
             "option --balance is 'upgrad'; give it keys, such as balance.method: method, le",
         ),
         (["fit", "FILE", "--balance.settings", "3"], "balance.settings: expected a mapping of keys, got 3"),
-        (["fit", "FILE", "--lora.rank=many"], "lora.rank: expected a whole number, got many"),
+        (["fit", "FILE", "--lora.rank=many"], "error: option --lora.rank: expected a whole number, got many"),
         (["fit", "FILE", "stray"], "argument 'stray' stands alone"),
         (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),
         (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),
