@@ -88,7 +88,7 @@ METHODS: dict[str, Method] = {
         },
         linear=False,
     ),
-    "upgrad": Method(_BOTH, {"norm_eps": _rate(1e-4), "reg_eps": _rate(1e-4)}),
+    "upgrad": Method(_BOTH, {"norm_eps": _rate(1e-20), "reg_eps": _rate(1e-4)}),
     "autolambda": Method(_LOSS, {"lr": _rate(1e-3)}, batches=2, ahead=True),
     "moml": Method(_LOSS, {"lr": _rate(1e-3), "inner_lr": _rate(0.1)}, batches=2, ahead=True),
     "forum": Method(
