@@ -106,7 +106,7 @@ class Balancing:
         shape = len(tasks), len(streams)
         self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, tasks, len(streams))
         names = [name for name, _ in learning]
-        chosen = section.at == "parameters" and section.separate != BalanceSection().separate
+        chosen = section.separate != BalanceSection.separate
         apart = match_names(section.separate, names, "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
