@@ -7,13 +7,15 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
 
 METRICS, VALIDATION, BALANCE = "metrics.csv", "validation.csv", "balance.csv"
+KINDS = ("weight", "norm", "cosine", "absent", "zero")
+"""Figures of the balance, each of which is followed by its tasks: `weight/A1T1`."""
 
 
 class Table:
@@ -21,10 +23,11 @@ class Table:
 
     Args:
         upto: rows of a later step, which a resumed run will write anew, are dropped, and with them a last row cut short.
+        kinds: columns stand in this order by what is before their first /, whenever they came; the others before them.
     """
 
-    def __init__(self, path: Path, upto: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, upto: int, kinds: Sequence[str] = ()) -> None:
+        self.path, self.kinds = path, list(kinds)
         self.columns: list[str] = ["step"]
         rows = read_table(path)
         if rows:
@@ -36,6 +39,7 @@ class Table:
         row = {"step": float(step), **figures}
         if not self.path.exists() or not set(row) <= set(self.columns):
             self.columns += [name for name in row if name not in self.columns]
+            self.columns.sort(key=self._place)
             self._rewrite([*read_table(self.path), row])
             return
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
@@ -43,6 +47,10 @@ class Table:
             os.write(handle, self._line(row).encode())  # one call, so that a row is whole or missing
         finally:
             os.close(handle)
+
+    def _place(self, column: str) -> int:
+        kind = column.partition("/")[0]
+        return self.kinds.index(kind) if kind in self.kinds else -1
 
     def _line(self, row: Mapping[str, float]) -> str:
         text = io.StringIO()
@@ -89,7 +97,8 @@ class Logs:
 
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION, BALANCE)}
+        self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION)}
+        self.tables[BALANCE] = Table(folder / BALANCE, upto, KINDS)
         _wait_for_a_later_name(folder / "tensorboard")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None

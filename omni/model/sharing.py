@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from itertools import pairwise
@@ -79,14 +80,14 @@ class DSelectK(nn.Module):
     """MMoE whose gates settle on at most `chosen` experts (Hazimeh et al. 2021, static gates).
 
     Each of a task's selectors is a number in binary, whose digits are smooth steps: 0 or 1 exactly beyond `width` / 2.
-    E is a power of two: other numbers would name nobody, where the gate is zero and learns no more.
+    E is a power of two, and at least 2: other numbers would name nobody, where the gate is zero and learns no more.
     """
 
     def __init__(self, inner: int, outer: int, tasks: int, experts: int = 4, chosen: int = 2, width: float = 1.0) -> None:
         super().__init__()
         self.number = experts
         self.experts, self.width = Experts(experts, inner, outer), width
-        digits = max(1, math.ceil(math.log2(experts)))
+        digits = math.ceil(math.log2(experts))
         self.digits = nn.Parameter(torch.empty(tasks, chosen, digits).uniform_(-width / 100, width / 100))
         self.mixture = nn.Parameter(torch.zeros(tasks, chosen))
 
@@ -237,11 +238,16 @@ def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
         whole = isinstance(known[key], int)
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise UserError(f"{where}.{key} is {value!r}; it must be a {'whole ' if whole else ''}number")
+        if not abs(value) <= sys.float_info.max:
+            raise UserError(f"{where}.{key} is {value}; it must be a finite number")
         if not value >= (1 if whole else 0) or (not whole and value == 0 and key != "keep"):
             raise UserError(f"{where}.{key} is {value}; it must be {'at least 1' if whole else 'above 0'}")
-    experts = int(settings.get("experts", 1))
-    if name == "dselect_k" and experts & (experts - 1):
-        raise UserError(f"{where}.experts is {experts}; dselect_k numbers them in binary: give a power of two")
+    experts = int(settings.get("experts", 2))
+    if name == "dselect_k" and (experts < 2 or experts & (experts - 1)):
+        raise UserError(
+            f"{where}.experts is {experts}; dselect_k numbers them in binary: give a power of two, 2 at least (for one expert, "
+            "which has no gate, take hard)"
+        )
 
 
 def settings_of(name: str) -> dict[str, Any]:

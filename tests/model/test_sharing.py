@@ -204,6 +204,14 @@ def test_dselect_k_settles_on_k(experts: int) -> None:
     assert_near(module.gate().sum(1), torch.ones(3), 1e-5)
     with pytest.raises(UserError, match=r"adapter.settings.experts is 5; dselect_k .* give a power of two"):
         AdapterConfig("dselect_k", settings={"experts": 5})
+    with pytest.raises(UserError, match=r"adapter.settings.experts is 1; .* give a power of two, 2 at least"):
+        AdapterConfig("dselect_k", settings={"experts": 1})
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400])
+def test_settings_are_finite(value: float) -> None:
+    with pytest.raises(UserError, match=r"adapter.settings.width is .*; it must be a finite number"):
+        AdapterConfig("dselect_k", settings={"width": value})
 
 
 def test_an_unknown_name() -> None:

@@ -129,3 +129,18 @@ def test_batches_that_share_no_task_leave_the_weights(method: str) -> None:
 
     report = bilevel.learn(lambda: absent(INNER), lambda: absent(OUTER), [w], 0.1)
     assert report.absent.tolist() == [1, 1, 1] and bilevel.ahead().equal(before)
+
+
+@pytest.mark.parametrize("method", ["moml", "forum"])
+def test_a_task_without_gradient_does_not_stop_the_others(method: str) -> None:
+    """It would be all of the least element, which is zero then."""
+    bilevel, w = made(method)
+    touches, constant = torch.tensor([1.0, 0.0, 1.0]).double(), torch.tensor([0.0, 1.0, 0.0]).double()
+    before = bilevel.ahead().clone()
+    inner, outer = (lambda table=table: losses(w, table) * touches + constant for table in (INNER, OUTER))
+    report = bilevel.learn(inner, outer, [w], 0.1)
+    assert report.absent.tolist() == [0, 0, 0]
+    if method == "moml":
+        assert (report.weights - before).abs().max() > 1e-4
+    else:
+        assert bilevel.state.values["mixture"][1] == 0 and w.grad is not None and w.grad.norm() > 0.1

@@ -32,7 +32,7 @@ def test_settings(method: str) -> None:
     with pytest.raises(UserError, match=f"balance.settings.temprature is unknown to method {method}"):
         BalanceConfig.of(method, temprature=1.0)
     for name in settings:
-        for wrong in (float("nan"), -100.0, True, "much", None):
+        for wrong in (float("nan"), float("inf"), -100.0, True, "much", None):
             with pytest.raises(UserError, match=f"balance.settings.{name} is {wrong!r}"):
                 BalanceConfig(method, settings={name: wrong})
 
@@ -47,6 +47,7 @@ def test_settings(method: str) -> None:
         ({"method": "dwa", "settings": {"temperatur": 1.0}}, "the closest names are temperature"),
         ({"method": "dwa", "settings": {"window": 2.5}}, "balance.settings.window is 2.5; it must be a whole number"),
         ({"method": "dwa", "settings": {"temperature": 0}}, "balance.settings.temperature is 0; it must be above 0"),
+        ({"method": "uncertainty", "settings": {"lr": float("inf")}}, "settings.lr is inf; it must be a finite number"),
         ({"method": "gradvac", "settings": {"beta": 1.5}}, "it must be at least 0 and at most 1"),
         ({"method": "mgda", "settings": {"normalize": "l1"}}, "use none or l2 or loss or loss"),
         ({"method": "mgda", "own": "wheighted"}, "balance.own is 'wheighted'; use plain or weighted"),

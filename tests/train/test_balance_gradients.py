@@ -57,11 +57,11 @@ def test_order_of_tasks_does_not_matter(method: str) -> None:
 @pytest.mark.parametrize("method", ["mgda", "pcgrad", "gradvac", "cagrad", "imtlg", "alignedmtl", "upgrad"])
 def test_directions_grow_with_the_gradients(method: str) -> None:
     """Weights do not depend on a common scale."""
-    settings = {} if method != "upgrad" else {"norm_eps": 1e-12}
-    direction, report = combine(method, rows(1), **settings)
-    large, scaled = combine(method, 64 * rows(1), **settings)
-    assert_near(scaled.weights, report.weights, 1e-5)
-    assert_near(large, 64 * direction, 1e-5)
+    direction, report = combine(method, rows(1))
+    for scale in (64.0, 2.0**-20, 2.0**45):
+        large, scaled = combine(method, scale * rows(1))
+        assert_near(scaled.weights, report.weights, 1e-5)
+        assert_near(large / scale, direction, 1e-5)
 
 
 @pytest.mark.parametrize("method", ["nashmtl", "imtlg", "mgda"])
@@ -169,6 +169,53 @@ def test_an_absent_task_is_left_out(method: str) -> None:
         assert (value[1] == initial).all(), name
     balancer.combine(LOSSES, Rows(rows(7)), [p], others=[Rows(rows(8))] * others)
     assert p.grad.isfinite().all() and balancer.absences.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("own", ["plain", "weighted"])
+@pytest.mark.parametrize("method", BY_PARAMETERS)
+def test_a_task_that_does_not_touch_the_shared_part_has_no_say(method: str, own: str) -> None:
+    """The others' direction is that of the others alone; what it has for itself it learns plainly."""
+    if own == "weighted" and not METHODS[method].linear:
+        return
+    table, kept = rows(6), torch.tensor([0, 2])
+    table[1] = 0.0
+    balancer = Balancer(BalanceConfig(method, "parameters", own=own), NAMES)
+    pair = Balancer(BalanceConfig(method, "parameters", own=own), ["a", "c"])
+    others = METHODS[method].batches - 1
+    p, q, head = nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(3))
+    report = balancer.combine(LOSSES, Rows(table), [p], [head], torch.eye(3), others=[Rows(table)] * others)
+    wanted = pair.combine(LOSSES[kept], Rows(table[kept]), [q], others=[Rows(table[kept])] * others)
+    assert report.zero.tolist() == [0, 1, 0] and report.absent.tolist() == [0, 0, 0] and report.weights[1] == 0
+    assert report.figures(NAMES)["zero/b"] == 1 and report.norms[1] == 0
+    assert p.grad is not None and q.grad is not None and head.grad is not None
+    expected = torch.where(report.zero == 1, 1.0, report.weights) if own == "weighted" else torch.ones(3)
+    assert_near(head.grad, expected.float(), 1e-6)
+    if method != "moco":  # whose weights begin at 1 / tasks
+        assert_near(p.grad, q.grad, 1e-5)
+        assert_near(report.weights[kept], wanted.weights, 1e-5)
+
+
+@pytest.mark.parametrize("method", of_level("features"))
+def test_nobody_touches_the_shared_part(method: str) -> None:
+    """No direction, and no state moves."""
+    balancer = Balancer(BalanceConfig(method, "features"), NAMES)
+    choice, report = balancer.choose(LOSSES.double(), None, Rows(torch.zeros(3, 8)))
+    assert report.zero.tolist() == [1, 1, 1] and not report.weights.any() and not balancer.state.values
+    assert choice.combine(Rows(torch.zeros(3, 8))).tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("method", ["nashmtl", "fairgrad"])
+@pytest.mark.parametrize("level", ["features", "parameters"])
+def test_opposite_gradients_cancel(method: str, level: str) -> None:
+    """Of a, -a and b with weights in the thousands: neither of the first two may lose."""
+    table = torch.tensor([[1.0, 2, 3], [-1, -2, -3], [1, -1, 0]])
+    shared, own = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    features = shared[None].expand(3, 3)
+    losses = [(features[i] * row).sum() + (own * row).sum() for i, row in enumerate(table)]
+    balancer = Balancer(BalanceConfig(method, level, {"max_norm": 0.0} if method == "nashmtl" else {}), NAMES)
+    report = balancer.backward(losses, [shared], [own], features=[features])
+    assert shared.grad is not None and shared.grad.norm() > 0.9
+    assert (table @ shared.grad).min() > -1e-3 and report.weights.max() < 1e5
 
 
 class Net(nn.Module):

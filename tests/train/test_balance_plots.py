@@ -12,7 +12,7 @@ from torch import nn
 from train.balance import BalanceConfig, Balancer
 from train.balance.plots import balance
 from train.balance.rows import Rows
-from train.logs import BALANCE, Table
+from train.logs import BALANCE, Logs, Table, read_table
 
 NAMES = ["A1T1", "A1T2", "A1A2"]
 
@@ -38,6 +38,20 @@ def test_balance(tmp_path: Path) -> None:
         assert picture is not None
         inks.append(ink(picture))
     assert inks[-1] > inks[0] > 1000
+
+
+def test_columns_of_a_kind_stand_together(tmp_path: Path) -> None:
+    """Whichever step first had them, also after a resumption."""
+    rows = [
+        {"weight/a": 1.0, "norm/a": 2.0, "absent/b": 1.0},
+        {"weight/b": 1.0, "norm/b": 3.0, "zero/a": 1.0, "cosine/a/b": 0.0},
+    ]
+    rows.append({"absent/a": 1.0, "norm/c": 1.0})
+    for step, row in enumerate(rows, 1):
+        Logs(tmp_path, step - 1).balance(step, row)
+    table = read_table(tmp_path / BALANCE)
+    wanted = "step weight/a weight/b norm/a norm/b norm/c cosine/a/b absent/b absent/a zero/a"
+    assert list(table[0]) == wanted.split() and table[1]["norm/b"] == 3 and table[0]["absent/b"] == 1
 
 
 def test_losses_alone_draw_weights_alone(tmp_path: Path) -> None:

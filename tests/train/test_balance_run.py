@@ -181,6 +181,18 @@ def test_the_table_of_a_run(tmp_path: Path) -> None:
     assert all(-1 <= row["cosine/A1T1/A1A2"] <= 1 for row in rows)
 
 
+def test_a_task_that_touches_nothing_shared_is_told_once(tmp_path: Path) -> None:
+    """Where the adapter alone learns, a question in writing has no gradient, and stops nobody."""
+    with pytest.warns(
+        UserWarning, match="T1A2 did not touch the shared parameters: balance.method mgda chooses without"
+    ) as said:
+        balanced_fit(balanced_config(tmp_path, section_of("mgda", "parameters"), trainable=("adapter.*",)))
+    assert sum("did not touch" in str(one.message) for one in said) == 1
+    for row in read_table(tmp_path / BALANCE):
+        assert row["zero/T1A2"] == 1 and row["norm/T1A2"] == 0 and row["weight/T1A2"] == 0
+        assert row["weight/A1T1"] + row["weight/A1A2"] == pytest.approx(1)
+
+
 @pytest.mark.parametrize("section", [{"method": "stch"}, {"method": "mgda", "level": "features"}, {"method": "mgda"}])
 def test_a_guarded_run_is_the_same_and_nothing_is_said(
     tmp_path: Path, section: dict[str, Any], capsys: pytest.CaptureFixture[str]

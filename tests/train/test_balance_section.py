@@ -52,6 +52,8 @@ def test_tasks_are_those_of_all_sources_and_stages() -> None:
         (["mgda", "--balance.settings", "{normalise: l2}"], "balance.settings.normalise is unknown to method mgda"),
         (["mgda", "--balance.tasks", "streams"], "each position belongs to a task and none to a stream"),
         (["mgda", "--balance.own", "weighted"], "balance.own is weighted, which is for level parameters"),
+        (["upgrad", "--balance.separate", "['*']"], "balance.separate is ['*'], which is for methods that take a gradient of"),
+        (["forum", "--balance.separate", "[]"], "but forum at level parameters does not; leave it out"),
         (["equal", "--balance.names", "[A1T9]"], "balance.names has 'A1T9', which is no task; did you mean A1T"),
         (["equal", "--balance.names", "[A1T1, A1T1]"], "name each task once"),
         (["equal", "--balance.names", "[A1T1, T1T2]"], "balance.names has T1T2, but no source has that task"),

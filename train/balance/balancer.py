@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from train.balance import by_losses
 from train.balance.chooser import RULES, Chooser, Report, summed
-from train.balance.rows import Rows, Sum, alone, flat, is_sharded, put_gradients, take_gradients
+from train.balance.rows import Rows, Sum, alone, flat, is_sharded, mixed, put_gradients, take_gradients
 
 
 class Balancer(Chooser):
@@ -118,13 +118,14 @@ class Balancer(Chooser):
         here = report.absent == 0
         put_gradients(shared, choice.combine(rows[0].take(here)))
         if own:
-            put_gradients(own, self._own(report).to(tables[0]) @ tables[0][here.to(tables[0].device)][:, width:])
+            put_gradients(own, mixed(self._own(report), tables[0][here.to(tables[0].device)][:, width:]))
         return report
 
     def _own(self, report: Report) -> Tensor:
-        """What the present tasks' gradients of the own parameters are multiplied by, [k]."""
-        here = report.absent == 0
-        return report.weights[here] if self.config.own == "weighted" else torch.ones(int(here.sum()))
+        """What the present tasks' gradients of the own parameters are multiplied by, [k]; 1 where the row is zero, so that no
+        weight was chosen."""
+        weights = torch.where(report.zero == 1, 1.0, report.weights)[report.absent == 0]
+        return weights if self.config.own == "weighted" else torch.ones_like(weights)
 
     def _through(
         self,
@@ -163,7 +164,7 @@ class Balancer(Chooser):
         put_gradients(learn, reduce(flat(learn, torch.autograd.grad(features, learn, combined, allow_unused=True))))
         if own:
             rest = reduce(torch.stack(rests))
-            put_gradients(own, self._own(report).to(rest) @ rest[here.to(rest.device)])
+            put_gradients(own, mixed(self._own(report), rest[here.to(rest.device)]))
         return report
 
     def channels(self, features: Tensor, gradients: Tensor) -> Tensor:
@@ -238,7 +239,7 @@ class Balancer(Chooser):
         here = report.absent == 0
         put_gradients(shared, choice.combine(rows.take(here)), scale)
         if own and rest is not None:
-            put_gradients(own, self._own(report).to(rest) @ rest[here.to(rest.device)], scale)
+            put_gradients(own, mixed(self._own(report), rest[here.to(rest.device)]), scale)
         return report
 
 

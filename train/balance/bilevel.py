@@ -77,7 +77,7 @@ class Bilevel(Chooser):
             norms = gramian.diagonal().clamp_min(0).sqrt()
             cosines = (gramian / (norms[:, None] * norms).clamp_min(1e-300)).clamp(-1, 1)
         weights = torch.where(present, self._logits().softmax(0), 0.0)
-        return Report(weights, norms.float(), cosines.float(), (~present).long())
+        return Report(weights, norms.float(), cosines.float(), (~present).long(), torch.zeros(m, dtype=torch.int64))
 
     def _autolambda(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
         """Auto-Lambda (Liu et al. 2022): the gradient through one step of the weights, by a central difference of 0.01."""
@@ -106,15 +106,15 @@ class Bilevel(Chooser):
         rate, weights = self.config.values["inner_lr"], self.ahead()
         below, losses = work.rows(inner)
         present = losses.isfinite()
-        k = int(present.sum())
         below = below.take(present)
         softmax = weights.diag() - torch.outer(weights, weights)
         work.move(-rate * (weights[present].to(below.values) @ below.values))
         above, _ = work.rows(outer)
         judged = above.take(present)
         table = -rate * judged.gramian(below) @ softmax[present][:, present]
-        table = table / table.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        chosen = solved(on_simplex, table @ table.T) if k else table.new_zeros(0)
+        table = table[table.norm(dim=1) > 0]  # a task that no logit moves would be all of the least element
+        table = table / table.norm(dim=1, keepdim=True)
+        chosen = solved(on_simplex, table @ table.T) if len(table) else table.new_zeros(0)
         return self._step(chosen @ table, present, above)
 
     def _forum(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
@@ -138,7 +138,9 @@ class Bilevel(Chooser):
         softmax = (weights.diag() - torch.outer(weights, weights))[:, present]
         by_logits = softmax @ (losses - ended)[present]
         outer_rows, _ = work.rows(outer)
-        rows = outer_rows.take(present)
+        zero = outer_rows.norms() == 0  # which would be the least direction, and stop the others
+        judged = present & ~zero if bool((present & ~zero).any()) else present
+        rows = outer_rows.take(judged)
         rows = rows.times(1 / rows.norms().clamp_min(1e-300))
         alike = rows.statistic(rows.values @ first)
         square = by_logits.square().sum() + work.norm(first) ** 2 + 1e-8
@@ -148,8 +150,8 @@ class Bilevel(Chooser):
         whole[-1, -1] = square - 1e-8
         chosen = like(_forum_weights(to_array(whole), to_array(least), float(s["phi"] * square)), whole)
         kept = self.state.values.setdefault("mixture", torch.zeros(m, dtype=torch.float64))
-        kept[present] += (chosen - kept[present]) / (self.steps + 1) ** s["decay"]
-        mixture = kept[present]
+        kept[judged] += (chosen - kept[judged]) / (self.steps + 1) ** s["decay"]
+        mixture = kept[judged]
         pull = (mixture @ least).clamp_min(0)
         work.result = mixture.to(rows.values) @ rows.values + pull.to(first) * first
         return self._step((pull * by_logits)[present], present, outer_rows)

@@ -55,7 +55,9 @@ def nashmtl(given: Given) -> Choice:
 
 def imtlg(given: Given) -> Choice:
     """Impartial multi-task learning, by gradients (Liu et al. 2021): equal projections on every gradient."""
-    return Choice(IMTLGWeighting()(given.rows.gramian()))
+    gramian = given.rows.gramian()
+    size = gramian.diagonal().max()  # TorchJD's gives none to gradients longer than 1e12
+    return Choice(IMTLGWeighting()(gramian / size if size > 0 else gramian))
 
 
 def alignedmtl(given: Given) -> Choice:

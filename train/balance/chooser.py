@@ -35,20 +35,23 @@ class Report:
     """What was done with the tasks of a step; all on the CPU, without graph.
 
     Attributes:
-        weights: [m]; 0 for an absent task. Of `graddrop`, the share of a task's gradient that passed; of `dbmtl` and `moco`,
-            the weights of the smoothed gradients.
+        weights: [m]; 0 for an absent task, and for one whose row is zero. Of `graddrop`, the share of a task's gradient that
+            passed; of `dbmtl` and `moco`, the weights of the smoothed gradients.
         norms: of the tasks' gradients, [m]; nan where there are none.
         cosines: between them, [m, m]; nan where there are none.
         absent: [m], 1 where a task was left out of this step.
+        zero: [m], 1 where a task is there, but its row is zero, so that the method was not asked about it.
     """
 
     weights: Tensor
     norms: Tensor
     cosines: Tensor
     absent: Tensor
+    zero: Tensor
 
     def figures(self, tasks: Sequence[str]) -> dict[str, float]:
-        """Named numbers for a table: `weight/A1T1`, `norm/A1T1`, `cosine/A1T1/A1A2`, and `absent/A1T1` where one was."""
+        """Named numbers for a table: `weight/A1T1`, `norm/A1T1`, `cosine/A1T1/A1A2`, and `absent/A1T1` or `zero/A1T1`
+        where one was."""
         figures: dict[str, float] = {}
         for kind, values in (("weight", self.weights), ("norm", self.norms)):
             figures.update({f"{kind}/{t}": float(v) for t, v in zip(tasks, values, strict=True) if v == v})
@@ -56,7 +59,8 @@ class Report:
             for j in range(i):
                 if self.cosines[i, j] == self.cosines[i, j]:
                     figures[f"cosine/{tasks[j]}/{one}"] = float(self.cosines[i, j])
-        figures.update({f"absent/{t}": 1.0 for t, gone in zip(tasks, self.absent, strict=True) if gone})
+        for kind, flags in (("absent", self.absent), ("zero", self.zero)):
+            figures.update({f"{kind}/{t}": 1.0 for t, flag in zip(tasks, flags, strict=True) if flag})
         return figures
 
 
@@ -90,30 +94,37 @@ class Chooser:
     ) -> tuple[Choice, Report]:
         """Ask the method about the present tasks; the state moves on.
 
+        A present task whose row is zero (in all batches) has no say in the direction, and no direction is good or bad for it:
+        the method is not asked about it, its weight is 0, and what the method remembers of it stays.
+
         Args:
             losses: of the step, [m] float64 on the CPU.
             counts: a task with none is absent, [m]; so is one whose loss or row is no number.
             rows, others: of all tasks, [m, P].
         """
         present, m = self.present(losses, counts), len(self.tasks)
-        norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
+        norms, cosines, zero = torch.full((m,), torch.nan), torch.full((m, m), torch.nan), torch.zeros(m, dtype=torch.bool)
         if len(others) != (self.config.kind.batches - 1 if self.config.at == "parameters" else 0):
             raise ValueError(f"{self.config.method} takes {self.config.kind.batches} batches, got {1 + len(others)}")
         if rows is not None:
             gramian = rows.gramian()
-            for table in (gramian, *(other.gramian() for other in others)):
-                present = present & table.diagonal().isfinite()
+            squares = torch.stack([table.diagonal().float() for table in (gramian, *(other.gramian() for other in others))])
+            present = present & squares.isfinite().all(0)
+            zero = present & (squares == 0).all(0)
             length = gramian.diagonal().clamp_min(0).sqrt()
             norms = torch.where(present, length, torch.nan).float()
             pairs = present[:, None] & present & (length[:, None] * length > 0)
             cosines = torch.where(pairs, gramian / (length[:, None] * length), torch.nan).float().clamp(-1, 1)
-        self.last = present
+        self.last = asked = present & ~zero
         weights = torch.zeros(m, dtype=torch.float64)
-        if present.any():
-            given = self.given(losses, present, rows, others)
+        if asked.any():
+            given = self.given(losses, asked, rows, others)
             with torch.no_grad():
                 choice = RULES[self.config.method](given)
-            weights[present] = choice.weights.double()
+            weights[asked] = choice.weights.double()
+            choice = choice if asked.equal(present) else choice.spread(asked[present])
+        elif rows is not None and present.any():
+            choice = Choice(weights[present], direction=rows.values.new_zeros(rows.values.shape[1]))
         else:
             # Tasks that are there, and of which none is a number: no number comes of it, so that the step is left out.
             fill = torch.nan if counts is None or bool((counts > 0).any()) else 0.0
@@ -121,7 +132,7 @@ class Chooser:
             choice = Choice(weights[:0], direction=empty)
         self.steps += 1
         self.absences += ~present
-        return choice, Report(weights, norms, cosines, (~present).long())
+        return choice, Report(weights, norms, cosines, (~present).long(), zero.long())
 
     def given(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> Given:
         return Given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -88,7 +89,7 @@ METHODS: dict[str, Method] = {
         },
         linear=False,
     ),
-    "upgrad": Method(_BOTH, {"norm_eps": _rate(1e-4), "reg_eps": _rate(1e-4)}),
+    "upgrad": Method(_BOTH, {"norm_eps": _rate(1e-20), "reg_eps": _rate(1e-4)}),
     "autolambda": Method(_LOSS, {"lr": _rate(1e-3)}, batches=2, ahead=True),
     "moml": Method(_LOSS, {"lr": _rate(1e-3), "inner_lr": _rate(0.1)}, batches=2, ahead=True),
     "forum": Method(
@@ -187,7 +188,9 @@ def _check(where: str, value: Any, setting: Setting) -> None:
     whole = isinstance(setting.default, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise UserError(f"{where} is {value!r}; it must be a {'whole ' if whole else ''}number")
-    if not setting.low <= value <= setting.high or (setting.positive and value <= 0):  # also refuses nan
+    if not abs(value) <= sys.float_info.max:
+        raise UserError(f"{where} is {value}; it must be a finite number")
+    if not setting.low <= value <= setting.high or (setting.positive and value <= 0):
         least = "above 0" if setting.positive else f"at least {setting.low:g}"
         most = "" if setting.high == float("inf") else f" and at most {setting.high:g}"
         raise UserError(f"{where} is {value}; it must be {least}{most}")

@@ -70,7 +70,9 @@ def variant(config: FitConfig, method: str, seed: int, out: Path) -> FitConfig:
     if own is not None and own.method == name and (not level or own.at == level):
         section = own
     else:
-        section = replace(own or BalanceSection(), method=name, level=level or None, settings={})
+        base = own or BalanceSection()
+        section = replace(base, method=name, level=level or None, settings={}, separate=BalanceSection.separate)
+        section = replace(section, separate=base.separate) if section.separates else section
     check_balance(section, config.data, config.fabric.precision, config.fabric.processes)
     data = replace(config.data, seed=seed)
     return replace(config, balance=section, seed=seed, data=data, run_folder=str(out / f"{method.replace(':', '-')}-{seed}"))

@@ -1,6 +1,7 @@
 """What a method sees of a step, what it keeps between steps, and what it answers.
 
-A task that is absent from a step takes no part: methods see the others only, and its state stays as it is.
+A task that is absent from a step, or whose row is zero, takes no part: methods see the others only, and its state
+stays as it is.
 
 Dimensions: m tasks, k of them present, P values of a row.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from train.balance.rows import Rows
+from train.balance.rows import Rows, mixed
 
 
 class State:
@@ -126,4 +127,14 @@ class Choice:
             return self.direction
         if self.factors is not None:
             return (self.factors * rows.values).sum(0)
-        return self.weights.to(rows.values) @ rows.values
+        return mixed(self.weights, rows.values)
+
+    def spread(self, asked: Tensor) -> Choice:
+        """The same among more tasks, of which `asked` [n] bool were chosen for; the others count nothing."""
+
+        def among(values: Tensor) -> Tensor:
+            more = values.new_zeros(len(asked), *values.shape[1:])
+            more[asked.to(values.device)] = values
+            return more
+
+        return Choice(among(self.weights), self.direction, None if self.factors is None else among(self.factors))

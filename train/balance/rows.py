@@ -5,12 +5,14 @@ Dimensions: m tasks, P values that this process holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+_PIECES = 16
 
 Sum = Callable[[Tensor], Tensor]
 """The sum of a tensor over processes (in place or not); the tensor itself where there is one process."""
@@ -40,7 +42,11 @@ class Rows:
     def gramian(self, other: Rows | None = None) -> Tensor:
         """Inner products [m, m] of the rows with each other, or with those of another batch; float64 on the CPU."""
         right = self if other is None else other
-        return self.statistic(self.values @ right.values.T)
+        found = torch.zeros(len(self), len(right), dtype=_exact(self.values), device=self.values.device)
+        for columns in _pieces(self.values):
+            piece = self.values[:, columns].to(found)
+            found += piece @ (piece if right is self else right.values[:, columns].to(found)).T
+        return self.statistic(found)
 
     def statistic(self, values: Tensor) -> Tensor:
         """A sum over this process's values, completed over processes; float64 on the CPU."""
@@ -57,6 +63,25 @@ class Rows:
     def times(self, weights: Tensor) -> Rows:
         """Every row times its weight [m]."""
         return Rows(self.values * weights.to(self.values)[:, None], self.total)
+
+
+def mixed(weights: Tensor, values: Tensor) -> Tensor:
+    """The sum [P] of rows [m, P] times their weights [m]. In float64, as large weights may cancel each other."""
+    weights = weights.to(values.device, _exact(values))
+    found = values.new_empty(values.shape[1])
+    for columns in _pieces(values):
+        found[columns] = (weights @ values[:, columns].to(weights)).to(found)
+    return found
+
+
+def _exact(values: Tensor) -> torch.dtype:
+    return torch.float32 if values.device.type == "mps" else torch.float64  # which knows no float64
+
+
+def _pieces(values: Tensor) -> Iterator[slice]:
+    """Columns of [m, P] a part at a time, so that a copy of another type is small beside them."""
+    width = max(-(-values.shape[1] // _PIECES), 4096)
+    return (slice(start, start + width) for start in range(0, values.shape[1], width))
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:

@@ -13,6 +13,7 @@ Dimensions: T tasks of the task table, K streams, M balanced tasks.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from train.balance.shares import Shares, cells_by_stream, cells_by_task, means
 from train.balance.tally import Tally
 from train.balance.tap import Tap
 from train.feed import Batch
+from train.logs import BALANCE
 from train.objective import Losses
 from train.parallel import Team, accumulating
 
@@ -104,13 +106,14 @@ class Balancing:
         shape = len(tasks), len(streams)
         self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, tasks, len(streams))
         names = [name for name, _ in learning]
-        chosen = section.at == "parameters" and section.separate != BalanceSection().separate
+        chosen = section.separate != BalanceSection.separate
         apart = match_names(section.separate, names, "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
         self.tap = Tap(self.balancer, team.sum) if section.at == "features" else None
         self.tally = Tally()
         self.steps = 0
+        self.told: set[str] = set()
         self.before: Mapping[str, Tensor] | None = None
         self.after: list[tuple[Batch, Shares]] = []
         self._check(lanes)
@@ -162,6 +165,19 @@ class Balancing:
             report = self._by_losses(balancer, step.batches, now)
         self.steps += 1
         self.tally.add(report.figures(self.names))
+        self._tell(report)
+
+    def _tell(self, report: Report) -> None:
+        """Say once of each task that its gradient of what is shared was zero."""
+        zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.told]
+        self.told.update(zero)
+        if zero and self.team.rank == 0:
+            warnings.warn(
+                f"{', '.join(zero)} did not touch the shared {self.section.at}: balance.method {self.section.method} chooses "
+                f"without such a task (weight 0), and what it does not share learns plainly; {BALANCE} counts such steps in "
+                f"zero/{zero[0]}. Leave it out of balance.names, or let a shared part learn that it uses (trainable)",
+                stacklevel=2,
+            )
 
     def settle(self, left_out: Tensor, progress: float) -> None:
         """The optimizer's step is done. Where it was left out (1, and not 0), the method forgets that it was asked, but for one

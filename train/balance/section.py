@@ -32,7 +32,8 @@ class BalanceSection(BalanceConfig):
         names: tasks that are balanced, the others learn plainly; by default all that the data's sources name (at level features
             those that ask by speech).
         losses: a task's loss is its `share` of the plain objective, or the `mean` over its own targets by stream.
-        separate: names of parameters that tasks do not share, at level parameters: patterns as in `trainable`.
+        separate: names of parameters that tasks do not share, at level parameters: patterns as in `trainable`. `forum`
+            takes all parameters as shared.
         rows: held-out rows by which the methods of two levels (autolambda, moml, forum) judge.
     """
 
@@ -63,8 +64,18 @@ class BalanceSection(BalanceConfig):
             )
         if self.own == "weighted" and self.at != "parameters":
             raise UserError(f"balance.own is weighted, which is for level parameters, but the level is {self.at}; leave it out")
+        if tuple(self.separate) != BalanceSection.separate and not self.separates:
+            raise UserError(
+                f"balance.separate is {list(self.separate)}, which is for methods that take a gradient of each task at level "
+                f"parameters, but {self.method} at level {self.at} does not; leave it out"
+            )
         if self.rows < 1:
             raise UserError(f"balance.rows is {self.rows}; it must be at least 1")
+
+    @property
+    def separates(self) -> bool:
+        """Parameters that tasks do not share learn otherwise than the shared ones."""
+        return self.at == "parameters" and self.method not in BILEVEL
 
 
 def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:

@@ -94,13 +94,18 @@ def fair(gramian: Array, power: float) -> Array:
     """The w > 0 [m] with G w = w ** -power, by Newton's method on the convex function whose gradient is the difference.
 
     Nash-MTL (Navon et al. 2022, eq. 2) has power 1, FairGrad (Ban and Ji 2024, eq. 4) 1 / alpha. Where gradients oppose each
-    other wholly there is no solution; a ridge of 1e-13 keeps w finite then.
+    other wholly there is no solution; a ridge in each gradient's own square, which lifts the least eigenvalue of their cosines
+    to 1e-8, keeps w finite then, and small enough that its products with gradients cancel as they should.
     """
     m = len(gramian)
     size = np.trace(gramian) / m
     if not size > 0:  # no gradient at all, to which all weights are as good
         return np.ones(m)
-    g = gramian / size + 1e-13 * np.eye(m)  # w of this one times size ** (-1 / (1 + power)) solves the given one
+    g = gramian / size
+    length = np.sqrt(g.diagonal().clip(1e-26))
+    ridge = max(1e-8 - np.linalg.eigvalsh(g / length[:, None] / length)[0], 0.0)
+    g = g + ridge * np.diag(g.diagonal()) + 1e-13 * np.eye(m)
+    # w of this one times size ** (-1 / (1 + power)) solves the given one
     w = np.ones(m)
 
     def value(w: Array) -> float:

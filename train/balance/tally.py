@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Tally:
-    """Means of weights, norms and cosines, and how often each task was absent, since the last row.
+    """Means of weights, norms and cosines, and how often each task was absent or its gradient zero, since the last row.
 
     Attributes:
         values: by figure: sum, and number of steps that had it; plain data, for a checkpoint.
@@ -24,6 +24,8 @@ class Tally:
 
     def figures(self) -> dict[str, float]:
         """The row, beginning anew."""
-        found = {name: total if name.startswith("absent/") else total / n for name, (total, n) in self.values.items()}
+        found = {
+            name: total if name.startswith(("absent/", "zero/")) else total / n for name, (total, n) in self.values.items()
+        }
         self.values = {}
         return found
