@@ -54,6 +54,17 @@ def adapter_of(model: SpeechModel, *targets: str, seed: int = 1, whole: tuple[st
     return weights_of(model, model.state_dict(), whole, base)
 
 
+def saved(theirs: peft.PeftModel, folder: Path) -> torch.Tensor:
+    """Stir what an adapter of PEFT's has learnt, and save it; its logits of `TEXT`."""
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                p.add_(torch.randn_like(p) * 0.1)
+    theirs.save_pretrained(folder)
+    with torch.no_grad():
+        return theirs(TEXT).logits
+
+
 def said(model: SpeechModel) -> torch.Tensor:
     with torch.no_grad():
         return text_logits(model, TEXT)
@@ -101,12 +112,7 @@ def test_what_peft_wrote_is_merged(grown: Path, lm: Path, tmp_path: Path, mergin
         modules_to_save=["norm"],
     )  # fmt: skip
     theirs = peft.get_peft_model(text_model("mistral"), settings).eval()
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            if "lora_B" in name or "modules_to_save" in name:
-                p.add_(torch.randn_like(p) * 0.1)
-        wanted = theirs(TEXT).logits
-    theirs.save_pretrained(tmp_path / "peft")
+    wanted = saved(theirs, tmp_path / "peft")
     source = {"language model": [str(lm), "--encoder", "nano", "--codec", "codec2"], "speech model": [str(grown)]}[merging]
     target = tmp_path / "merged"
     assert main([source[0], str(target), *source[1:], "--lora", str(tmp_path / "peft"), "--quiet"]) == 0
