@@ -28,6 +28,7 @@ from omni.errors import UserError
 from omni.hardware import peak_flops
 from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
+from train.bench_child import check_gpu
 from train.cross_entropy import LinearCrossEntropy
 from train.memory import PeakMemory
 
@@ -354,11 +355,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a table instead of tables")
+    parser.add_argument(
+        "--gpu", action="store_true", help="instead of tables: ten checks of what differs on a GPU, in 8 minutes"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a table, or a check, instead of text")
     try:
         options = parser.parse_args(list(argv))
     except jsonargparse.ArgumentError as error:
         raise UserError(f"bench: {' '.join(str(error).split())}; see python -m train bench --help") from error
+    if options.gpu:
+        return check_gpu(options.json)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
