@@ -213,8 +213,10 @@ class BudgetConfig:
         _need(self.minutes is None or self.minutes > 0, f"budget.minutes is {self.minutes}; it must be above 0")
 
 
-FIGURES = ("exact_match", "wer", "code_accuracy", "ended")
-"""What a validation measures; some of it also by task or by kind of question (`exact_match/A1A2`). See `train.evaluate`."""
+FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
+"""What a validation measures; some of it also by task, kind of question or stream (`exact_match/A1A2`, `loss/text`). See
+`train.evaluate` and, for the loss, `train.held_out`."""
+LOWER_IS_BETTER = ("wer", "loss")
 
 
 @dataclass(frozen=True)
@@ -225,9 +227,9 @@ class CheckpointConfig:
         every_steps, every_minutes: how often; both may be given.
         keep_last: newest checkpoints kept.
         keep_best: best checkpoints kept, by the validation's figure `metric`.
-        metric: a figure of the validation: `exact_match`, `wer`, `code_accuracy`, `ended`, or one of a part
-            (`exact_match/A1A2`).
-        mode: `max` or `min`: which values of it are good.
+        metric: a figure of the validation: `exact_match`, `wer`, `code_accuracy`, `ended`, `loss` (of the held-out rows; where
+            answers are open and no answer is the only right one), or one of a part (`exact_match/A1A2`, `loss/text`).
+        mode: `max` or `min`: which values of it are good; `auto` is `min` for `wer` and `loss`, `max` for the others.
     """
 
     every_steps: int | None = None
@@ -235,7 +237,7 @@ class CheckpointConfig:
     keep_last: int = 2
     keep_best: int = 1
     metric: str = "exact_match"
-    mode: Literal["max", "min"] = "max"
+    mode: Literal["max", "min", "auto"] = "auto"
 
     def __post_init__(self) -> None:
         _need(self.keep_last >= 1, f"checkpoint.keep_last is {self.keep_last}; it must be at least 1")
@@ -245,17 +247,25 @@ class CheckpointConfig:
             f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
             f"{FIGURES[0]}/A1A2",
         )
+        kind = self.metric.partition("/")[0]
+        _need(
+            kind != "loss" or self.mode != "max",
+            f"checkpoint.mode is max, but checkpoint.metric is {self.metric}: the highest is the worst; leave the mode out",
+        )
+        if self.mode == "auto":
+            object.__setattr__(self, "mode", "min" if kind in LOWER_IS_BETTER else "max")
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Free-running generation on the held-out questions of the data's sources.
+    """Held-out rows of the data's sources: their loss, and free-running generation on their questions.
 
     Attributes:
         every_steps, every_minutes: how often; neither means only at the end.
         at_end: also when the budget is spent.
-        questions: how many questions are asked, 0 for no validation.
-        tasks: what they are asked as; a row is left out of a task that it lacks something for.
+        questions: how many held-out rows there are, 0 for no validation.
+        tasks: what they are asked as; a row is left out of a task that it lacks something for. Their loss is of the tasks that
+            their source trains.
         rows: questions generated side by side.
         max_seconds: longest spoken answer.
     """
@@ -279,7 +289,8 @@ class LogConfig:
     """What is reported. `metrics.csv`, `validation.csv`, TensorBoard files and `curves.png` are always written.
 
     Attributes:
-        every: steps between two rows of the log (each the mean since the last).
+        every: steps between two rows of the log (each the mean since the last). The screen also shows the first three steps and
+            a line every 30 s.
         progress: `bar`, `lines` (one line a row of the log), `off`, or `auto`: a bar on a terminal, lines elsewhere.
         wandb: project at Weights & Biases to report to as well; needs the package `wandb`.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,9 @@ class Feed:
         targets: number of targets of a batch, [K + 1].
         flops: work of a batch with so many targets.
         clock: seconds that the run has taken.
+
+    Attributes:
+        waited, held_up: seconds that the last step's data took in this process, and then those of the other processes.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Feed:
     ) -> None:
         self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
         self.streams, self.team, self.stop = streams, team, stop
+        self.waited = self.held_up = 0.0
 
     def next(self) -> Step:
         """The next step.
@@ -66,6 +71,7 @@ class Feed:
         Raises:
             UserError: the data of any process are broken; on all of them, so that none waits for another.
         """
+        start = time.perf_counter()
         batches: Sequence[Batch] = ()
         failure: UserError | None = None
         counts, positions, flops = torch.zeros(self.streams + 1, dtype=torch.float64), 0.0, 0.0
@@ -78,10 +84,12 @@ class Feed:
                 flops += self.flops(batch, targets) if self.flops is not None else 0.0
         except UserError as error:
             failure = error
+        self.waited = time.perf_counter() - start
         clock = self.clock() if self.team.first else 0.0
         flags = [float(self.stop.number == s) for s in SIGNALS]
         told = torch.tensor([positions, flops, clock, float(failure is not None), *flags], dtype=torch.float64)
         everyone = self.team.sum(torch.cat([counts, told]))
+        self.held_up = time.perf_counter() - start - self.waited
         positions, flops, clock, failed, *flags = everyone[len(counts) :].tolist()
         if failed:
             self.team.agree(failure)

@@ -18,7 +18,7 @@ from omni.errors import UserError
 from omni.model.lora_weights import merged_state
 from omni.model.sharing import SHARING
 from omni.tasks import TASKS, find_task
-from train import adapters, plots
+from train import adapters, announce, plots
 from train.balance import plots as balance_plots
 from train.balance.outer import outer_batches
 from train.balance.run import Balanced
@@ -31,6 +31,7 @@ from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
 from train.data.recorded import speak_ahead
 from train.flops import StepFlops
+from train.held_out import build_held_out
 from train.initial import Initial, build_initial
 from train.loop import Loop, Outcome, Parts
 from train.objective import Objective, cells, targets
@@ -76,10 +77,16 @@ def fit(config: FitConfig) -> Outcome | None:
 
 def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     """Build everything a run needs, in every process alike."""
+    say = announce.speaker(config, fabric.global_rank == 0)
+    for line in announce.beginning(config, fabric):
+        say(line)
     initial = build_initial(with_alignment(config).model, config.seed)
+    say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
     loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
     loop.team.first_alone(lambda: write_text(folder / "config.yaml", _yaml(plain)))
+    for line in announce.going_on(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
+        say(line)
     return loop
 
 
@@ -115,6 +122,10 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         assert validator is not None
         return validator(merged_state(model, weights), step)
 
+    held_out = None
+    if config.validation.questions:
+        rank, world = fabric.global_rank, fabric.world_size
+        held_out = build_held_out(config.data, pipeline.maker, config.validation.questions, rank, world)
     objective = Objective(model, config.objective)
     _check_parts(model.config.adapter, config.data)
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
@@ -137,9 +148,12 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         balanced=balanced,
         flops=StepFlops(model),
         rows=fixed,
+        held_out=held_out.batches if held_out is not None else (),
         validate=validate if validator is not None else None,
         export=export,
         draw=lambda: pictures(folder),
+        sources=[(source.name, source.size) for source in pipeline.mixture.sources],
+        examined=(held_out.rows, held_out.examples) if held_out is not None else (0, 0),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 import warnings
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train import shelf, state
-from train.adapters import ADAPTER
+from train.announce import closing
 from train.balance.feed import CountedStep, CountingFeed
 from train.balance.run import Balancing
 from train.balance.section import BalanceSection
@@ -27,18 +26,22 @@ from train.config import FitConfig, completed
 from train.data.lanes import merge, remember
 from train.data.loader import process_lanes
 from train.feed import Feed, Step
-from train.logs import METRICS, Logs
+from train.held_out import held_out_loss
+from train.logs import Logs
 from train.meter import Meter
 from train.optim import Average, build_optimizer, set_learning_rate, set_trainable
 from train.parallel import Team, accumulating, compile_blocks, full_state
 from train.parts import Figures, Outcome, Parts
-from train.progress import Progress, duration, figures_line
+from train.progress import Progress, figures_line
 from train.schedule import due, learning_rate, used
+from train.step_times import StepTimes
 from train.stop import Stop
 from train.watch import Watch
 
 GIVE_UP = 10
 """Steps one after another that may be left out because their gradients are no numbers."""
+FIRST_STEPS, LINE_SECONDS = 3, 30.0
+"""The steps of a start that the screen shows whatever `log.every` is, and the longest between two of its later lines."""
 
 
 class Loop:
@@ -79,6 +82,7 @@ class Loop:
         start = (self._used(), self.position.seconds)
         self.progress = Progress(config.log.progress if self.team.first else "off", start)
         self.before, self.since = self.position.seconds, time.perf_counter()
+        self.times, self.first_step, self.shown = StepTimes(), self.position.step + 1, self.position.seconds
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -88,6 +92,9 @@ class Loop:
         try:
             with Stop() as stop:
                 feed = self.feed(stop)
+                if position.step:
+                    self._validate_if_due()  # a signal came first
+                self.times.begin()
                 while not stopped and self._used() < 1:
                     self.meter.start()
                     step = self._next(feed)
@@ -104,16 +111,22 @@ class Loop:
                     remember(position.lanes, step.batches)
                     if self.average is not None:
                         self.average.update(position.step)
+                    told = time.perf_counter()
                     self._report(factor)
                     self.meter.pause()
+                    self._time_step(feed, time.perf_counter() - told)
                     stopped = step.stop
                     if not stopped:
-                        self._save_if_due()
-                        self._validate_if_due()
+                        with self.times.part("saving a checkpoint"):
+                            self._save_if_due()
+                        with self.times.part("validation"):
+                            self._validate_if_due()
                 self._save()
                 if not stopped:
                     self._finish()
-            self._say_where(stopped)
+            if self.team.first:
+                for line in closing(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
+                    self.progress.say(line)
         finally:
             self.progress.close()
             if self.logs is not None:
@@ -191,26 +204,47 @@ class Loop:
 
     def _report(self, factor: float) -> None:
         position, share = self.position, self._used()
+        lr = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
         if position.step % self.config.log.every and share < 1:
-            self.progress.show(position.step, share, position.seconds)
+            if self._line_is_due():
+                self._show({**self.meter.look(), "lr": lr})
+            else:
+                self.progress.show(position.step, share, position.seconds)
             return
         figures = self.meter.figures()
         self._check_finite("loss", figures["loss"])
         if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
             self._check_finite(f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm))
-        figures["lr"] = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
+        figures["lr"] = lr
         figures["seconds"] = position.seconds
         figures["gradient_norm"] = float(self.norm)
         figures.update(self._left_out())
-        speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
-        if speed and peak:
-            figures["mfu"] = speed / (peak * self.team.world)
+        self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
             self.logs.metrics(position.step, figures)
             if balance:
                 self.logs.balance(position.step, balance)
-        self.progress.row(position.step, share, position.seconds, figures)
+
+    def _line_is_due(self) -> bool:
+        """Whether the screen shows this step although the log has no row of it; the same in all processes."""
+        first = self.position.step < self.first_step + FIRST_STEPS
+        return self.config.log.progress != "off" and (first or self.position.seconds - self.shown >= LINE_SECONDS)
+
+    def _show(self, figures: Figures) -> None:
+        """Show figures, among them how much of the devices' speed is used, which is noted there."""
+        position, self.shown = self.position, self.position.seconds
+        speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
+        if speed and peak:
+            figures["mfu"] = speed / (peak * self.team.world)
+        self.progress.row(position.step, self._used(), position.seconds, figures)
+
+    def _time_step(self, feed: Feed, told: float) -> None:
+        self.times.add("waiting for data", feed.waited)
+        self.times.add("waiting for another process", feed.held_up)
+        line = self.times.end(self.position.step, left_out=told)
+        if line is not None:
+            self.progress.say(line)
 
     def _left_out(self) -> Figures:
         """Rows that were too long or broken and therefore not used, since the beginning of the run."""
@@ -236,14 +270,19 @@ class Loop:
             self._validate()
 
     def _validate(self) -> None:
-        """Measure by free-running generation, on a gathered copy, in the first process; the others wait."""
-        position, keep = self.position, self.config.checkpoint
+        """Measure the loss of held-out rows, in all processes, and free-running generation, on a gathered copy, in the first
+        process; the others wait."""
+        position, keep, parts = self.position, self.config.checkpoint, self.parts
         position.validated = (position.step, position.seconds)
-        if not self.team.share(self.parts.validate is not None):
+        asked = self.team.share(parts.validate is not None)
+        if not asked and not parts.held_out:
             return
-        weights, validate = self._weights(), self.parts.validate
+        losses = held_out_loss(
+            self.module, self.objective, parts.held_out, parts.tasks, parts.streams, self.fabric.device, self.average, self.team
+        )
+        weights, validate = self._weights() if asked else {}, parts.validate
         figures = self.team.first_alone(lambda: validate(weights, position.step) if validate is not None else None)
-        position.figures = self.team.share(figures or {})
+        position.figures = self.team.share({**(figures or {}), **losses})
         self.team.first_alone(self._show_validation)
         value = position.figures.get(keep.metric)
         best = self.team.first_alone(lambda: shelf.is_best(self.place, value, keep.metric, keep.mode, keep.keep_best))
@@ -262,7 +301,8 @@ class Loop:
         position = self.position
         if self.logs is not None:
             self.logs.validation(position.step, {**position.figures, "seconds": position.seconds})
-        self.progress.say(f"validation at step {position.step}: {figures_line(position.figures)}")
+        shown = {k: v for k, v in position.figures.items() if not k.startswith("loss/") or k in ("loss/text", "loss/audio")}
+        self.progress.say(f"validation at step {position.step}: {figures_line(shown)}")
         self._draw()
 
     def _note_validation(self) -> None:
@@ -358,22 +398,3 @@ class Loop:
         weights, export = self._weights(), self.parts.export
         self.exported = self.team.first_alone(lambda: export(weights) if export is not None else None)
         self.team.first_alone(self._draw)
-
-    def _say_where(self, stopped: int) -> None:
-        step, say = self.position.step, self.progress.say
-        if not self.team.first:
-            return
-        if stopped:
-            name = signal.Signals(stopped).name
-            say(f"stopped by {name} after step {step}; the state is in {self.saved}: run the same command to go on")
-            return
-        say(f"finished: {step} steps in {duration(self.position.seconds)}")
-        logs = self.folder / METRICS
-        adapter = self.folder / ADAPTER if self.config.lora is not None else None
-        for label, path in (("model", self.exported), ("adapter", adapter), ("logs", logs), ("checkpoint", self.saved)):
-            if path == adapter and label == "model":
-                continue
-            if path is not None and path.exists():
-                say(f"  {label:<12}{path}")
-        for picture in sorted(self.folder.glob("*.png")):
-            say(f"  {picture.stem:<12}{picture}")

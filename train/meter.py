@@ -29,6 +29,7 @@ class Meter:
         self.flops = 0.0
         self.seconds = 0.0
         self._running_since: float | None = None
+        self._shown: tuple[Tensor, float, float, float] | None = None  # sums, positions, FLOPs and seconds at the last look
 
     def add(self, losses: Losses) -> None:
         """Take in one micro-batch's losses ([T, K] sums and counts)."""
@@ -67,29 +68,51 @@ class Meter:
             self.values.zero_()
             if self.team.first:
                 self.values += torch.tensor(state, device=self.values.device, dtype=self.values.dtype)
+            self._shown = (torch.tensor(state, dtype=torch.float64), 0.0, 0.0, 0.0)
 
     def figures(self) -> dict[str, float]:
         """Mean losses and speed since the last call; all processes must call it. Streams and tasks without a target are
         left out."""
         values = self.total()  # waits for the device, so it comes before the clock is read
         self.pause()
+        out = self._figures(values, self.positions, self.flops, self.seconds)
+        self.values.zero_()
+        self.positions = self.flops = self.seconds = 0.0
+        self._shown = None
+        self.start()
+        return out
+
+    def look(self) -> dict[str, float]:
+        """The figures since the last look, `figures` or `restore`, for the screen alone: nothing is taken from the next
+        `figures`. All processes must call it."""
+        values = self.total()
+        self.pause()
+        now = (values, self.positions, self.flops, self.seconds)
+        sums, positions, flops, seconds = self._shown or (torch.zeros_like(values), 0.0, 0.0, 0.0)
+        self._shown = now
+        self.start()
+        return self._figures(values - sums, now[1] - positions, now[2] - flops, now[3] - seconds)
+
+    def _figures(self, values: Tensor, positions: float, flops: float, seconds: float) -> dict[str, float]:
         steps = max(1.0, round(float(values[1]), 3))
         out = {"loss": float(values[0]) / steps}
         sums, counts = values[self.FIXED :].view(2, len(self.tasks), len(self.streams))
-        for name, s, n in zip(self.streams, sums.sum(0).tolist(), counts.sum(0).tolist(), strict=True):
-            if n > 0:
-                out[f"loss/{name}"] = s / n
-        for name, s, n in zip(self.tasks, sums.sum(1).tolist(), counts.sum(1).tolist(), strict=True):
-            if n > 0:
-                out[f"loss/{name}"] = s / n
+        out.update(means(sums, counts, self.tasks, self.streams))
         if values[3] > 0:
             out["loss/alignment"] = float(values[2] / values[3])
         if values[4] > 0:
             out["steps_skipped"] = round(float(values[4]))
-        if self.seconds > 0:
-            out["tokens_per_second"] = self.positions / self.seconds
-            out["flops_per_second"] = self.flops / self.seconds
-        self.values.zero_()
-        self.positions = self.flops = self.seconds = 0.0
-        self.start()
+        if seconds > 0:
+            out["tokens_per_second"] = positions / seconds
+            out["flops_per_second"] = flops / seconds
         return out
+
+
+def means(sums: Tensor, counts: Tensor, tasks: Sequence[str], streams: Sequence[str]) -> dict[str, float]:
+    """Losses per target from sums and counts [T, K]: of every stream, of the audio streams together (`loss/audio`) and of every
+    task; those without a target are left out."""
+    audio = [k for k, name in enumerate(streams) if name != "text"]
+    by_stream = [(name, sums[:, k].sum(), counts[:, k].sum()) for k, name in enumerate(streams)]
+    by_task = [(name, sums[t].sum(), counts[t].sum()) for t, name in enumerate(tasks)]
+    together = ("audio", sums[:, audio].sum(), counts[:, audio].sum())
+    return {f"loss/{name}": float(s / n) for name, s, n in [*by_stream, together, *by_task] if n > 0}

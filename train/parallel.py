@@ -147,6 +147,15 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
     return module
 
 
+def reshard(module: nn.Module) -> None:
+    """To be called after forwards without backward: FSDP2 keeps the root's parameters whole, and would not see them change."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in module.parameters())
 

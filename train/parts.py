@@ -31,10 +31,13 @@ class Parts:
         flops: work of a batch with so many targets.
         rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them: a run goes on with
             the same ones only.
+        held_out: micro-batches that a validation measures the loss of, equally many in every process.
         validate: figures of the model with these weights after so many steps.
         export: writes the finished model and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
             first process only.
+        sources: what the examples come from, and the number of rows, None where they are made without end.
+        examined: rows and examples that are held out, over all processes.
     """
 
     objective: nn.Module
@@ -47,9 +50,12 @@ class Parts:
     balanced: Balanced | None = None
     flops: Callable[[Batch, Tensor], float] | None = None
     rows: Mapping[str, int] = field(default_factory=dict)
+    held_out: Sequence[Batch] = ()
     validate: Callable[[dict[str, Tensor], int], Figures] | None = None
     export: Callable[[dict[str, Tensor]], Path] | None = None
     draw: Callable[[], dict[str, Path]] | None = None
+    sources: Sequence[tuple[str, int | None]] = ()
+    examined: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

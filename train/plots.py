@@ -31,8 +31,8 @@ def pyplot_quietly() -> Any:
 
 
 def curves(folder: Path) -> Path | None:
-    """Draw `curves.png` from a run folder's tables: losses, learning rate and validation over time. None before there
-    is a row."""
+    """Draw `curves.png` from a run folder's tables: losses, also of held-out rows, learning rate and validation over time. None
+    before there is a row."""
     metrics, validation = read_table(folder / METRICS), read_table(folder / VALIDATION)
     if not metrics and not validation:
         return None
@@ -46,6 +46,9 @@ def curves(folder: Path) -> Path | None:
         style = "--" if label in TASKS else "-"
         _line(axes[0], metrics, name, scale, COLORS[i % len(COLORS)], label, width=1.0, style=style)
     _line(axes[0], metrics, "loss", scale, "black", "objective", width=1.6)
+    for name in ("loss/text", "loss/audio"):
+        color = COLORS[names.index(name) % len(COLORS)] if name in names else INK
+        _line(axes[0], validation, name, scale, color, f"held out: {name.removeprefix('loss/')}", marker="o", style=":")
     axes[0].set_ylabel("loss (nats per target)")
     values = [row[n] for row in metrics for n in ("loss", *names) if row[n] > 0]
     if values and max(values) > 20 * min(values):

@@ -37,6 +37,15 @@ def figures_line(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
 
 
+def losses_line(figures: Mapping[str, float]) -> str:
+    """`text 2.31 audio 4.02`: means per target in nats; where neither has targets the alignment loss, or else the objective."""
+    for names in (("text", "audio"), ("alignment",)):
+        shown = [f"{name} {figures[f'loss/{name}']:#.3g}" for name in names if f"loss/{name}" in figures]
+        if shown:
+            return " ".join(shown)
+    return f"loss {figures['loss']:#.3g}"
+
+
 class Screen:
     """A bar on a terminal, lines elsewhere, or nothing.
 
@@ -89,8 +98,8 @@ class Progress(Screen):
         self.bar.refresh()
 
     def row(self, step: int, used: float, seconds: float, figures: Mapping[str, float]) -> None:
-        """A new row of the log."""
-        parts = [f"loss {figures['loss']:.3f}", f"lr {figures['lr']:.2e}"]
+        """A new row of the log, or figures for the screen alone."""
+        parts = [losses_line(figures), f"lr {figures['lr']:.2e}"]
         if "tokens_per_second" in figures:
             parts.append(f"{short(figures['tokens_per_second'])} tokens/s")
         if "mfu" in figures:

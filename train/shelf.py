@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -54,15 +55,16 @@ def newest(place: Path) -> Path | None:
 
 
 def ranked(place: Path, metric: str, mode: str) -> list[tuple[float, Path]]:
-    """Checkpoints at which `metric` was measured with its value, best first; of equal ones the older."""
+    """Checkpoints at which `metric` was measured with its value, best first; of equal ones the older. What is no finite number
+    never counts."""
     scored = [(read_state(folder)["figures"].get(metric), folder) for folder in checkpoints(place)]
-    measured = [(value, folder) for value, folder in scored if value is not None and value == value]
+    measured = [(value, folder) for value, folder in scored if value is not None and math.isfinite(value)]
     return sorted(measured, key=lambda entry: -entry[0] if mode == "max" else entry[0])
 
 
 def is_best(place: Path, value: float | None, metric: str, mode: str, keep: int) -> bool:
     """Whether a value of `metric` is among the `keep` best so far."""
-    if value is None or keep < 1:
+    if value is None or not math.isfinite(value) or keep < 1:
         return False
     best = ranked(place, metric, mode)[:keep]
     return len(best) < keep or (value > best[-1][0] if mode == "max" else value < best[-1][0])

@@ -102,3 +102,5 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
     run = tmp_path / "runs" / "voiceassistant-stage1"
     assert [row["step"] for row in read_table(run / METRICS)] == [1, 2]
     assert [row["step"] for row in read_table(run / VALIDATION)] == [STEPS] and "wer" in read_table(run / VALIDATION)[0]
+    measured = read_table(run / VALIDATION)[0]
+    assert all(measured[name] > 0 for name in ("loss", "loss/text", "loss/audio", "loss/A1T1", "loss/T1A2"))

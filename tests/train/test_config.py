@@ -72,6 +72,21 @@ def test_every_recipe_can_be_read_and_names_parameters_that_exist(recipe: Path) 
     parameter_groups([(n, p) for n, p in model.named_parameters() if n in learning], config.optimizer)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
+def test_recipes_with_open_answers_keep_what_has_the_lowest_held_out_loss(recipe: Path) -> None:
+    config, _ = read_fit_config([str(recipe)])
+    assert (config.checkpoint.metric == "loss") == (recipe.parent != CONFIGS)  # the files at the top have one right answer
+    assert config.checkpoint.mode == ("max" if config.checkpoint.metric == "exact_match" else "min")
+
+
+def test_the_good_values_of_a_metric_follow_from_its_name() -> None:
+    known = {"exact_match": "max", "code_accuracy": "max", "ended": "max", "wer": "min", "loss": "min", "loss/text": "min"}
+    assert {metric: CheckpointConfig(metric=metric).mode for metric in known} == known
+    assert CheckpointConfig(metric="wer", mode="max").mode == "max"
+    with pytest.raises(UserError, match=r"mode is max, but checkpoint\.metric is loss/audio: the highest is the worst"):
+        CheckpointConfig(metric="loss/audio", mode="max")
+
+
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_the_mistral_recipes_are_the_well_known_one(name: str) -> None:
     """Rank 8, alpha 16, dropout 0.05 on q, k, v, o, gate, up, down and the head; 2.5e-5, batches of 2 x 4, length 512."""

@@ -20,11 +20,16 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train import parallel, shelf
-from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig
-from train.logs import METRICS, read_table
+from train.config import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
+from train.logs import METRICS, VALIDATION, read_table
 from train.parallel import build_fabric, compile_blocks, placement
 
-LINES = {"log": LogConfig(every=1, progress="off"), "checkpoint": CheckpointConfig(every_steps=3, every_minutes=None)}
+LINES = {
+    "log": LogConfig(every=1, progress="off"),
+    "checkpoint": CheckpointConfig(every_steps=3, every_minutes=None, metric="loss"),
+}
+
+VALIDATED = ValidationConfig(every_steps=2, at_end=False)
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -76,23 +81,24 @@ def losses(folder: Path, *names: str) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs of eight steps, most of them in one launch of two processes (by Fabric's own launcher)."""
+    """Folders of runs of eight steps; those that are stopped, and the one of one process, validate every two. Most
+    are in one launch of two processes (by Fabric's own launcher)."""
     top = tmp_path_factory.mktemp("runs")
-    toy_fit(toy_config(top / "one", **LINES))
-    stop = {"kill": ["SIGTERM", 3]}
+    toy_fit(toy_config(top / "one", **LINES, validation=VALIDATED))
+    stop, validated = {"kill": ["SIGTERM", 3]}, {"validate": VALIDATED.every_steps}
     for name in ("one-then-two", "one-then-sharded"):
         interrupt = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
         toy_fit(toy_config(top / name, **LINES), toy_parts(interrupt))
     ddp, fsdp = ({"devices": 2, "strategy": strategy} for strategy in ("ddp", "fsdp"))
     together = [
         {"folder": str(top / "ddp"), "fabric": ddp},
-        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **stop},
-        {"folder": str(top / "ddp-stopped"), "fabric": ddp, "kill": ["SIGINT", 5]},
-        {"folder": str(top / "ddp-stopped"), "fabric": ddp},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **stop, **validated},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, "kill": ["SIGINT", 5], **validated},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **validated},
         {"folder": str(top / "fsdp"), "fabric": fsdp},
-        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **stop},
-        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, "kill": ["SIGINT", 5]},
-        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **stop, **validated},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, "kill": ["SIGINT", 5], **validated},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **validated},
         {"folder": str(top / "sharded-then-one"), "fabric": fsdp, **stop},
         {"folder": str(top / "one-then-two"), "fabric": ddp},
         {"folder": str(top / "one-then-sharded"), "fabric": fsdp},
@@ -127,7 +133,18 @@ def test_two_processes_learn_what_one_learns(runs: Path, strategy: str, lora: st
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_measure_the_held_out_loss_that_one_measures(runs: Path, strategy: str) -> None:
+    """Of five batches one process has three and the other two: only sums over counts of all of them give this."""
+    one, two = (read_table(runs / name / VALIDATION) for name in ("one", f"{strategy}-stopped"))
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [2, 4, 6, 8]
+    names = ["loss", "loss/text", "loss/audio", "loss/audio0", "loss/A1A2", "loss/T1T2"]
+    for ours, theirs in zip(two, one, strict=True):
+        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_stopped_processes_end_bitwise_where_undisturbed_ones_end(runs: Path, strategy: str) -> None:
+    """The undisturbed ones do not validate either: the running average stands in for the weights, and goes again."""
     stopped, whole = final_tensors(runs / f"{strategy}-stopped"), final_tensors(runs / strategy)
     for name, tensor in whole.items():
         assert tensor.equal(stopped[name]), name

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from train.logs import METRICS, VALIDATION, Table
-from train.plots import curves, printable, spectrogram, spectrograms
+from train.plots import CURVES, curves, printable, spectrogram, spectrograms
 
 
 def ink(file: Path) -> float:
@@ -33,6 +33,12 @@ def test_curves(tmp_path: Path, rows: int, validated: bool) -> None:
         for step in (1, 20):
             table.add(step, {"exact_match": 0.04 * step, "wer": 2.0, "seconds": 60.0 * step})
         assert ink(curves(tmp_path)) > bare  # type: ignore[arg-type]
+        asked = np.asarray(Image.open(tmp_path / CURVES).convert("L"))
+        for step in (1, 20):
+            table.add(step, {"loss/text": 3.0 / step, "loss/audio": 4.0 / step, "seconds": 60.0 * step})
+        shown = np.asarray(Image.open(curves(tmp_path)).convert("L"))  # type: ignore[arg-type]
+        top = slice(0, shown.shape[0] // 2)  # the losses' axes
+        assert (shown[top] != asked[top]).mean() > 0.002
     assert bare > 0.01
     assert not list(tmp_path.glob(".*"))
 

@@ -119,6 +119,13 @@ def toy_targets(batch: ToyBatch) -> Tensor:
     return torch.cat([(batch.targets != -100).sum((0, 2)), torch.zeros(1, dtype=torch.long)])
 
 
+def toy_held_out(rank: int, world: int) -> list[ToyBatch]:
+    """Five batches shared by the processes, equally many each: where they do not divide evenly some have an empty one."""
+    own = [toy_batch(lane, 1000) for lane in range(5)][rank::world]
+    empty = ToyBatch(*(t[:0] for t in (own[0].tokens, own[0].targets, own[0].task)), 0, {})
+    return own + [empty] * (-(-5 // world) - len(own))
+
+
 def toy_config(folder: Path | str, **changes: Any) -> FitConfig:
     """A configuration of eight steps, of which any field can be changed."""
     base: dict[str, Any] = {
@@ -185,7 +192,10 @@ def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dic
     """Run it in this process; the outcome, and model and average by name."""
     fabric = build_fabric(config.fabric)
     fabric.launch()
-    loop = Loop(config, asdict(config), parts or toy_parts(), fabric, Path(config.run_folder))
+    parts = parts or toy_parts()
+    if config.validation.every_steps is not None and parts.validate is None:
+        parts = replace(parts, held_out=toy_held_out(fabric.global_rank, fabric.world_size))
+    loop = Loop(config, asdict(config), parts, fabric, Path(config.run_folder))
     outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
     if loop.average is not None:
@@ -213,10 +223,10 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes.
 
-    Options of a run: folder, fabric and optimizer (their fields), steps, every (steps between checkpoints), lora (true, or how
-    the base is quantised), guard, kill: [signal, step] (the first process sends itself a signal before that step), block:
-    [path, step] (before that step it puts a folder that is not empty where a checkpoint's file belongs, or, where the path
-    ends in `writing`, a file in place of the folder).
+    Options of a run: folder, fabric and optimizer (their fields), steps, every (steps between checkpoints), validate (steps
+    between validations), lora (true, or how the base is quantised), guard, kill: [signal, step] (the first process sends itself
+    a signal before that step), block: [path, step] (before that step it puts a folder that is not empty where a checkpoint's
+    file belongs, or, where the path ends in `writing`, a file in place of the folder).
     """
     code = 0
     for run in options.get("runs", [options]):
@@ -243,7 +253,8 @@ def main(options: dict[str, Any]) -> int:
             fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}),
             budget=BudgetConfig(steps=run.get("steps", 8)),
             optimizer=OptimizerConfig(**{"lr": 1e-2, **run.get("optimizer", {})}),
-            checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None),
+            checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None, metric="loss"),
+            validation=ValidationConfig(every_steps=run.get("validate"), at_end=False),
             log=LogConfig(every=1, progress="lines"),
         )
         try:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from omni.errors import UserError
 from omni.patterns import match_names
@@ -38,7 +37,7 @@ from train.balance.tap import Tap
 from train.feed import Batch
 from train.logs import BALANCE
 from train.objective import Losses
-from train.parallel import Team, accumulating
+from train.parallel import Team, accumulating, reshard
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class Balancing:
         elif after and isinstance(balancer, Balancer):
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
                 found = [_own(self.module(batch, self.denominators, progress, shares)) for batch, shares in after]
-            self._reshard()
+            reshard(self.module)
             balancer.after(torch.stack(found).sum(0), self.team.sum)
         self.before = None
 
@@ -230,12 +229,6 @@ class Balancing:
     def _alone(self, more: bool) -> Any:
         """Around the passes of a micro-batch that others follow: gradients need no exchange yet."""
         return accumulating(self.fabric, self.module, more)
-
-    def _reshard(self) -> None:
-        """After a forward without backward FSDP2 keeps the root's parameters whole."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
 
     def _devices(self) -> list[torch.device]:
         return [self.fabric.device] if self.fabric.device.type == "cuda" else []
@@ -349,7 +342,7 @@ class Balancing:
 
         report = balancer.learn(
             lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr, self.team.sum,
-            self._backward, self._reshard,
+            self._backward, lambda: reshard(self.module),
         )  # fmt: skip
         if balancer.config.method == "forum":
             if bool(both.any()) and bool(report.absent.all()):  # no number comes of it, so that the step is left out

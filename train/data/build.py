@@ -64,16 +64,18 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     Raises:
         UserError: no source has any.
     """
+    return [row for _, rows in held_out_by_source(config, codec, count) for row in rows]
+
+
+def held_out_by_source(config: DataConfig, codec: AudioCodec | None, count: int) -> list[tuple[SourceConfig, list[Row]]]:
+    """The rows of `held_out_rows` with the sources that they are of."""
     sources = [source for source in config.sources if has_held_out(source)]
     if not sources:
         raise UserError(
             "no source has held-out rows; name a file or a number of them as data.sources[...].held_out, or ask no questions"
         )
-    rows: list[Row] = []
-    for i, source in enumerate(sources):
-        share = count * (i + 1) // len(sources) - count * i // len(sources)
-        rows += held_out_of(source, codec, share, config.cache)
-    return rows
+    shares = [count * (i + 1) // len(sources) - count * i // len(sources) for i in range(len(sources))]
+    return [(source, held_out_of(source, codec, n, config.cache)) for source, n in zip(sources, shares, strict=True)]
 
 
 def held_out_of(

@@ -1,0 +1,71 @@
+"""How long steps take, and why one of them takes much longer than those before it."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+FACTOR, LEAST = 3.0, 1.0
+"""A step is told of that takes so many times the median, and more than so many seconds."""
+KNOWN = 5
+"""Steps before there is a median; until then only what is compiled is told of."""
+COMPILING = "compiling"
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has compiled in this process. Nothing is imported for it: that alone takes over a second."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"].get("unique_graphs", 0))
+
+
+class StepTimes:
+    """Measures steps from the end of one to the end of the next, and the parts of them whose names are known.
+
+    Args:
+        clock: seconds, from any beginning.
+        graphs: number of graphs compiled so far.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, graphs: Callable[[], int] = graphs_compiled) -> None:
+        self.clock, self.graphs = clock, graphs
+        self.recent: deque[float] = deque(maxlen=100)
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.since, self.compiled = self.clock(), self.graphs()
+        self.parts: dict[str, float] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        """Seconds of this step that went by so."""
+        self.parts[name] = self.parts.get(name, 0.0) + seconds
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.add(name, self.clock() - start)
+
+    def end(self, step: int, left_out: float = 0.0) -> str | None:
+        """The step is done: a line where it is an outlier. The next one begins.
+
+        Args:
+            left_out: seconds that do not count, such as those in which the device worked off what steps before had asked of it.
+        """
+        seconds = self.clock() - self.since - left_out
+        usual = statistics.median(self.recent) if len(self.recent) >= KNOWN else None
+        self.add(COMPILING, seconds - sum(self.parts.values()) if self.graphs() > self.compiled else 0.0)
+        name, longest = max(self.parts.items(), key=lambda part: part[1])
+        self.recent.append(seconds)
+        self.begin()
+        if seconds <= LEAST or (usual is None and name != COMPILING) or seconds <= FACTOR * (usual or 0.0):
+            return None
+        cause = f"{name} took {longest:.1f} s" if 2 * longest >= seconds - (usual or 0.0) else "the cause is unknown"
+        compared = "" if usual is None else f", {usual:.2g} s are usual"
+        return f"step {step} took {seconds:.1f} s{compared}: {cause}"
