@@ -370,6 +370,4 @@ def _truncated(name: str, found: float, promised: float, unit: str = "s") -> Use
 
 
 def _too_long(name: str, seconds: float, limit: float) -> UserError:
-    return UserError(
-        f"{name} lasts {seconds:.1f} s or more, and the limit is {limit:g} s: cut it into pieces"
-    )
+    return UserError(f"{name} lasts {seconds:.1f} s or more, and the limit is {limit:g} s: cut it into pieces")
