@@ -70,7 +70,7 @@ def test_resample_equals_torchaudio(source: int, target: int, shape: tuple[int, 
 def test_long_sound_is_resampled_in_parts_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     audio = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     whole = resample(audio, 24000, 16000)
-    monkeypatch.setattr("omni.audio.io._FRAMES", 100)
+    monkeypatch.setattr("omni.audio.resample._FRAMES", 100)
     torch.testing.assert_close(resample(audio, 24000, 16000), whole, rtol=1e-6, atol=1e-6)
 
 
