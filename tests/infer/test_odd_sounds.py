@@ -16,7 +16,7 @@ from infer.options import AskOptions
 from tests.infer.odd_sounds import NOISE, RATE, encoded, odd_sounds
 
 SOUNDS = dict(odd_sounds())
-PARTS = 8
+PARTS = 16
 
 
 @pytest.fixture(autouse=True)
