@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TextIO
 from infer.device import cpu_threads, find_device, find_dtype
 from infer.options import DEFAULT_MODEL, AskOptions
 from infer.playback import Figures, Meter
-from infer.questions import Pending, choose_task, collect
+from infer.questions import Pending, choose_task, collect, remarked
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
 from omni.edit.storage import load_edits
 from omni.errors import UserError
@@ -35,6 +35,7 @@ class TurnReport:
         audio: the file that the answer was written to, None where there is none.
         seconds: length of the answer's sound.
         ended: `end`, `length` (a limit was reached) or `cache` (the conversation is full).
+        warnings: what makes the question doubtful (silent, very short, perhaps cut short), none where it is empty.
     """
 
     task: str
@@ -47,6 +48,7 @@ class TurnReport:
     real_time_factor: float | None
     underruns: int
     ended: str
+    warnings: tuple[str, ...] = ()
 
 
 def ask(options: AskOptions) -> None:
@@ -106,14 +108,19 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
     """Ask one question; its text, its sound and the report."""
     rate = session.codec.sample_rate if session.codec is not None else 0
     with Outputs(_outputs(options, place, rate) if task.audio else []) as outputs:
-        asked = question.take()
-        meter = Meter(rate)
-        events = session.ask(asked, task)
+        with remarked() as remarks:
+            asked = question.take()
+            meter = Meter(rate)
+            events = session.ask(asked, task)
+        remarks = [f"{question.name}: {remark}" if remark.startswith("the question") else remark for remark in remarks]
+        remarks = [*question.remarks, *remarks]
+        for remark in remarks:
+            print(f"warning: {remark}", file=sys.stderr, flush=True)
         text, figures, ended = follow(events, meter, outputs, None if options.json else say)
     spoken = figures.sound > 0
     file = str(place) if place is not None and spoken else None
     if options.json:
-        print(json.dumps(asdict(report(task, question, text, file, figures, ended)), ensure_ascii=False), flush=True)
+        print(json.dumps(asdict(report(task, question, text, file, figures, ended, remarks)), ensure_ascii=False), flush=True)
         return
     if file is not None:
         print(f"{file}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
@@ -158,7 +165,9 @@ def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, liv
     return "".join(pieces), figures, ended
 
 
-def report(task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: str) -> TurnReport:
+def report(
+    task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: str, warnings: Sequence[str] = ()
+) -> TurnReport:
     """The figures of a turn in round numbers."""
 
     def milliseconds(seconds: float | None) -> float | None:
@@ -176,6 +185,7 @@ def report(task: Task, question: Pending, text: str, file: str | None, figures: 
         real_time_factor=None if factor is None else round(factor, 4),
         underruns=figures.underruns,
         ended=ended,
+        warnings=tuple(warnings),
     )
 
 

@@ -22,11 +22,13 @@ def option(default: Any, help: str, **more: Any) -> Any:
 class AskOptions:
     """Ask a model and get its answer while it is made.
 
-    Spoken questions are sound files, or raw PCM on standard input (`-`); written ones follow `--text`. Several are
-    independent questions, or with `--chat` the turns of one conversation.
+    Spoken questions are sound files, or a sound file or raw PCM on standard input (`-`); written ones follow `--text`.
+    Several are independent questions, or with `--chat` the turns of one conversation.
     """
 
-    files: tuple[str, ...] = option((), "sound files, or - for raw PCM (s16le, mono) on standard input", positional=True)
+    files: tuple[str, ...] = option(
+        (), "sound files, or - for one, or raw PCM (s16le, mono), on standard input", positional=True
+    )
     text: tuple[str, ...] = option((), "written questions instead", metavar="TEXT")
     model: str = option(DEFAULT_MODEL, "model folder")
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omni.errors import UserError
+    from omni.errors import SoundWarning, UserError
     from omni.generate.results import Answer, AudioChunk, Ended, TextDelta, Timings
     from omni.generate.sampling import Sampling
     from omni.generate.session import Session
@@ -17,6 +17,7 @@ _PLACES = {
     "Ended": "omni.generate.results",
     "Sampling": "omni.generate.sampling",
     "Session": "omni.generate.session",
+    "SoundWarning": "omni.errors",
     "SpeechLM": "omni.generate.speech_lm",
     "TextDelta": "omni.generate.results",
     "Timings": "omni.generate.results",
@@ -24,7 +25,7 @@ _PLACES = {
 }
 
 __all__ = [
-    "Answer", "AudioChunk", "Ended", "Sampling", "Session", "SpeechLM", "TextDelta", "Timings", "UserError",
+    "Answer", "AudioChunk", "Ended", "Sampling", "Session", "SoundWarning", "SpeechLM", "TextDelta", "Timings", "UserError",
 ]  # fmt: skip
 
 

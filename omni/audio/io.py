@@ -1,8 +1,9 @@
 """Sound in: files, bytes and raw PCM to mono tensors `[S]` float32 at the rate the caller asks for.
 
 Everything a person may hand over by mistake (a folder, a text file, half a download, three hours, eight
-channels, NaN) is refused here with one line that names the source, the value and the way out, so that
-nothing behind this door has to look again. WAV files are written by `omni.audio.wav`, whose names are
+channels, NaN, `/dev/zero`) is refused here with one line that names the source, the value and the way out, so
+that nothing behind this door has to look again; and before memory is taken for it. What is taken all the same
+but may not be what was meant is told as a `SoundWarning`. WAV files are written by `omni.audio.wav`, whose names are
 exported here too.
 
 S samples, C channels.
@@ -13,23 +14,26 @@ from __future__ import annotations
 import io
 import os
 import stat
-import struct
+import warnings
 from dataclasses import dataclass
-from functools import lru_cache
-from math import ceil, gcd
 from typing import BinaryIO, Literal
 
 import numpy as np
 import soundfile
 import torch
-import torchaudio
 from torch import Tensor
 
+from omni.audio.level import cancelled
+from omni.audio.mp3 import quiet_decoder
+from omni.audio.resample import resample
+from omni.audio.sniff import HEAD, container, foreign
+from omni.audio.truncation import check_end, extent
 from omni.audio.wav import WavWriter, pcm16, write_wav
-from omni.errors import UserError
+from omni.errors import SoundWarning, UserError
 
 __all__ = [
     "MAX_SECONDS",
+    "MAX_STREAM_BYTES",
     "SAMPLE_RATE",
     "AudioInfo",
     "AudioSource",
@@ -38,6 +42,7 @@ __all__ = [
     "from_pcm16",
     "pcm16",
     "read_audio",
+    "read_stream",
     "resample",
     "write_wav",
 ]
@@ -48,13 +53,20 @@ SAMPLE_RATE = 16_000
 MAX_SECONDS = 1800.0
 """Longest file read unless the caller says otherwise: half an hour, 115 MB of float32 at 16 kHz."""
 
-AudioSource = str | os.PathLike[str] | bytes | BinaryIO
+MAX_STREAM_BYTES = 1 << 28
+"""Most that is read of what has no end that could be seen before (pipes, devices), and of an OGG or MP3: 256 MiB."""
+
+RATES = (100, 1_000_000)
+"""Sample rates that a file may have."""
+
+AudioSource = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 """A path, the bytes of a file, or an open binary file."""
 
-_BLOCK = 1 << 18  # frames decoded at a time, so that no header can ask for memory that the data does not fill
-_STREAMED = 0x7FFF0000  # a size from here up is what programs write into a pipe, where they cannot know it
-_FRAMES = 1 << 17  # frames of a resampling product done at a time
-_MAX_KERNEL = 1 << 24  # elements of a resampling kernel; only rates without a common divisor come near
+_FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "MP3", "NIST")
+"""libsndfile guesses some twenty more, from as little as four zero bytes, and of those nothing says whether they are whole."""
+
+_MOST = 1800 * 96_000  # samples a channel, whatever the rate: 691 MB of float32
+_BLOCK = 1 << 18  # samples decoded at a time, so that no header can ask for memory that the data does not fill
 
 
 @dataclass(frozen=True)
@@ -79,19 +91,25 @@ def read_audio(
     *,
     max_seconds: float | None = MAX_SECONDS,
     channel: int | Literal["mix"] = "mix",
+    name: str | None = None,
 ) -> Tensor:
-    """Read WAV, FLAC, OGG or MP3 as mono `[S]` float32 at `sample_rate` samples per second.
+    """Read WAV, FLAC, OGG, MP3, AIFF, AU, CAF, W64 or NIST as mono `[S]` float32 at `sample_rate` samples per second.
 
-    `channel="mix"` averages one or two channels; a number takes that channel (from 0) of any file.
-    `max_seconds=None` lifts the limit on length, which is otherwise checked against the header before
-    anything is decoded. Silence is sound and passes. UserError: missing, a folder, empty, not a sound file,
-    truncated, without samples, too long, more than two channels and none chosen, NaN or infinity, a rate
-    that cannot be converted."""
-    name = _name(source)
-    with _open(source, name) as file:
+    `channel="mix"` averages one or two channels (and takes the louder, with a warning, where they cancel each
+    other); a number takes that channel (from 0) of any file. `max_seconds=None` lifts the limits on length, which
+    are otherwise checked against the header before anything is decoded. `name` is what messages call the source.
+    Silence is sound and passes. UserError: missing, a folder, empty, not a sound file, truncated, without samples,
+    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate that no sound
+    has. SoundWarning: perhaps cut short, or channels that cancel each other."""
+    name = name or _name(source)
+    sound, doubt = _open(source, name, max_seconds is not None)
+    with sound as file:
         rate, promised = file.samplerate, file.frames
-        if max_seconds is not None and promised > max_seconds * rate:
-            raise _too_long(name, promised / rate, max_seconds)
+        if not RATES[0] <= rate <= RATES[1]:
+            raise UserError(f"{name} claims {rate} Hz; sound has {RATES[0]} to {RATES[1]} samples per second: convert it again")
+        most = None if max_seconds is None else int(min(max_seconds * rate, _MOST))
+        if most is not None and promised > most:
+            raise _too_long(name, promised / rate, most / rate)
         if channel == "mix" and file.channels > 2:
             raise UserError(
                 f"{name} has {file.channels} channels and only 1 or 2 are mixed: choose one with "
@@ -99,7 +117,11 @@ def read_audio(
             )
         if channel != "mix" and not 0 <= channel < file.channels:
             raise UserError(f"{name} has no channel {channel}: it has {file.channels}, counted from 0")
-        samples = _decode(file, name, max_seconds, channel)
+        samples, loudest = _decode(file, name, most, channel)
+        if loudest is not None:
+            file.seek(0)
+            samples, _ = _decode(file, name, most, loudest)
+            doubt = f"{name}: its two channels are of opposite phase and cancel each other; channel {loudest} is heard alone"
     if len(samples) + rate // 10 < promised:  # a tenth of a second: MP3 headers count their padding loosely
         raise _truncated(name, len(samples) / rate, promised / rate)
     if len(samples) == 0:
@@ -107,17 +129,49 @@ def read_audio(
     finite = np.isfinite(samples)
     if not finite.all():
         raise UserError(
-            f"{name} holds NaN or infinity at {int(finite.argmin()) / rate:.3f} s: mend it, or write it again as 16-bit PCM"
+            f"{name} holds NaN or infinity at {int(finite.argmin()) / rate:.3f} s: fix it, or write it again as 16-bit PCM"
         )
+    if doubt is not None:
+        warnings.warn(doubt, SoundWarning, stacklevel=2)
     return resample(torch.from_numpy(samples), rate, sample_rate, name=name)
 
 
-def audio_info(source: AudioSource) -> AudioInfo:
-    """Read the header of a sound file. UserError: missing, a folder, empty, not a sound file, a truncated
-    WAV."""
-    name = _name(source)
-    with _open(source, name) as file:
+def audio_info(source: AudioSource, *, name: str | None = None) -> AudioInfo:
+    """Read the header of a sound file. UserError: missing, a folder, empty, not a sound file, truncated as far as its size
+    tells, a stream without end."""
+    name = name or _name(source)
+    sound, _ = _open(source, name, bounded=False, ends=False)
+    with sound as file:
         return AudioInfo(file.samplerate, file.frames, file.channels, f"{file.format} {file.subtype}")
+
+
+def read_stream(source: BinaryIO, name: str) -> bytes:
+    """All of a pipe, device or socket that gives a sound file. UserError: its beginning is of none, or it does not end."""
+    head = _some(source, HEAD)
+    if head and container(head) is None:
+        kind = foreign(head)
+        raise UserError(
+            f"{name} is not a sound file but {kind}: give WAV, FLAC, OGG or MP3"
+            if kind
+            else f"{name} gives no sound file that can be read: give WAV, FLAC, OGG or MP3 (raw PCM needs its sample rate)"
+        )
+    data = head + _some(source, MAX_STREAM_BYTES + 1 - len(head))
+    if len(data) > MAX_STREAM_BYTES:
+        raise UserError(
+            f"{name} goes on after {MAX_STREAM_BYTES >> 20} MiB, the most that is read of a stream: write it to a file"
+        )
+    return data
+
+
+def _some(source: BinaryIO, count: int) -> bytes:
+    """Up to that many bytes; fewer only at the end."""
+    pieces, held = [], 0
+    while held < count and (piece := source.read(min(count - held, 1 << 20))):
+        if not isinstance(piece, bytes):
+            raise UserError("the sound file is open as text: open it with mode 'rb'")
+        pieces.append(piece)
+        held += len(piece)
+    return b"".join(pieces)
 
 
 def from_pcm16(data: bytes, source_rate: int, sample_rate: int = SAMPLE_RATE) -> Tensor:
@@ -134,82 +188,94 @@ def from_pcm16(data: bytes, source_rate: int, sample_rate: int = SAMPLE_RATE) ->
     return resample(torch.from_numpy(samples), source_rate, sample_rate, name="PCM on input")
 
 
-def resample(audio: Tensor, source_rate: int, sample_rate: int, *, name: str = "audio") -> Tensor:
-    """Convert `[..., S]` float32 from one rate to another: `[..., ceil(S * sample_rate / source_rate)]`.
-
-    The filter is `torchaudio.functional.resample`'s default (windowed sinc, 6 zero crossings a side), made
-    once for each pair of rates and applied as one matrix product: torchaudio's convolution is planned anew
-    for every length that it has not met, which costs up to fifteen times the product (22,050 to 16,000 Hz,
-    two seconds). `name` is what a UserError calls the sound.
-    """
-    if source_rate < 1 or sample_rate < 1:
-        raise UserError(f"{name}: cannot convert {source_rate} Hz to {sample_rate} Hz: rates start at 1")
-    if source_rate == sample_rate:
-        return audio
-    divisor = gcd(source_rate, sample_rate)
-    source, target = source_rate // divisor, sample_rate // divisor
-    if target * (source + 12 * ceil(source / target)) > _MAX_KERNEL:
-        raise UserError(
-            f"{name}: {source_rate} Hz cannot be converted to {sample_rate} Hz, their common divisor {divisor} is too "
-            "small: convert it to a usual rate first, such as 16000, 22050, 24000, 44100 or 48000"
-        )
-    kernel, before = _filter(source, target)
-    padded = torch.nn.functional.pad(audio, (before, before + source))
-    kernel = kernel.to(audio.device)
-    frames = padded.unfold(-1, kernel.shape[0], source)  # [..., n, taps], each n gives `target` samples
-    # In parts, because the product copies the frames, which overlap.
-    converted = torch.cat([part @ kernel for part in frames.split(_FRAMES, dim=-2)], dim=-2)
-    return converted.flatten(-2)[..., : ceil(target * audio.shape[-1] / source)]
-
-
-@lru_cache(maxsize=64)
-def _filter(source: int, target: int) -> tuple[Tensor, int]:
-    """Filter `[taps, target]` between two rates without a common divisor, and the samples it reaches back."""
-    made = torchaudio.transforms.Resample(source, target, dtype=torch.float64)
-    return made.kernel[:, 0].T.float().contiguous(), made.width
-
-
 # ------------------------------------------------------------------------------------ opening and decoding
 
 
 def _name(source: AudioSource) -> str:
     """What an error calls the source."""
-    if isinstance(source, bytes):
+    if isinstance(source, (bytes, bytearray, memoryview)):
         return f"sound of {len(source)} bytes"
-    if isinstance(source, (str, os.PathLike)):
-        return repr(os.fspath(source))
-    return repr(getattr(source, "name", "open file"))
+    return shorten(os.fspath(source) if isinstance(source, (str, os.PathLike)) else getattr(source, "name", "open file"))
 
 
-def _open(source: AudioSource, name: str) -> soundfile.SoundFile:
-    """Open for decoding, after the checks that libsndfile does not make."""
+def shorten(value: object) -> str:
+    """A value in one line of bounded length."""
+    text = repr(value[:300] if isinstance(value, str) else value)
+    return text if len(text) <= 200 else f"{text[:160]}...{text[-30:]}"
+
+
+def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> tuple[soundfile.SoundFile, str | None]:
+    """Open for decoding, after the checks that libsndfile does not make (`ends`: also those that read to the end); and what
+    may be wrong with it all the same."""
     if isinstance(source, (str, os.PathLike)):
         try:
             mode = os.stat(source).st_mode
+            if stat.S_ISDIR(mode):
+                raise UserError(f"{name} is a folder: name one sound file in it")
+            with open(source, "rb", buffering=HEAD) as file:
+                if stat.S_ISREG(mode):
+                    return _checked(file, os.fsencode(source), name, bounded, ends)
+                source = read_stream(file, name)
         except OSError as error:
-            raise UserError(f"{name}: {error.strerror or error}: check the path of the sound file") from error
-        if stat.S_ISDIR(mode):
-            raise UserError(f"{name} is a folder: name one sound file in it")
-        if stat.S_ISREG(mode):
-            try:
-                with open(source, "rb") as file:
-                    _check(file, name)
-            except OSError as error:
-                raise UserError(f"{name}: {error.strerror or error}: check that it may be read") from error
-            return _sound_file(os.fspath(source), name)
-        with open(source, "rb") as pipe:
-            source = pipe.read()
-    if isinstance(source, bytes):
+            raise UserError(
+                f"{name}: {error.strerror or error}: check the path of the sound file, and that it may be read"
+            ) from error
+        except UserError:
+            raise
+        except ValueError as error:  # a zero byte, or half of a surrogate pair
+            raise UserError(f"{name}: no file can have this name: check the path of the sound file") from error
+    if isinstance(source, (bytes, bytearray, memoryview)):
         source = io.BytesIO(source)
-    elif not source.seekable():
-        source = io.BytesIO(source.read())
-    _check(source, name)
-    return _sound_file(source, name)
-
-
-def _sound_file(file: str | BinaryIO, name: str) -> soundfile.SoundFile:
     try:
-        return soundfile.SoundFile(file)
+        if not getattr(source, "seekable", bool)():
+            source = io.BytesIO(read_stream(source, name))
+        return _checked(source, source, name, bounded, ends)
+    except OSError as error:
+        raise UserError(f"{name}: {error.strerror or error}: check that it is open and may be read") from error
+    except UserError:
+        raise
+    except ValueError as error:  # closed
+        raise UserError(f"{name} cannot be read ({error}): open it again") from error
+
+
+def _checked(
+    file: BinaryIO, place: bytes | BinaryIO, name: str, bounded: bool, ends: bool
+) -> tuple[soundfile.SoundFile, str | None]:
+    """Refuse what is empty, no sound, cut, or too large to be looked at; then open it at `place`."""
+    start = file.tell()
+    head = _some(file, HEAD)
+    if not head:
+        raise UserError(f"{name} is empty (0 bytes): record or download it again")
+    if (other := foreign(head)) is not None:
+        raise UserError(f"{name} is not a sound file but {other}: convert it to WAV, FLAC, OGG or MP3")
+    kind = container(head)
+    file.seek(start)
+    there = extent(file, kind)
+    if bounded and kind in ("OGG", "MP3") and (size := file.seek(0, os.SEEK_END) - start) > MAX_STREAM_BYTES:
+        raise UserError(f"{name} takes {size >> 20} MiB and the limit of {kind} is {MAX_STREAM_BYTES >> 20} MiB: cut it")
+    file.seek(start)
+    doubt = check_end(file, kind, name) if ends else None
+    try:
+        sound = _sound_file(place, name, kind)
+    except UserError:
+        if there is not None and there.cut:
+            raise _truncated(name, *there[::-1], unit="bytes") from None
+        raise
+    if sound.format not in _FORMATS:
+        what = f"{sound.format} {sound.subtype}"
+        sound.close()
+        raise UserError(f"{name} is not a sound file that can be read (at most {what}): convert it to WAV, FLAC, OGG or MP3")
+    if there is not None and there.cut:
+        found = sound.frames / sound.samplerate
+        sound.close()
+        raise _truncated(name, found, found * there.promised / there.held if there.held else 0.0)
+    return sound, doubt
+
+
+def _sound_file(file: bytes | BinaryIO, name: str, kind: str | None) -> soundfile.SoundFile:
+    try:
+        with quiet_decoder(kind):
+            return soundfile.SoundFile(file)
     except soundfile.SoundFileError as error:
         raise UserError(
             f"{name} is not a sound file that can be read, or its beginning is damaged: convert it to WAV, FLAC, OGG or MP3"
@@ -218,57 +284,40 @@ def _sound_file(file: str | BinaryIO, name: str) -> soundfile.SoundFile:
         raise UserError(f"{name} has no header: give raw PCM with its sample rate instead, or convert it to WAV") from error
 
 
-def _check(file: BinaryIO, name: str) -> None:
-    """Refuse an empty file, and a WAV whose header promises more than the file holds (libsndfile plays what
-    is there)."""
-    start = file.tell()
-    size = file.seek(0, os.SEEK_END)
-    file.seek(start)
-    if size == start:
-        raise UserError(f"{name} is empty (0 bytes): record or download it again")
-    head = file.read(12)
-    rate = 0
-    if head[:4] == b"RIFF" and head[8:] == b"WAVE":
-        while len(chunk := file.read(8)) == 8:
-            kind, length = struct.unpack("<4sI", chunk)
-            if kind == b"fmt " and length >= 16:
-                body = file.read(16)
-                rate = struct.unpack("<I", body[8:12])[0] if len(body) == 16 else 0  # bytes per second
-                length -= 16
-            if kind == b"data":
-                held = size - file.tell()
-                if held < length < _STREAMED and rate:
-                    raise _truncated(name, held / rate, length / rate)
-                break
-            file.seek(length + length % 2, os.SEEK_CUR)
-    file.seek(start)
-
-
-def _decode(file: soundfile.SoundFile, name: str, max_seconds: float | None, channel: int | Literal["mix"]) -> np.ndarray:
-    """All samples `[S]` float32 of the chosen channel, block by block."""
+def _decode(
+    file: soundfile.SoundFile, name: str, most: int | None, channel: int | Literal["mix"]
+) -> tuple[np.ndarray, int | None]:
+    """All samples `[S]` float32 of the chosen channel, block by block; and the channel to take instead where the mixed ones
+    cancel each other."""
     blocks: list[np.ndarray] = [np.zeros(0, np.float32)]
-    total = 0
+    total, mixed, energies = 0, 0.0, np.zeros(file.channels)
     while True:
         try:
-            block = file.read(_BLOCK, dtype="float32", always_2d=True)  # [S, C]
+            with quiet_decoder(file.format):
+                block = file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)  # [S, C]
         except soundfile.SoundFileError as error:
             raise UserError(
                 f"{name} is damaged or cut short after {total / file.samplerate:.2f} s: download or convert it again"
             ) from error
         if not len(block):
-            return np.concatenate(blocks)
+            break
         total += len(block)
-        if max_seconds is not None and total > max_seconds * file.samplerate:
-            raise _too_long(name, total / file.samplerate, max_seconds)
-        blocks.append(block.mean(axis=1) if channel == "mix" else block[:, channel])
+        if most is not None and total > most:
+            raise _too_long(name, total / file.samplerate, most / file.samplerate)
+        blocks.append(block.mean(axis=1) if channel == "mix" else block[:, channel].copy())
+        if channel == "mix" and file.channels > 1:
+            mixed += float(np.square(blocks[-1]).sum())
+            energies += np.square(block).sum(axis=0)
+    return np.concatenate(blocks), cancelled(mixed, energies.tolist())
 
 
-def _truncated(name: str, found: float, promised: float) -> UserError:
+def _truncated(name: str, found: float, promised: float, unit: str = "s") -> UserError:
+    form = ".2f" if unit == "s" else ".0f"
     return UserError(
-        f"{name} is truncated: its header promises {promised:.2f} s and {found:.2f} s are there: "
+        f"{name} is truncated: its header promises {promised:{form}} {unit} and {found:{form}} {unit} are there: "
         "copy or download it again, or convert what is left"
     )
 
 
 def _too_long(name: str, seconds: float, limit: float) -> UserError:
-    return UserError(f"{name} lasts {seconds:.1f} s or more and the limit is {limit:g} s: cut it, or raise max_seconds")
+    return UserError(f"{name} lasts {seconds:.1f} s or more, and the limit is {limit:g} s: cut it into pieces")

@@ -1,4 +1,4 @@
-"""From what a caller asks with (a text, a waveform or a file) to the ids and the 16 kHz clip of a turn.
+"""From what a caller asks with (a text, sound that Python holds, or a file) to the ids and the 16 kHz clip of a turn.
 
 Dimensions: S samples, N features of a clip after the adapter, W width.
 """
@@ -6,22 +6,49 @@ Dimensions: S samples, N features of a clip after the adapter, W width.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from omni.audio.encoder_features import collate
-from omni.audio.io import SAMPLE_RATE, AudioSource, read_audio, resample
-from omni.errors import UserError
+from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, AudioSource, read_audio, resample, shorten
+from omni.audio.level import remarks
+from omni.audio.waveform import as_waveform, is_waveform, unwrap, whole_rate
+from omni.config import ModelConfig
+from omni.errors import SoundWarning, UserError
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_task, prompt
 from omni.text import Tokenizer
 
-Question = AudioSource | Tensor
-"""A text, a waveform [S], or a sound file: its path, its bytes, or the open file."""
+Question = AudioSource | Tensor | np.ndarray | Sequence[Any] | Mapping[str, Any]
+"""What can be asked: a text where the task asks in writing; where it asks by speech,
+
+- a sound file: its path, its bytes, or the open binary file (WAV, FLAC, OGG, MP3, AIFF, AU, CAF), which knows its own rate;
+- samples at `sample_rate` of the call: a tensor, a NumPy array, or a list of numbers, of shape [S], [1, S] or [S, 1], or of two
+  channels, [2, S] or [S, 2], which are mixed as those of files are. Floating-point numbers have full scale 1; integers are
+  divided by the range of their type (int8, uint8 around 128, int16, int32), and whole numbers in a list, or int64, count as
+  16-bit samples;
+- samples with their own rate, which comes before `sample_rate`: `(rate, samples)` or `(samples, rate)`,
+  `{"array": samples, "sampling_rate": rate}`;
+- a row of a data set: one of these under `"audio"`, or `{"bytes": ..., "path": ...}` of a file.
+
+Any rate is resampled to 16 kHz. At most `longest(config)` seconds are heard. Under 100 ms, or with no 100 ms above -60 dBFS
+(RMS), a question is answered with a `SoundWarning`; so is one whose channels cancel each other, or whose file may be cut.
+"""
+
+
+def longest(config: ModelConfig) -> float:
+    """Seconds of the longest question: the encoder's window, or, where it splits longer sound, what fills the decoder's
+    context."""
+    encoder = config.encoder
+    if encoder.long_audio == "refuse":
+        return encoder.window_seconds
+    return config.decoder.context * config.adapter.stack / encoder.frames_per_second
 
 
 @dataclass(frozen=True)
@@ -42,12 +69,11 @@ def read_question(
     """Check and read one question.
 
     Args:
-        question: a text where the task asks in writing; else a waveform [S] (floating point, mono) or a sound
-            file.
-        sample_rate: of a waveform, in Hz.
+        question: see `Question`.
+        sample_rate: of samples that come without their own, in Hz.
 
     Raises:
-        UserError: the question is not of the task's kind, empty, not finite, or the file cannot be read.
+        UserError: the question is not of the task's kind, empty, too long, not finite, or the file cannot be read.
     """
     task = find_task(task)
     if task.question == "text":
@@ -58,19 +84,23 @@ def read_question(
         turn = Turn(task, question=tuple(tokenizer.encode(question)))
         prompt(model.layout, turn)
         return Asked(turn, None)
-    if isinstance(question, str) and not os.path.exists(question) and (" " in question or not os.path.splitext(question)[1]):
+    sound, rate = unwrap(question, sample_rate)
+    if isinstance(sound, str) and not os.path.exists(sound) and (" " in sound or not os.path.splitext(sound)[1]):
         raise UserError(
-            f"task {task.name} asks by speech, and there is no sound file {question!r}; for a written question use "
+            f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; for a written question use "
             f"task='T1{task.name[2:]}'"
         )
-    if isinstance(question, Tensor):
-        clip = _waveform(question, sample_rate)
-    elif isinstance(question, (str, bytes, os.PathLike)) or hasattr(question, "read"):
-        clip = read_audio(question, SAMPLE_RATE)
+    if is_waveform(sound):
+        name, clip = "the question", _waveform(sound, rate, model.config)
+    elif isinstance(sound, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(sound, "read"):
+        name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
+        clip = read_audio(sound, SAMPLE_RATE, max_seconds=min(MAX_SECONDS, longest(model.config)))
     else:
         raise UserError(
-            f"task {task.name} asks by speech, but the question is {_kind(question)}; give a tensor [S] or a sound file"
+            f"task {task.name} asks by speech, but the question is {_kind(sound)}; give a tensor [S] or a sound file"
         )
+    for remark in remarks(clip, SAMPLE_RATE):
+        warnings.warn(f"{name} {remark}", SoundWarning, stacklevel=3)
     turn = Turn(task, features=model.config.features(len(clip)))
     prompt(model.layout, turn)
     return Asked(turn, clip)
@@ -93,18 +123,16 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     return [None if a.clip is None else next(heard) for a in asked]
 
 
-def _waveform(samples: Tensor, sample_rate: int) -> Tensor:
-    if samples.ndim != 1 or not samples.is_floating_point():
+def _waveform(question: Any, sample_rate: Any, config: ModelConfig) -> Tensor:
+    rate, samples = whole_rate(sample_rate), as_waveform(question)
+    if len(samples) / rate > longest(config):  # before a rate of 1 Hz makes sixteen thousand samples of each
         raise UserError(
-            f"the question is a {samples.dtype} tensor of shape {list(samples.shape)}; give mono floating-point samples [S]"
+            f"the question lasts {len(samples) / rate:.1f} s at {rate} Hz, and at most {longest(config):g} s are heard; cut it "
+            "into pieces, or correct the sample rate"
         )
-    if len(samples) == 0:
-        raise UserError("the question has no samples; give at least some milliseconds of sound")
-    if sample_rate < 1:
-        raise UserError(f"the question's sample rate is {sample_rate} Hz; it must be positive")
     if not bool(torch.isfinite(samples).all()):
         raise UserError("the question holds samples that are not finite numbers; was it divided by a zero level?")
-    return resample(samples.detach().to("cpu", torch.float32), sample_rate, SAMPLE_RATE)
+    return resample(samples, rate, SAMPLE_RATE, name="the question")
 
 
 def _kind(question: Any) -> str:

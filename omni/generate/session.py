@@ -88,8 +88,8 @@ class Session:
         its end, cancels the answer.
 
         Args:
-            question: a text, a waveform [S], or a sound file, as the task asks.
-            sample_rate: of a waveform, in Hz.
+            question: a text or sound, as the task asks; see `omni.generate.question.Question`.
+            sample_rate: of samples that come without their own, in Hz.
             seed: of this answer's draws; by default made of the session's seed and the turn's number.
 
         Raises:

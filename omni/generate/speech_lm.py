@@ -198,9 +198,9 @@ class SpeechLM:
         """Answer one question with events: `TextDelta` and `AudioChunk` as they come, `Ended` last.
 
         Args:
-            question: a text where the task asks in writing; else a waveform [S] or the path of a sound file.
+            question: a text where the task asks in writing; else sound (see `omni.generate.question.Question`).
             task: a name of the task table (`omni.tasks`).
-            sample_rate: of a waveform, in Hz.
+            sample_rate: of samples that come without their own, in Hz.
             options: those of `session`, by name.
 
         Raises:

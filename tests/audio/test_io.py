@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
+import socket
 import struct
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +18,11 @@ import soundfile
 import torch
 import torchaudio
 
+from omni.audio import mp3
 from omni.audio.io import WavWriter, audio_info, from_pcm16, pcm16, read_audio, resample, write_wav
-from omni.errors import UserError
+from omni.audio.level import level, remarks
+from omni.audio.sniff import container, foreign
+from omni.errors import SoundWarning, UserError
 
 
 def sine(seconds: float, rate: int, hertz: float = 440.0) -> torch.Tensor:
@@ -64,7 +70,7 @@ def test_resample_equals_torchaudio(source: int, target: int, shape: tuple[int, 
 def test_long_sound_is_resampled_in_parts_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     audio = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     whole = resample(audio, 24000, 16000)
-    monkeypatch.setattr("omni.audio.io._FRAMES", 100)
+    monkeypatch.setattr("omni.audio.resample._FRAMES", 100)
     torch.testing.assert_close(resample(audio, 24000, 16000), whole, rtol=1e-6, atol=1e-6)
 
 
@@ -195,13 +201,197 @@ def test_a_length_that_only_decoding_shows_is_refused_too() -> None:
     assert read_audio(endless, max_seconds=5).shape == (80000,)
 
 
-def test_rates_that_cannot_be_converted(tmp_path: Path) -> None:
-    path = tmp_path / "odd.wav"
-    soundfile.write(path, np.zeros(1000, np.float32), 44101)
-    assert "44101 Hz" in refusal(path)
-    assert read_audio(path, 44101).shape == (1000,)
+def test_rates_without_a_common_divisor_are_taken_as_their_neighbour(tmp_path: Path) -> None:
+    """11,127 and 44,101 Hz: an exact filter would take hundreds of megabytes; the pitch is off by less than a cent."""
+    for rate in (11127, 44101):
+        path = tmp_path / "odd.wav"
+        soundfile.write(path, sine(0.5, rate).numpy(), rate)
+        audio = read_audio(path)
+        assert audio.shape == (-(-(rate // 2) * 16000 // rate),)
+        assert (audio - sine(0.5, 16000)[: len(audio)])[1000:-1000].abs().max() < 5e-3
     with pytest.raises(UserError, match="rates start at 1"):
         resample(torch.zeros(5), 0, 16000)
+
+
+def test_rates_that_no_sound_has(tmp_path: Path) -> None:
+    for rate in (1, 10**9):
+        assert f"claims {rate} Hz" in refusal(wav_header(2000, rate) + bytes(2000))
+
+
+# ---------------------------------------------------------------------------------------- what is known by its bytes
+
+NOISE = np.random.default_rng(0).normal(0, 0.1, 20000)
+
+
+def encoded(form: str, subtype: str | None = None, samples: np.ndarray = NOISE) -> bytes:
+    whole = io.BytesIO()
+    soundfile.write(whole, samples, 16000, format=form, subtype=subtype)
+    return whole.getvalue()
+
+
+FORMS = ["WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "OGG/OPUS", "NIST", "MP3"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_of_a_file_is_never_read_as_a_whole(form: str) -> None:
+    data = encoded(*form.split("/"))
+    assert len(read_audio(data)) == 20000
+    for part in (len(data) // 2, len(data) - 1000):
+        assert any(word in refusal(data[:part]) for word in ("truncated", "cut short"))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("hello there, what is the time?".encode("utf-16"), "but text"),
+        ("hello there, what is the time? ".encode("utf-16-le") * 300, "but text"),
+        (b'{"question": "what is the time?"}', "but JSON"),
+        (b"<!DOCTYPE html><html><body>404</body></html>", "but HTML"),
+        ("grüße, 你好\n".encode() * 600, "but text"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        (b"\0\0\0\x20ftypM4A " + bytes(100), "MP4 or M4A"),
+        (b"%PDF-1.7 " + bytes(100), "a PDF"),
+        (b"\xff\xfb\x90\x44" + bytes(range(256)) * 8, "no two frames|cannot be read|can be read"),
+        (bytes(100_000), "can be read"),
+    ],
+)
+def test_what_is_not_sound_is_named(data: bytes, said: str) -> None:
+    assert re.search(said, refusal(data))
+    assert foreign(encoded("WAV")[:4096]) is None and container(data[:4096]) is None
+
+
+def test_utf_16_is_not_mp3_and_frames_in_a_row_are() -> None:
+    """Both begin with eleven set bits."""
+    data = encoded("MP3")
+    assert container(data[:4096]) == "MP3" and container("ÿþ".encode("utf-16") + data[10:4096]) is None
+    first = mp3.frame(data, 0)
+    assert first is not None and container(data[: first.length]) == "MP3" and container(data[: first.length - 1]) is None
+    tagged = b"ID3\4\0\0\0\0\0\x14" + bytes(20) + data
+    assert mp3.first_frame(tagged) == 30 and len(read_audio(tagged)) == 20000
+    assert mp3.first_frame(b"ID3\4\0\0\0\0\0\x14" + bytes(5000)) is None
+    assert not mp3.ends_inside(data, 0) and mp3.ends_inside(data[:-5], 0)
+
+
+def test_what_may_be_cut_is_told() -> None:
+    ogg = encoded("OGG")
+    last = ogg.rindex(b"OggS")
+    with pytest.warns(SoundWarning, match="not marked as the end"):
+        read_audio(ogg[:last])
+    data = encoded("MP3", samples=np.random.default_rng(0).normal(0, 0.1, 3000))
+    unmarked = data[mp3.frame(data, 0).length :]  # type: ignore[union-attr]  # without the frame that counts the others
+    with pytest.warns(SoundWarning, match="last frame is not whole"):
+        read_audio(unmarked[:-5])
+
+
+def test_the_decoder_writes_nothing_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    data = encoded("MP3")
+    refusal(data[: len(data) // 2])
+    with mp3.quiet_decoder("MP3"):
+        os.write(2, b"Warning: Xing stream size off by more than 1%\nsomebody else's line\n")
+    assert capfd.readouterr().err == "somebody else's line\n"
+
+
+# ------------------------------------------------------------------------------------------------------- how it sounds
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG"])
+def test_channels_that_cancel_each_other_are_not_mixed_to_silence(form: str) -> None:
+    left = sine(0.5, 16000).numpy()
+    data = encoded(form, samples=np.stack([0.5 * left, -0.52 * left], axis=1))
+    with pytest.warns(SoundWarning, match="channel 1 is heard alone"):
+        heard = read_audio(data)
+    assert (heard + 0.52 * sine(0.5, 16000)).abs().max() < 0.02
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(read_audio(data, channel=0), read_audio(data, channel=0))
+        read_audio(encoded(form, samples=np.stack([left, -0.5 * left], axis=1)))
+        read_audio(encoded(form, samples=np.zeros((500, 2))))
+
+
+def test_level_and_length_are_remarked() -> None:
+    tone = sine(1.0, 16000)
+    assert level(tone, 16000) == pytest.approx(20 * np.log10(0.5 / np.sqrt(2)), abs=0.05)
+    burst = torch.cat([torch.zeros(16000), tone[:1600], torch.zeros(16000)])
+    assert level(burst, 16000) == pytest.approx(level(tone, 16000), abs=0.05)  # the loudest 100 ms, not the mean
+    assert level(torch.full((16000,), 0.3), 16000) < -150  # a constant is not heard
+    assert remarks(tone, 16000) == [] and remarks(tone * 0.003, 16000) == []
+    assert "is silent: its loudest 100 ms reach -69 dBFS" in remarks(tone * 0.001, 16000)[0]
+    assert "lasts 1 ms" in remarks(tone[:16], 16000)[0] and len(remarks(tone[:1599], 16000)) == 1
+    assert [r.split()[0] for r in remarks(torch.zeros(1), 16000)] == ["lasts", "is"]
+
+
+# ------------------------------------------------------------------------------------------------ what has no end
+
+
+class Endless(io.RawIOBase):
+    """A pipe that gives the beginning and then zeros for ever; counts what was taken."""
+
+    def __init__(self, begin: bytes) -> None:
+        self.begin, self.taken = begin, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        assert size > 0, "read without a bound"
+        self.taken += size
+        given, self.begin = self.begin[:size], self.begin[size:]
+        return given.ljust(size, b"\0")
+
+
+def test_streams_without_end_are_refused_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni.audio.io.MAX_STREAM_BYTES", 1 << 20)
+    for begin, most, said in (
+        (b"", 4096, "no sound file"),
+        (b"dear diary ", 4096, "no sound file"),
+        (encoded("WAV"), 1 << 20, "1 MiB"),
+    ):
+        pipe = Endless(begin)
+        assert said in refusal(pipe) and pipe.taken <= most + 1
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom", "/dev/null"])
+def test_devices_are_refused(device: str) -> None:
+    assert device in refusal(device)
+
+
+def test_a_socket_and_names_that_no_file_can_have(tmp_path: Path) -> None:
+    place = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(place)
+        assert "socket" in refusal(place)
+    assert "no file can have this name" in refusal("a\0.wav") and "no file can have" in refusal("\ud800.wav")
+    long = refusal("x" * 100_000)
+    assert len(long) < 400
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.wav")
+    write_wav(path, sine(0.1, 16000), 16000)
+    assert read_audio(path).shape == (1600,)
+
+
+def test_open_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = write_wav(tmp_path / "a.wav", sine(0.1, 16000), 16000)
+    with open(path, encoding="latin-1") as text:
+        assert "mode 'rb'" in refusal(text)
+    assert "closed" in refusal(text.buffer)
+    assert read_audio(bytearray(path.read_bytes())).shape == read_audio(memoryview(path.read_bytes())).shape == (1600,)
+
+
+def test_long_silence_in_a_small_flac_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytearray(encoded("FLAC", samples=np.zeros(1 << 21, np.int16)))
+    assert len(data) < 20000  # 131 s
+    assert "131.1 s" in refusal(bytes(data), max_seconds=100)
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)  # a header that does not say how many
+    blocks = []
+    decode = soundfile.SoundFile.read
+
+    def counted(self: soundfile.SoundFile, frames: int, **options: object) -> np.ndarray:
+        blocks.append(frames)
+        return decode(self, frames, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", counted)
+    assert "limit is 20 s" in refusal(bytes(data), max_seconds=20)
+    assert sum(blocks) <= 20 * 16000 + 2 * (1 << 18)
 
 
 # ------------------------------------------------------------------------------------------------- what is written

@@ -208,8 +208,8 @@ def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path) -> None:
 def bad_questions() -> dict[str, tuple[dict[str, Any], str]]:
     return {
         "empty": ({"question": torch.zeros(0)}, "no samples"),
-        "stereo": ({"question": torch.zeros(2, 100)}, r"shape \[2, 100\]; give mono"),
-        "integers": ({"question": torch.zeros(100, dtype=torch.int16)}, "int16"),
+        "channels": ({"question": torch.zeros(4, 100)}, r"shape \[4, 100\], 4 channels"),
+        "complex": ({"question": torch.zeros(100, dtype=torch.complex64)}, "complex64"),
         "nan": ({"question": torch.full((1000,), torch.nan)}, "not finite"),
         "rate": ({"question": tone(0.3), "sample_rate": 0}, "sample rate is 0"),
         "no file": ({"question": "nowhere.wav"}, "nowhere.wav"),

@@ -109,7 +109,7 @@ def test_json_is_one_object_per_turn(run, tmp_path):
         assert turn["task"] == "A1A2" and turn["ended"] == "length" and turn["seconds"] == 0.4
         assert turn["first_audio_ms"] > 0 and turn["real_time_factor"] > 0 and turn["underruns"] >= 0
         assert len(samples_of(tmp_path / turn["audio"])) == 2 * 0.4 * 8000
-    keys = "task question text audio seconds first_text_ms first_audio_ms real_time_factor underruns ended"
+    keys = "task question text audio seconds first_text_ms first_audio_ms real_time_factor underruns ended warnings"
     assert set(turns[0]) == set(keys.split())
 
 

@@ -131,7 +131,7 @@ def test_a_bad_model_is_refused(name, run, folder, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize(("data", "part"), [(b"", "without a sample"), (b"abc", "3 bytes")])
+@pytest.mark.parametrize(("data", "part"), [(b"", "without a sample"), (b"\0\1\2", "3 bytes")])
 def test_bad_raw_sound_is_refused(data, part, run, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(data)))
     check(run("ask", "-"), part)

@@ -1,0 +1,189 @@
+"""A question is the same whatever Python holds it in; what cannot be one is refused before memory is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from omni.audio.io import resample
+from omni.audio.waveform import as_waveform
+from omni.errors import SoundWarning, UserError
+from omni.generate.question import longest, read_question
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, make_lm, make_model
+
+TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(4800) / 16000)).astype(np.float32)
+LEVELS = np.round(TONE * 32768).astype(np.int16)
+"""The same as 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def model() -> SpeechModel:
+    return make_model(LAYOUTS["pad"])
+
+
+def heard(model: SpeechModel, question: Any, sample_rate: Any = 16000) -> torch.Tensor:
+    clip = read_question(question, "A1A2", model, Tokenizer.bytes(), sample_rate).clip
+    assert clip is not None and clip.dtype == torch.float32 and clip.ndim == 1
+    return clip
+
+
+def wav(folder: Path) -> Path:
+    soundfile.write(folder / "q.wav", TONE, 16000, subtype="FLOAT")
+    return folder / "q.wav"
+
+
+FORMS: dict[str, Any] = {
+    "tensor": torch.from_numpy(TONE),
+    "row": torch.from_numpy(TONE)[None],
+    "with a gradient": torch.from_numpy(TONE).requires_grad_(),
+    "double": TONE.astype(np.float64),
+    "column": TONE[:, None],
+    "every second of a larger one": np.repeat(TONE, 2)[::2],
+    "list": TONE.tolist(),
+    "pair of a user interface": (16000, TONE),
+    "pair of a file": (TONE, 16000),
+    "numpy's rate": (np.int64(16000), TONE),
+    "data set": {"array": TONE, "sampling_rate": 16000, "path": None},
+    "row of a data set": {"audio": {"array": TONE, "sampling_rate": 16000}},
+    "left and right": np.stack([TONE, TONE]),
+    "right and left": np.stack([TONE, TONE], axis=1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_holds_the_samples(form: str, model: SpeechModel) -> None:
+    assert torch.equal(heard(model, FORMS[form]), torch.from_numpy(TONE))
+
+
+@pytest.mark.parametrize("form", ["path", "text", "bytes", "view", "file", "bytes of a row", "path of a row"])
+def test_whatever_holds_the_file(form: str, model: SpeechModel, tmp_path: Path) -> None:
+    path = wav(tmp_path)
+    data = path.read_bytes()
+    question: Any = {
+        "path": path,
+        "text": str(path),
+        "bytes": data,
+        "view": memoryview(data),
+        "file": io.BytesIO(data),
+        "bytes of a row": {"audio": {"bytes": data, "path": "elsewhere.wav"}},
+        "path of a row": {"bytes": None, "path": str(path)},
+    }[form]
+    assert torch.equal(heard(model, question, 8000), torch.from_numpy(TONE))  # the file knows its rate
+
+
+@pytest.mark.parametrize(
+    ("samples", "error"),
+    [
+        (LEVELS, 1 / 65536),
+        (torch.from_numpy(LEVELS), 1 / 65536),
+        (LEVELS.astype(np.int32) * 65536, 1 / 65536),
+        (LEVELS.tolist(), 1 / 65536),
+        ((LEVELS // 256 + 128).astype(np.uint8), 1 / 128),
+        ((LEVELS // 256).astype(np.int8), 1 / 128),
+        (torch.from_numpy(TONE).bfloat16(), 1 / 256),
+        (TONE.astype(np.float16), 1 / 2048),
+    ],
+    ids=["int16", "int16 tensor", "int32", "list", "uint8", "int8", "bfloat16", "float16"],
+)
+def test_integers_are_scaled_by_their_type(samples: Any, error: float, model: SpeechModel) -> None:
+    assert (heard(model, samples) - torch.from_numpy(TONE)).abs().max() <= error + 1e-7
+
+
+@pytest.mark.parametrize("rate", [8000, 11127, 22050, 44100, 44101, 48000, 96000.0, np.int32(24000)])
+def test_any_rate(rate: Any, model: SpeechModel) -> None:
+    samples = (0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate * 0.3)) / float(rate))).astype(np.float32)
+    for question, given in ((samples, rate), ((rate, samples), 16000)):
+        clip = heard(model, question, given)
+        assert torch.equal(clip, resample(torch.from_numpy(samples), int(rate), 16000))
+        assert (clip - torch.from_numpy(TONE)[: len(clip)])[800:-800].abs().max() < 5e-3
+
+
+def test_the_python_door_takes_them(model: SpeechModel) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    wanted = lm.generate(torch.from_numpy(LEVELS / np.float32(32768)), max_seconds=0.4)
+    assert lm.generate((16000, LEVELS), max_seconds=0.4).tokens == wanted.tokens
+    assert lm.generate_batch([LEVELS, {"array": LEVELS, "sampling_rate": 16000}], max_seconds=0.4)[1].tokens == wanted.tokens
+    with lm.session(max_seconds=0.4) as session:
+        assert session.answer(LEVELS.tolist()).tokens == wanted.tokens
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "nothing": ([], 16000, "no samples"),
+    "an empty row": (np.zeros((1, 0), np.float32), 16000, "no samples"),
+    "a number": (np.float32(3), 16000, r"shape \[\]"),
+    "complex": (TONE.astype(np.complex64), 16000, "complex64"),
+    "objects": (np.array([None, "a"], dtype=object), 16000, "object"),
+    "names": (["a.wav", "b.wav"], 16000, "<U5"),
+    "truths": (TONE > 0, 16000, "bool"),
+    "unsigned": (LEVELS.astype(np.uint16), 16000, "uint16"),
+    "lists of unequal lengths": ([[1.0, 2.0], [3.0]], 16000, "no array of numbers"),
+    "a cube": (np.zeros((1, 2, 100), np.float32), 16000, r"shape \[1, 2, 100\]"),
+    "two by two": (np.ones((2, 2), np.float32), 16000, r"shape \[2, 2\]"),
+    "eight channels": (np.zeros((8, 900), np.float32), 16000, "8 channels"),
+    "wide": ([1 << 40, 0], 16000, "1099511627776"),
+    "no rate": (TONE, None, "sample rate is 'None'"),
+    "half a rate": (TONE, 16000.5, "16000.5"),
+    "true": (TONE, True, "sample rate"),
+    "negative": ((-1, TONE), 16000, "-1 Hz"),
+    "array alone": ({"array": TONE}, 16000, "sampling_rate"),
+    "mapping": ({"sound": TONE}, 16000, "'sound'"),
+    "no audio": ({"audio": None}, 16000, "NoneType"),
+    "one hertz": (TONE, 1, "4800.0 s at 1 Hz"),
+    "a long way": (np.zeros(31 * 16000, np.float32), 16000, "31.0 s"),
+    "not finite": ([0.0, float("nan")], 16000, "not finite"),
+    "words": ("what is the time?", 16000, "no sound file 'what is the time.*T1A2"),
+    "many words": ("what " * 100_000, 16000, r"no sound file 'what what .*\.\.\."),
+    "a zero byte": ("a\0.wav", 16000, "no file can have this name"),
+    "text": (b"what is the time?", 16000, "but text"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_question(name: str, model: SpeechModel) -> None:
+    question, rate, said = REFUSED[name]
+    with pytest.raises(UserError, match=said) as caught:
+        heard(model, question, rate)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_the_longest_question(model: SpeechModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model.config
+    assert longest(config) == 30
+    encoder = dataclasses.replace(config.encoder, long_audio="split")
+    assert longest(dataclasses.replace(config, encoder=encoder)) == 512 * 2 / 50
+    path = tmp_path / "long.wav"
+    soundfile.write(path, np.zeros(31 * 16000, np.int16), 16000)
+    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *_, **__: pytest.fail("decoded before it was refused"))
+    with pytest.raises(UserError, match=r"31\.0 s or more, and the limit is 30 s"):
+        heard(model, path)
+
+
+def test_what_is_hardly_heard_is_told(model: SpeechModel, tmp_path: Path) -> None:
+    with pytest.warns(SoundWarning, match="the question is silence"):
+        heard(model, np.zeros(16000))
+    with pytest.warns(SoundWarning, match="the question lasts 1 ms"):
+        heard(model, TONE[:16])
+    with pytest.warns(SoundWarning, match="opposite phase"):
+        assert torch.equal(heard(model, np.stack([TONE, -TONE])), torch.from_numpy(TONE))
+    path = tmp_path / "quiet.wav"
+    soundfile.write(path, TONE / 2000, 16000, subtype="FLOAT")
+    with pytest.warns(SoundWarning, match=r"quiet\.wav' is silent: its loudest 100 ms reach -75 dBFS"):
+        heard(model, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        heard(model, TONE)
+
+
+def test_channels_are_taken_in_either_order() -> None:
+    pair = np.stack([TONE, 0.5 * TONE])
+    assert torch.equal(as_waveform(pair), as_waveform(pair.T)) and torch.equal(as_waveform(pair), torch.from_numpy(0.75 * TONE))

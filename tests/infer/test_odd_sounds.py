@@ -1,0 +1,141 @@
+"""Two hundred malformed and unusual sounds: each is answered or refused in a line, nothing is read without end, and nothing
+half-written is left."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from infer.options import AskOptions
+from tests.infer.odd_sounds import NOISE, RATE, encoded, odd_sounds
+
+SOUNDS = dict(odd_sounds())
+PARTS = 16
+
+
+@pytest.fixture(autouse=True)
+def loaded(lm, monkeypatch) -> None:
+    """The tiny model is read once for all."""
+    monkeypatch.setattr("infer.ask.SpeechLM", types.SimpleNamespace(from_pretrained=lambda *_, **__: lm))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_is_answered_or_refused_in_a_line(part, run, tmp_path, monkeypatch):
+    assert len(SOUNDS) >= 200
+    options = AskOptions(files=("q",), model=".", out="a.wav", max_seconds=0.04, json=True)
+    monkeypatch.setattr("infer.arguments.parse", lambda words: options)  # which would take most of the time
+    for name in list(SOUNDS)[part::PARTS]:
+        (tmp_path / "q").write_bytes(SOUNDS[name])
+        done = run("ask")
+        lines = done.err.splitlines()
+        assert done.code == (0 if name.startswith("good") else 2 if name.startswith("bad") else done.code), (name, done)
+        assert done.code in (0, 2) and "Traceback" not in done.err, (name, done)
+        assert all(len(line) < 500 for line in lines), (name, done)
+        if done.code == 0:
+            assert json.loads(done.text)["warnings"] == [line.removeprefix("warning: ") for line in lines], (name, done)
+            (tmp_path / "a.wav").unlink()
+        else:
+            assert done.out == b"" and len(lines) == 1 and lines[0].startswith("error: "), (name, done)
+        assert os.listdir(tmp_path) == ["q"], name
+
+
+def piped(data: bytes, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF", "W64", "RF64", "NIST"])
+def test_a_file_on_standard_input_is_heard_as_what_it_is(form, run, tmp_path, monkeypatch):
+    subtype = {"OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}.get(form, "PCM_16")
+    data = encoded(np.tile(NOISE, 3), form, subtype, 24000)
+    (tmp_path / "q").write_bytes(data)
+    words = ["--task", "A1T2", "--max_tokens", "20", "--json"]
+    from_file = run("ask", "q", *words)
+    piped(data, monkeypatch)
+    done = run("ask", "-", *words)
+    assert done.code == 0 and json.loads(done.text)["text"] == json.loads(from_file.text)["text"]
+    piped(data[: len(data) // 2], monkeypatch)
+    done = run("ask", "-", *words)
+    assert done.code == 2 and "standard input" in done.err
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in SOUNDS if n.startswith(("bad text", "bad JSON", "bad HTML", "bad M4A", "bad b'%PDF"))]
+)
+def test_what_is_no_sound_is_not_taken_for_raw_pcm(name, run, monkeypatch):
+    piped(SOUNDS[name][: len(SOUNDS[name]) // 2 * 2], monkeypatch)
+    done = run("ask", "-")
+    assert done.code == 2 and "standard input is not sound but" in done.err and done.out == b""
+
+
+WEAK = {
+    "silence": (np.zeros(RATE), "is silence"),
+    "quiet": (0.001 * np.tile(NOISE, 3), "dBFS"),
+    "short": (NOISE[:16], "lasts 1 ms"),
+    "opposite": (np.stack([NOISE, -NOISE], axis=1), "opposite phase"),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_what_is_hardly_heard_is_answered_and_told(name, run, tmp_path):
+    samples, said = WEAK[name]
+    (tmp_path / "q.wav").write_bytes(encoded(samples))
+    done = run("ask", "q.wav", "--task", "A1T2", "--max_tokens", "1", "--json")
+    assert done.code == 0 and done.err.count("\n") == 1
+    assert done.err.startswith("warning: ") and "q.wav" in done.err and said in done.err
+    assert said in json.loads(done.text)["warnings"][0]
+
+
+def test_raw_pcm_that_is_silent_is_told_with_its_name(run, monkeypatch):
+    piped(bytes(32000), monkeypatch)
+    done = run("ask", "-", "--task", "A1T2", "--max_tokens", "1")
+    assert done.code == 0 and done.err.startswith("warning: -: the question is silence")
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_a_device_is_refused_by_its_beginning(device, run, tmp_path):
+    done = run("ask", device)
+    assert done.code == 2 and device in done.err and done.err.count("\n") == 1 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("begin", [b"", encoded(NOISE)], ids=["zeros", "a file"])
+def test_a_named_pipe_without_end_is_refused(begin, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("omni.audio.io.MAX_STREAM_BYTES", 1 << 20)
+    os.mkfifo(tmp_path / "pipe")
+    written = []
+
+    def feed() -> None:
+        with open(tmp_path / "pipe", "wb", buffering=0) as pipe:
+            written.append(pipe.write(begin or bytes(100)))
+            try:
+                while sum(written) < 1 << 26:
+                    written.append(pipe.write(bytes(1 << 16)))
+            except BrokenPipeError:
+                return
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    done = run("ask", "pipe")
+    feeder.join()
+    assert done.code == 2 and "pipe" in done.err and ("1 MiB" in done.err) == bool(begin)
+    assert sum(written) < 1 << 22
+
+
+def test_standard_input_without_end_is_refused(run, monkeypatch):
+    class Endless(io.RawIOBase):
+        taken = 0
+
+        def read(self, size: int = -1) -> bytes:
+            self.taken += size
+            return b"\1\0" * (size // 2)
+
+    pipe = Endless()
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=pipe))
+    monkeypatch.setattr("infer.questions.MAX_SECONDS", 2.0)
+    done = run("ask", "-")
+    assert done.code == 2 and "goes on after 2 s" in done.err and pipe.taken < 100_000
