@@ -207,7 +207,7 @@ def dry_run(config: FitConfig) -> str:
     model = initial.model
     if config.lora is not None:
         adapters.apply(model, config.lora)
-    set_trainable(model, config.learns)
+    also = set_trainable(model, config.learns)
     learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
@@ -215,7 +215,7 @@ def dry_run(config: FitConfig) -> str:
     return "\n".join(
         [
             f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M learn",
-            f"optimizer: {describe(parameter_groups(learning, config.optimizer))}",
+            f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
             f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} columns",
             draw(batch, model.layout, initial.tokenizer),
         ]

@@ -55,13 +55,13 @@ class Loop:
         self.team = Team(fabric)
         self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
         self.objective = parts.objective
-        set_trainable(self.objective.get_submodule("model"), config.learns)
+        also = set_trainable(self.objective.get_submodule("model"), config.learns)
         if config.fabric.compile:
             compile_blocks(self.objective)
         self.module = fabric.setup_module(self.objective)
         learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
-        self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision)
+        self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision, also)
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
         self.watch = Watch(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None

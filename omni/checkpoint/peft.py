@@ -28,13 +28,12 @@ from omni.checkpoint.huggingface import our_name, their_name
 from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.model.linears import TEXT_HEAD, checksum
+from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
 from omni.model.lora import LoRAConfig, fits
 from omni.model.lora_weights import AdapterWeights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-TEXT_TABLE = "decoder.text_embedding"
 CHECKSUM, TEXT_ROWS = "omni_base_checksum", "omni_text_rows"
 
 PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
