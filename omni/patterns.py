@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from omni.errors import UserError
-
 
 NONE: Mapping[str, str] = MappingProxyType({})
 

@@ -244,8 +244,8 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
 def build_optimizer(
     params: Params, config: OptimizerConfig, precision: str = "32-true", also: Mapping[str, str] = NONE
 ) -> Optimizers:
-    """The optimizer of a run over the trainable parameters; Muon's iteration is in bf16 where the run's precision is. `also` as in
-    `parameter_groups`."""
+    """The optimizer of a run over the trainable parameters (`also` as in `parameter_groups`); Muon's iteration is in bf16 where
+    the run's precision is."""
     optimizer = Optimizers(parameter_groups(params, config, also), config)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
