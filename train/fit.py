@@ -38,6 +38,7 @@ from train.optim import describe
 from train.parallel import build_fabric, launch, leave
 from train.parse import read_fit_config
 from train.precision import quantized_type
+from train.preflight import check_start
 from train.shelf import write_text
 from train.validation import build_validator
 
@@ -63,6 +64,7 @@ def fit(config: FitConfig) -> Outcome | None:
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
+    check_start(with_alignment(config))
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
@@ -203,6 +205,7 @@ def dry_run(config: FitConfig) -> str:
     from train.optim import parameter_groups, set_trainable
 
     config = with_alignment(config)
+    check_start(config)
     initial = build_initial(config.model, config.seed)
     model = initial.model
     if config.lora is not None:

@@ -62,6 +62,12 @@ def recognise(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that is no adapter's (UserError)."""
+    if not recognise(Path(folder)):
+        raise UserError(f"{folder} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
+
+
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
@@ -168,8 +174,7 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
             do not belong together; a pickle (`adapter_model.bin`).
     """
     path = Path(folder)
-    if not (path / CONFIG).is_file():
-        raise UserError(f"{path} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
+    check_folder(path)
     settings = read_json(path / CONFIG)
     kind = settings.get("peft_type")
     if kind != "LORA":

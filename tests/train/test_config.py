@@ -29,10 +29,10 @@ from train.config import (
 from train.data.config import DataConfig, SourceConfig
 from train.data.synthetic import SpokenDigitsConfig
 from train.fit import with_alignment
-from train.initial import build_initial, changed, check_fits, choose_tokenizer
+from train.initial import build_initial, changed, check_fits, choose_tokenizer, shape_of
 from train.optim import parameter_groups, set_trainable
 from train.parse import read_fit_config
-from train.plan.parameters import count_parameters, paper_model, shape_of
+from train.plan.parameters import count_parameters, paper_model
 from train.plan.quantized import adapt
 from train.shelf import clear
 

@@ -64,16 +64,22 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     Raises:
         UserError: no source has any.
     """
-    sources = [source for source in config.sources if has_held_out(source)]
-    if not sources:
-        raise UserError(
-            "no source has held-out rows; name a file or a number of them as data.sources[...].held_out, or ask no questions"
-        )
+    sources = sources_held_out(config)
     rows: list[Row] = []
     for i, source in enumerate(sources):
         share = count * (i + 1) // len(sources) - count * i // len(sources)
         rows += held_out_of(source, codec, share, config.cache)
     return rows
+
+
+def sources_held_out(config: DataConfig) -> list[SourceConfig]:
+    """The sources with rows for validation; UserError where none has any."""
+    sources = [source for source in config.sources if has_held_out(source)]
+    if not sources:
+        raise UserError(
+            "no source has held-out rows; name a file or a number of them as data.sources[...].held_out, or ask no questions"
+        )
+    return sources
 
 
 def held_out_of(

@@ -88,6 +88,17 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     return count
 
 
+def files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """The Parquet file at `path`, or those of the folder there by name; UserError where there is none. None is opened."""
+    place = Path(path)
+    files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
+    if not files[0].is_file():
+        raise UserError(f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them")
+    return files
+
+
 class StoredRows:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
 
@@ -101,9 +112,7 @@ class StoredRows:
 
     def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(path)
-        self.files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
-        if not self.files:
-            raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
+        self.files = files_of(path)
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._chunks = 0
         counts, large = [], False
@@ -214,8 +223,6 @@ def _look(file: Path) -> pq.FileMetaData:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not file.is_file():
-        raise UserError(f"data file {file} does not exist: name a Parquet file of rows, or a folder of them")
     try:
         metadata = pq.read_metadata(file)
         schema = metadata.schema.to_arrow_schema()
