@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class Asked:
     @property
     def task(self) -> Task:
         return find_task(self.turn.task)
+
+    def after(self, system: Sequence[int]) -> Asked:
+        """The question after a system message of these ids."""
+        return replace(self, turn=replace(self.turn, system=tuple(system)))
 
 
 def read_question(
@@ -74,6 +78,13 @@ def read_question(
     turn = Turn(task, features=model.config.features(len(clip)))
     prompt(model.layout, turn)
     return Asked(turn, clip)
+
+
+def read_system(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of a system message, the same in training and serving; none for a text of spaces alone."""
+    if not isinstance(text, str):
+        raise UserError(f"system is {text!r}; give a text, or an empty one for none")
+    return tuple(tokenizer.encode(text.strip()))
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omni.audio.codec import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -50,7 +52,14 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
         Mixture(sources, [source.weight for source in config.sources], config.seed),
         [TaskMixture(source.tasks, source.stages) for source in config.sources],
         ExampleMaker(
-            model, tokenizer, codec, build_alignment(config, tokenizer), config.augment, config.sound_anew, config.seed
+            model,
+            tokenizer,
+            codec,
+            build_alignment(config, tokenizer),
+            config.augment,
+            config.sound_anew,
+            config.seed,
+            config.system,
         ),
         config.packing,
         config.seed,
@@ -59,7 +68,8 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
-    """Rows for validation, `count` over all sources that have some, shared evenly; the same ones every time.
+    """Rows for validation, `count` over all sources that have some, shared evenly; the same ones every time. System messages
+    are left out where the training leaves them out.
 
     Raises:
         UserError: no source has any.
@@ -69,7 +79,7 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     for i, source in enumerate(sources):
         share = count * (i + 1) // len(sources) - count * i // len(sources)
         rows += held_out_of(source, codec, share, config.cache)
-    return rows
+    return rows if config.system else [replace(row, system="") for row in rows]
 
 
 def sources_held_out(config: DataConfig) -> list[SourceConfig]:

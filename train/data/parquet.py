@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.data.row import Row, features, from_plain, to_plain
+from train.data.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
     import datasets
@@ -188,12 +188,13 @@ class _GroupedFile:
         import pyarrow.parquet as pq
 
         self.file = file
-        self.names = list(features())
         with _readable(file):
             self.parquet = pq.ParquetFile(
                 str(file), metadata=metadata, memory_map=True, pre_buffer=False, page_checksum_verification=True
             )
             self.metadata = self.parquet.metadata
+        present = self.parquet.schema_arrow.names
+        self.names = [name for name in features() if name in present]
         counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
         self.ends = list(itertools.accumulate(counts))
         self.groups: OrderedDict[int, Any] = OrderedDict()
@@ -230,6 +231,8 @@ def _look(file: Path) -> pq.FileMetaData:
         raise UserError(f"data file {file} is not a whole Parquet file ({_one_line(error)}): prepare it again") from error
     wanted = features().arrow_schema
     for field in wanted:
+        if field.name not in schema.names and field.name in OPTIONAL:
+            continue
         if field.name not in schema.names:
             raise UserError(
                 f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
@@ -254,6 +257,8 @@ def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.D
     from datasets.exceptions import DatasetGenerationError
 
     columns = features()
+    for name in _absent(files):
+        del columns[name]
     try:
         with _quiet():
             return datasets.Dataset.from_parquet(
@@ -267,6 +272,18 @@ def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.D
             f"the Arrow copy of {files[0]} cannot be made ({_one_line(error.__cause__ or error)}): free some space or name "
             "another folder as data.cache; if the file is damaged, prepare it again"
         ) from error
+
+
+def _absent(files: list[Path]) -> list[str]:
+    """Columns that the files lack; UserError where some have them and others not."""
+    import pyarrow.parquet as pq
+
+    schemas = [set(pq.read_schema(file).names) for file in files]
+    absent = [name for name in OPTIONAL if any(name not in schema for schema in schemas)]
+    for name in absent:
+        if any(name in schema for schema in schemas):
+            raise UserError(f"only some files of {files[0].parent} have a column {name!r}: prepare them again")
+    return absent
 
 
 @contextmanager
