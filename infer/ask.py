@@ -91,6 +91,7 @@ def ask(options: AskOptions) -> None:
                     context=options.context,
                     adapter=adapter,
                     edits=edits,
+                    system=options.system,
                 )
             )
 

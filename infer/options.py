@@ -34,6 +34,7 @@ class AskOptions:
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
     adapter: str | None = option(None, "folder of a LoRA (PEFT's format) that answers, beside the model's weights")
     edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
+    system: str = option("", "system message before the first question, for a model that was trained with some")
     task: str | None = option(None, "A1A2, A1T2, A1T1, T1A2, T1T2 or T1A1; A1A2 for sound and T1A2 for text by default")
     chat: bool = option(False, "the questions are turns of one conversation")
     input_rate: int = option(16000, "samples per second of raw PCM on standard input")

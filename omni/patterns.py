@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from omni.errors import UserError
 
+NONE: Mapping[str, str] = MappingProxyType({})
+
 
 def match_names(
-    patterns: Iterable[str], names: Sequence[str], where: str, strict: bool = True, what: str = "parameter"
+    patterns: Iterable[str],
+    names: Sequence[str],
+    where: str,
+    strict: bool = True,
+    what: str = "parameter",
+    also: Mapping[str, str] = NONE,
 ) -> set[str]:
     """The names that at least one pattern matches.
 
@@ -22,20 +30,24 @@ def match_names(
         where: the configuration key the patterns come from, for the error.
         strict: refuse a pattern that matches nothing.
         what: names are of, for the error.
+        also: second names, with which of `names` each stands for (`omni.model.linears.tied_names`); one that stands for none of
+            them counts for nothing.
 
     Raises:
         UserError: a pattern matches no name (the closest names are given), or is not a regular expression.
     """
     chosen: set[str] = set()
+    own = {name: name for name in names}
+    known = own | {second: first for second, first in also.items() if first in own}
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:
                 expression = re.compile(pattern[3:])
             except re.error as error:
                 raise UserError(f"{where}: {pattern!r} is not a regular expression ({error})") from error
-            hits = {name for name in names if expression.fullmatch(name)}
+            hits = {first for name, first in known.items() if expression.fullmatch(name)}
         else:
-            hits = {name for name in names if fnmatchcase(name, pattern)}
+            hits = {first for name, first in known.items() if fnmatchcase(name, pattern)}
         if not hits and strict:
             close = _closest(pattern, names)
             near = "the closest names are " if close else "names are such as "

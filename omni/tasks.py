@@ -7,6 +7,11 @@ example's prompt is the serving prompt, bit for bit (`example() = prompt() + ans
     speech in   input | T x pad, where the T encoder features stand | end | answer      on every stream
     text in     input | the question's tokens                       | end | answer      on text; pad, ..., answer on audio
 
+A system message, which says how the answers of a conversation are to be, comes before its first question. It has the marks of a
+written question, but no `answer` after its end:
+
+    system      input | the message's tokens                        | end            on text; pad on audio
+
 The text stream's marker is `asr` where the question is to be transcribed; a stream that does not answer has pad in the last
 column, where the others have their marker.
 
@@ -111,6 +116,7 @@ class Turn:
         question: token ids of the written question (text in).
         text: token ids of the answer, without an end.
         codes: frames of the answer, [A, F].
+        system: token ids of the system message before the question; only a conversation's first turn has one.
     """
 
     task: Task | str
@@ -118,10 +124,21 @@ class Turn:
     question: Sequence[int] = ()
     text: Sequence[int] | None = None
     codes: Tensor | None = None
+    system: Sequence[int] = ()
+
+
+def system_message(layout: Layout, ids: Sequence[int]) -> Columns:
+    """The columns of a system message, which come before the first question's; none for no ids."""
+    a, marks = layout.n_audio, 2 if len(ids) else 0
+    tokens = layout.ids("pad")[:, None].repeat(1, len(ids) + marks)
+    if len(ids):
+        text = layout.text
+        tokens[a] = torch.tensor([text.special("input"), *ids, text.special("end")])
+    return Columns(tokens, torch.full_like(tokens, IGNORE), torch.full((tokens.shape[1],), -1))
 
 
 def prompt(layout: Layout, turn: Turn) -> Columns:
-    """The question's columns, up to and with the column from which the answer's first is predicted."""
+    """The question's columns, up to and with the column from which the answer's first is predicted; a system message first."""
     task = find_task(turn.task)
     k, a = len(layout), layout.n_audio
     pad, end, start = layout.ids("pad"), layout.ids("end"), layout.ids("input")
@@ -144,12 +161,13 @@ def prompt(layout: Layout, turn: Turn) -> Columns:
     last = torch.where(active, answer, pad)
     tokens = torch.cat([start[:, None], body, end[:, None], last[:, None]], dim=1)
     none = torch.full((1,), -1)
-    return Columns(
+    asked = Columns(
         tokens=tokens,
         targets=torch.full_like(tokens, IGNORE),
         feature_index=torch.cat([none, index, none, none]),
         features=(turn.features,) if task.question == "audio" else (),
     )
+    return join([system_message(layout, turn.system), asked]) if len(turn.system) else asked
 
 
 def answer(layout: Layout, turn: Turn) -> Columns:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
-from omni.tasks import TASKS, Turn, answer, example, find_task, prompt
+from omni.tasks import TASKS, Turn, answer, example, find_task, prompt, system_message
 
 LAYOUTS = ["codec2", "mini-omni"]
 
@@ -72,6 +74,25 @@ def test_mini_omni_prompts_column_by_column():
     written = prompt(layout, Turn("T1A2", question=[1, 2])).tokens
     assert written[7].tolist() == [151938, 1, 2, 151936, 151939]
     assert written[3].tolist() == [4097, 4097, 4097, 4097, 4099]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_system_message_comes_first_and_nothing_of_it_is_learnt(layout, task):
+    """Law 3 with a system message: what comes before the answer is the message, then the prompt that there is without one."""
+    layout = Layout.preset(layout)
+    turn = make_turn(layout, task)
+    told, plain = replace(turn, system=(1, 2, 3)), prompt(layout, turn)
+    message, asked, whole = system_message(layout, (1, 2, 3)), prompt(layout, told), example(layout, [told, turn])
+    text, audio = message.tokens[-1].tolist(), message.tokens[:-1]
+    assert text == [layout.text.special("input"), 1, 2, 3, layout.text.special("end")]
+    assert torch.equal(audio, layout.ids("pad")[:-1, None].expand(-1, 5))
+    assert torch.equal(asked.tokens, torch.cat([message.tokens, plain.tokens], dim=1))
+    assert torch.equal(asked.feature_index, torch.cat([torch.full((5,), -1), plain.feature_index]))
+    rest = example(layout, [turn, turn])
+    assert torch.equal(whole.tokens, torch.cat([message.tokens, rest.tokens], dim=1))
+    assert torch.equal(whole.targets[:, 5:], rest.targets) and bool((whole.targets[:, :5] == IGNORE).all())
+    assert whole.features == rest.features and len(system_message(layout, ())) == 0
 
 
 @pytest.mark.parametrize(

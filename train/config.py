@@ -310,8 +310,8 @@ class FitConfig:
     Attributes:
         run_folder: where everything is written; by default `runs/` and the file's name.
         seed: of the weights; the data have their own.
-        resume: `auto` continues from the run folder's last checkpoint if its configuration is this one, `force`
-            whatever its configuration was, `restart` deletes the earlier run's checkpoints and logs.
+        resume: `auto` continues from the run folder's last checkpoint if its configuration is this one, `extend` if only the
+            budget is larger, `force` whatever its configuration was, `restart` deletes the earlier run's checkpoints and logs.
         trainable: names of the parameters that learn: shell patterns, or regular expressions after `re:`.
         lora: learn low-rank adapters, and of the rest only what `lora.trainable` names.
         balance: combine the tasks of a step otherwise than by the sum of their losses (docs/balance.md).
@@ -325,7 +325,7 @@ class FitConfig:
     data: DataConfig
     run_folder: str = ""
     seed: int = 0
-    resume: Literal["auto", "force", "restart"] = "auto"
+    resume: Literal["auto", "extend", "force", "restart"] = "auto"
     trainable: tuple[str, ...] = ("*",)
     lora: LoRASection | None = None
     balance: BalanceSection | None = None

@@ -15,9 +15,10 @@ from pathlib import Path
 from omni.diagnostics import Finding, report
 from omni.errors import UserError
 from train.config import FitConfig
-from train.fit import prepare
+from train.fit import prepare, with_alignment
 from train.parallel import build_fabric
 from train.parse import read_fit_config
+from train.preflight import check_start
 from train.stop import Stop
 from train.watch import targets_of
 
@@ -60,6 +61,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
             validation=replace(config.validation, questions=0),
             log=replace(config.log, progress="off", wandb=None),
         )
+        check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
         assert loop.watch is not None
         loop.watch.targets = targets_of(loop.objective, config.data, seen=1)

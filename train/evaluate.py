@@ -52,6 +52,7 @@ class Item:
         text: the reference answer, None where the task writes nothing.
         codes: the reference frames [A, F], None where the task speaks nothing or the row has none.
         kind: a part of the set that is also reported by itself ("" for none).
+        system: the system message before it ("" for none).
     """
 
     task: str
@@ -60,6 +61,7 @@ class Item:
     text: str | None
     codes: Tensor | None
     kind: str = ""
+    system: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def items_of(
                 raise UserError(f"held-out {row.where}: {error}") from error
             text = (turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None
             question: str | Tensor = turn.question_text if spoken is None else spoken
-            items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2]))
+            items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2], row.system))
     if not items:
         raise UserError(f"no held-out row has what the tasks {', '.join(tasks)} need; see validation.tasks")
     return items
@@ -158,6 +160,7 @@ def evaluate(lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds
         max_seconds=max_seconds,
         batch_size=rows,
         sound=sound,
+        system=[item.system for item in items],
     )
     judged = tuple(judge(item, answer) for item, answer in zip(items, answers, strict=True))
     figures = summarise(judged)

@@ -39,6 +39,7 @@ from train.optim import describe
 from train.parallel import build_fabric, launch, leave
 from train.parse import read_fit_config
 from train.precision import quantized_type
+from train.preflight import check_start
 from train.shelf import write_text
 from train.validation import build_validator
 
@@ -64,6 +65,7 @@ def fit(config: FitConfig) -> Outcome | None:
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
+    check_start(with_alignment(config))
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
@@ -217,11 +219,12 @@ def dry_run(config: FitConfig) -> str:
     from train.optim import parameter_groups, set_trainable
 
     config = with_alignment(config)
+    check_start(config)
     initial = build_initial(config.model, config.seed)
     model = initial.model
     if config.lora is not None:
         adapters.apply(model, config.lora)
-    set_trainable(model, config.learns)
+    also = set_trainable(model, config.learns)
     learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
@@ -229,7 +232,7 @@ def dry_run(config: FitConfig) -> str:
     return "\n".join(
         [
             f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M learn",
-            f"optimizer: {describe(parameter_groups(learning, config.optimizer))}",
+            f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
             f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} columns",
             draw(batch, model.layout, initial.tokenizer),
         ]

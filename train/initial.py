@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from omni.audio.codec import AudioCodec, load_codec
-from omni.checkpoint.folder import CODEC, load_folder
+from omni.checkpoint.folder import CODEC, load_folder, read_config
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
@@ -64,6 +64,17 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
     model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
     place = codec_folder or (own if own.is_dir() else None)
     return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra)
+
+
+def shape_of(section: ModelSection) -> ModelConfig:
+    """The configuration of the model that a run trains, without its weights (see `build_initial`).
+
+    Raises:
+        UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
+    """
+    if section.init_from is None:
+        return changed(preset(str(section.preset)), section)
+    return continued(read_config(section.init_from), section)
 
 
 def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
@@ -126,14 +137,17 @@ def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
 
 def choose_tokenizer(section: ModelSection, config: ModelConfig) -> Tokenizer:
     """The given tokenizer, or that of bytes where the text stream has just their ids."""
-    if section.tokenizer is not None:
-        return Tokenizer.from_file(section.tokenizer)
-    if config.layout.text.size == BYTES:
-        return Tokenizer.bytes()
-    raise UserError(
-        f"model.tokenizer is missing: the text stream has {config.layout.text.size} ids, and only one of {BYTES} can do "
-        "without; give the model's tokenizer.json"
-    )
+    check_tokenizer(section, config)
+    return Tokenizer.bytes() if section.tokenizer is None else Tokenizer.from_file(section.tokenizer)
+
+
+def check_tokenizer(section: ModelSection, config: ModelConfig) -> None:
+    """Refuse a model from a preset without a tokenizer, where the text stream has other ids than bytes (UserError)."""
+    if section.init_from is None and section.tokenizer is None and config.layout.text.size != BYTES:
+        raise UserError(
+            f"model.tokenizer is missing: the text stream has {config.layout.text.size} ids, and only one of {BYTES} can do "
+            "without; give the model's tokenizer.json"
+        )
 
 
 def _codec(config: ModelConfig, folder: Path | None) -> AudioCodec | None:

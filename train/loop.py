@@ -15,6 +15,7 @@ from lightning_fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from omni.config import from_dict
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train import shelf, state
@@ -22,7 +23,7 @@ from train.announce import closing
 from train.balance.feed import CountedStep, CountingFeed
 from train.balance.run import Balancing
 from train.balance.section import BalanceSection
-from train.config import FitConfig, completed
+from train.config import BudgetConfig, FitConfig, completed
 from train.data.lanes import merge, remember
 from train.data.loader import process_lanes
 from train.feed import Feed, Step
@@ -33,7 +34,7 @@ from train.optim import Average, build_optimizer, set_learning_rate, set_trainab
 from train.parallel import Team, accumulating, compile_blocks, full_state
 from train.parts import Figures, Outcome, Parts
 from train.progress import Progress, figures_line
-from train.schedule import due, learning_rate, used
+from train.schedule import check_larger, due, extension, learning_rate, used
 from train.step_times import StepTimes
 from train.stop import Stop
 from train.watch import Watch
@@ -58,13 +59,13 @@ class Loop:
         self.team = Team(fabric)
         self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
         self.objective = parts.objective
-        set_trainable(self.objective.get_submodule("model"), config.learns)
+        also = set_trainable(self.objective.get_submodule("model"), config.learns)
         if config.fabric.compile:
             compile_blocks(self.objective)
         self.module = fabric.setup_module(self.objective)
         learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
-        self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision)
+        self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision, also)
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
         self.watch = Watch(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None
@@ -75,12 +76,15 @@ class Loop:
         self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
         self.saved: Path | None = None
         self.exported: Path | None = None
+        self.told: str | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
         torch.manual_seed(config.seed + 1 + self.team.rank)
         self._resume()
         self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
         start = (self._used(), self.position.seconds)
         self.progress = Progress(config.log.progress if self.team.first else "off", start)
+        if self.told is not None:
+            self.progress.say(self.told)
         self.before, self.since = self.position.seconds, time.perf_counter()
         self.times, self.first_step, self.shown = StepTimes(), self.position.step + 1, self.position.seconds
 
@@ -361,18 +365,19 @@ class Loop:
             return
         self.team.first_alone(lambda: shelf.sweep(self.place))
         found = self.team.share(self.team.first_alone(lambda: shelf.newest(self.place)))
+        extend = self.config.resume == "extend"
+        if found is None and extend:
+            raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
         if found is None:
             return
         before = shelf.read_state(found)
         stored_config = completed(before["config"])
         if self.config.resume != "force":
-            changed = shelf.differences(stored_config, self.plain)
-            for key, old, new in [*changed, *shelf.differences(before.get("rows", rows), rows)]:
-                raise UserError(
-                    f"{key} is {shelf.brief(new)}, but the run in {self.folder} was started with {shelf.brief(old)}; set it "
-                    "back, choose another --run_folder, or say --resume restart (start over) or --resume force (go on all the "
-                    "same)"
-                )
+            changed = [*shelf.differences(stored_config, self.plain), *shelf.differences(before.get("rows", rows), rows)]
+            shelf.refuse(self.folder, [entry for entry in changed if not (extend and entry[0].startswith("budget."))])
+        if extend:
+            budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
+            check_larger(budget, self.config.budget)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.position = replace(state.load(found, self.objective, self.optimizer, self.average, self.team), rows=rows)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
@@ -387,6 +392,10 @@ class Loop:
             elif stored is not None:
                 self.balance.load_state_dict(stored)
                 self.balance.tally.values = self.position.tally
+        if extend:
+            rate = max(group["base_lr"] for group in self.optimizer.param_groups)
+            step, seconds = self.position.step, self.position.seconds
+            self.told = extension(self.config.schedule, budget, self.config.budget, step, seconds, rate)
         self.saved = found
 
     # --- the end ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
-from omni.patterns import match_names
+from omni.model.linears import tied_names
+from omni.patterns import NONE, match_names
 from train.config import GroupConfig, OptimizerConfig
 
 Params = list[tuple[str, nn.Parameter]]
@@ -167,13 +168,17 @@ class Optimizers(torch.optim.Optimizer):
             inner.step()
 
 
-def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let the parameters learn that a pattern names, and freeze the others.
+def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
+    """Let the parameters learn that a pattern names, and freeze the others. A tied text head is named as head or as table.
+
+    Returns:
+        second names of parameters (`omni.model.linears.tied_names`), by which patterns name them too.
 
     Raises:
         UserError: a pattern names no parameter (with the closest names), or nothing is left to learn.
     """
-    chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable")
+    also = tied_names(model)
+    chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable", also=also)
     if not chosen:
         raise UserError("trainable is empty: no parameter would learn; give patterns such as '*' or 'adapter.*'")
     for name, p in model.named_parameters():
@@ -182,20 +187,26 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
                 f"trainable names {name}, which is quantised and cannot learn; take it out of lora.quantize_targets"
             )
         p.requires_grad_(name in chosen)
+    return also
 
 
-def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
     """Sort parameters into groups of one rule, learning rate and weight decay.
 
     The first of `config.groups` whose pattern names a parameter decides; what it leaves open comes from the optimizer's own
-    settings. Parameters of less than two dimensions (norms, biases) are not decayed. UserError: a pattern names no parameter,
-    or gives a learning rate for a rule that none of its parameters has.
+    settings. Parameters of less than two dimensions (norms, biases) are not decayed.
+
+    Args:
+        also: second names of parameters, as `set_trainable` gives them.
+
+    Raises:
+        UserError: a pattern names no parameter, or gives a learning rate for a rule that none of its parameters has.
     """
     names = [name for name, _ in params]
     owner: dict[str, GroupConfig] = {}
     for group in reversed(config.groups):
-        owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups"), group))
-    exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False)
+        owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups", also=also), group))
+    exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False, also=also)
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     used: set[tuple[str, str]] = set()  # patterns, and which of their learning rates members have
     for name, p in params:
@@ -230,9 +241,12 @@ def parameter_groups(params: Params, config: OptimizerConfig) -> list[dict[str, 
     return list(groups.values())
 
 
-def build_optimizer(params: Params, config: OptimizerConfig, precision: str = "32-true") -> Optimizers:
-    """The optimizer of a run over the trainable parameters; Muon's iteration is in bf16 where the run's precision is."""
-    optimizer = Optimizers(parameter_groups(params, config), config)
+def build_optimizer(
+    params: Params, config: OptimizerConfig, precision: str = "32-true", also: Mapping[str, str] = NONE
+) -> Optimizers:
+    """The optimizer of a run over the trainable parameters (`also` as in `parameter_groups`); Muon's iteration is in bf16 where
+    the run's precision is."""
+    optimizer = Optimizers(parameter_groups(params, config, also), config)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
             inner.half = precision.startswith("bf16")

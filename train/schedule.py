@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from omni.errors import UserError
 from train.config import BudgetConfig, ScheduleConfig
 
 
@@ -34,6 +35,35 @@ def learning_rate(schedule: ScheduleConfig, budget: BudgetConfig, step: int, sec
     else:
         shape = min(1.0, (1.0 - x) / schedule.decay)
     return schedule.final + (1.0 - schedule.final) * shape
+
+
+def check_larger(old: BudgetConfig, new: BudgetConfig) -> None:
+    """Refuse a budget that is smaller in any way than the one that a run was started with (UserError)."""
+    for key in ("steps", "minutes"):
+        before, now = getattr(old, key), getattr(new, key)
+        if now is not None and (before is None or now < before):
+            limit = "without such a limit" if before is None else f"with {before:g}"
+            raise UserError(
+                f"budget.{key} is {now:g}, but the run was started {limit}: --resume extend makes a budget larger; give more, "
+                "or say --resume force"
+            )
+
+
+def extension(
+    schedule: ScheduleConfig, old: BudgetConfig, new: BudgetConfig, step: int, seconds: float, rate: float
+) -> str | None:
+    """What becomes of the learning rate where a budget grows after `step` steps, in a line; None where it is the same budget.
+
+    Args:
+        rate: the peak learning rate.
+    """
+    if old == new:
+        return None
+    parts = [f"{new.steps} steps"] if new.steps is not None else []
+    parts += [f"{new.minutes:g} minutes"] if new.minutes is not None else []
+    before, now = (rate * learning_rate(schedule, budget, step, seconds) for budget in (old, new))
+    change = f"stays {now:.3g}" if before == now else f"goes from {before:.3g} to {now:.3g}"
+    return f"schedule {schedule.name} made again for {' or '.join(parts)}; at step {step} the learning rate {change}"
 
 
 def due(

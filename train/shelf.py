@@ -136,6 +136,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
     return found
 
 
+def refuse(folder: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
+    """Refuse to go on with the run in `folder` where something has changed: UserError naming the first."""
+    for key, old, new in changed:
+        extend = "--resume extend (go on with a larger budget), " if key.startswith("budget.") else ""
+        raise UserError(
+            f"{key} is {brief(new)}, but the run in {folder} was started with {brief(old)}; set it back, choose another "
+            f"--run_folder, or say {extend}--resume restart (start over) or --resume force (go on all the same)"
+        )
+
+
 def brief(value: Any) -> str:
     """A value for an error message."""
     text = repr(value)

@@ -251,16 +251,27 @@ def listed_files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, i
     return out
 
 
+def check_sizes(folder: str | os.PathLike[str]) -> None:
+    """Refuse a model folder one of whose files is missing or has another size (UserError); none of them is read."""
+    path = Path(folder)
+    for name, wanted in listed_files(_read(path), path / CONFIG).items():
+        _check_size(path / name, wanted)
+
+
 def _check(file: Path, wanted: tuple[int, int]) -> None:
     """Refuse a file that is missing, or has another size or checksum."""
+    _check_size(file, wanted)
+    if _crc32(file) != wanted[1]:
+        raise UserError(f"{file} does not match its checksum in {CONFIG}; fetch or save the folder again")
+
+
+def _check_size(file: Path, wanted: tuple[int, int]) -> None:
     if not file.is_file():
         raise UserError(f"{file} is missing; fetch or save the folder again")
     size = file.stat().st_size
     if size != wanted[0]:
         kind = "truncated" if size < wanted[0] else "longer than it was"
         raise UserError(f"{file} is {kind}: {size} bytes of {wanted[0]}; fetch or save the folder again")
-    if _crc32(file) != wanted[1]:
-        raise UserError(f"{file} does not match its checksum in {CONFIG}; fetch or save the folder again")
 
 
 def _crc32(file: Path) -> int:

@@ -28,13 +28,12 @@ from omni.checkpoint.huggingface import our_name, their_name
 from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.model.linears import TEXT_HEAD, checksum
+from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
 from omni.model.lora import LoRAConfig, fits
 from omni.model.lora_weights import AdapterWeights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-TEXT_TABLE = "decoder.text_embedding"
 CHECKSUM, TEXT_ROWS = "omni_base_checksum", "omni_text_rows"
 
 PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
@@ -61,6 +60,12 @@ REFUSED = {
 def recognise(path: Path) -> bool:
     """Whether this is an adapter's folder."""
     return (path / CONFIG).is_file()
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that is no adapter's (UserError)."""
+    if not recognise(Path(folder)):
+        raise UserError(f"{folder} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -169,8 +174,7 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
             do not belong together; a pickle (`adapter_model.bin`).
     """
     path = Path(folder)
-    if not (path / CONFIG).is_file():
-        raise UserError(f"{path} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
+    check_folder(path)
     settings = read_json(path / CONFIG)
     kind = settings.get("peft_type")
     if kind != "LORA":

@@ -10,7 +10,7 @@ Dimensions: K streams, C columns, N features, W width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -30,11 +30,15 @@ class Exchange:
     number: int
 
 
-def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange) -> tuple[Columns, list[Key]]:
-    """All columns from the conversation's beginning to the end of the new question's prompt, and their keys."""
+def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int] = ()) -> tuple[Columns, list[Key]]:
+    """All columns from the conversation's beginning to the end of the new question's prompt, and their keys.
+
+    Args:
+        system: token ids of the system message, which comes before whatever turn is the first now.
+    """
     pieces, keys = [], []
-    for exchange in (*past, asked):
-        parts = [prompt(layout, exchange.turn)]
+    for number, exchange in enumerate((*past, asked)):
+        parts = [prompt(layout, replace(exchange.turn, system=() if number else system))]
         if exchange is not asked:
             parts.append(answer(layout, exchange.turn))
         for part in parts:

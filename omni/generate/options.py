@@ -24,6 +24,7 @@ class OptionValues(TypedDict, total=False):
     overflow: Literal["end", "forget"]
     adapter: str | None
     edits: Edits | None
+    system: str
 
 
 class SessionOptions(OptionValues, total=False):
@@ -48,6 +49,8 @@ class Options:
             is left).
         adapter: name of one that was loaded (`SpeechLM.load_adapter`); None for the model as it is.
         edits: corrections (`omni.edit`) that act on these answers only, beside the adapter.
+        system: a system message before the first question, such as "Answer in one sentence."; "" for none. A model heeds one
+            only where it was trained with some (docs/data.md).
     """
 
     sampling: SamplingPlan = GREEDY
@@ -58,6 +61,7 @@ class Options:
     overflow: Literal["end", "forget"] = "end"
     adapter: str | None = None
     edits: Edits | None = None
+    system: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_seconds < float("inf"):

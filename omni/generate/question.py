@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,10 @@ class Asked:
     def task(self) -> Task:
         return find_task(self.turn.task)
 
+    def after(self, system: Sequence[int]) -> Asked:
+        """The question after a system message of these ids."""
+        return replace(self, turn=replace(self.turn, system=tuple(system)))
+
 
 def read_question(
     question: Question, task: Task | str, model: SpeechModel, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
@@ -104,6 +108,13 @@ def read_question(
     turn = Turn(task, features=model.config.features(len(clip)))
     prompt(model.layout, turn)
     return Asked(turn, clip)
+
+
+def read_system(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of a system message, the same in training and serving; none for a text of spaces alone."""
+    if not isinstance(text, str):
+        raise UserError(f"system is {text!r}; give a text, or an empty one for none")
+    return tuple(tokenizer.encode(text.strip()))
 
 
 @torch.no_grad()

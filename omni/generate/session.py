@@ -22,7 +22,7 @@ from omni.errors import UserError
 from omni.generate.history import Exchange, Key, common_prefix, lay_out, written_key
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
-from omni.generate.question import SAMPLE_RATE, Question, encode_questions, read_question
+from omni.generate.question import SAMPLE_RATE, Question, encode_questions, read_question, read_system
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
@@ -62,6 +62,7 @@ class Session:
         self._acting: Acting = options.adapter if edits is None else (options.adapter, edits)
         self._choice = choice_of(model, [self._acting])
         self.settings = per_stream(model.layout, options.sampling)
+        self._system = read_system(options.system, tokenizer)
         self._runner: Runner | None = runner
         self._release = release
         self._past: list[Exchange] = []
@@ -171,8 +172,10 @@ class Session:
 
     @property
     def history(self) -> tuple[Turn, ...]:
-        """The turns with what was delivered of their answers; an answer under way is not among them."""
-        return tuple(exchange.turn for exchange in self._past)
+        """The turns with what was delivered of their answers, the first with the system message; an answer under way is not
+        among them."""
+        turns = [exchange.turn for exchange in self._past]
+        return tuple(replace(turn, system=() if number else self._system) for number, turn in enumerate(turns))
 
     def close(self) -> None:
         """End the session and give its cache back."""
@@ -301,10 +304,10 @@ class Session:
     def _lay_out(self, exchange: Exchange, length: int) -> tuple[Columns, list[Key]]:
         """The conversation's columns with the new question, after forgetting what finds no room."""
         past, forget = list(self._past), self.options.overflow == "forget"
-        columns, keys = lay_out(self.model.layout, past, exchange)
+        columns, keys = lay_out(self.model.layout, past, exchange, self._system)
         while forget and past and len(keys) > length - length // 4:
             del past[0]
-            columns, keys = lay_out(self.model.layout, past, exchange)
+            columns, keys = lay_out(self.model.layout, past, exchange, self._system)
         if len(keys) >= length:
             way = "shorten the question" if forget else "use overflow='forget', or start a new session"
             raise UserError(

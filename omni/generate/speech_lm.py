@@ -27,7 +27,7 @@ from omni.edit.lend import edited_everywhere, lend, lent
 from omni.errors import UserError
 from omni.generate.batch import Batch
 from omni.generate.options import Options, OptionValues, SessionOptions
-from omni.generate.question import SAMPLE_RATE, Question, read_question
+from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
 from omni.generate.results import Answer, Event
 from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.generate.session import Session
@@ -162,8 +162,8 @@ class SpeechLM:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
-            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow, adapter, edits), by
-                name.
+            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow, adapter, edits,
+                system), by name.
         """
         options = Options(**values)
         if context is not None and context < 1:
@@ -240,6 +240,7 @@ class SpeechLM:
         sound: bool = True,
         adapter: str | Sequence[str | None] | None = None,
         edits: Edits | Sequence[Edits | None] | None = None,
+        system: str | Sequence[str] = "",
     ) -> list[Answer]:
         """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
 
@@ -249,6 +250,7 @@ class SpeechLM:
             sound: decode the codes; without it the answers carry codes only.
             adapter: one for all, or one per question (None for the model as it is).
             edits: corrections (`omni.edit`) for all, or for each question its own (None for none).
+            system: a system message for all, or one per question ("" for none).
         """
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; it must be at least 1")
@@ -256,10 +258,19 @@ class SpeechLM:
         seeds = [seed] * len(questions) if isinstance(seed, int) else list(seed)
         adapters = [adapter] * len(questions) if adapter is None or isinstance(adapter, str) else list(adapter)
         corrections = [edits] * len(questions) if edits is None or isinstance(edits, Edits) else list(edits)
-        for name, given in (("tasks", tasks), ("seeds", seeds), ("adapters", adapters), ("edits", corrections)):
+        systems: list[Any] = list(system) if isinstance(system, (list, tuple)) else [system] * len(questions)
+        each: dict[str, Sequence[object]] = {
+            "tasks": tasks,
+            "seeds": seeds,
+            "adapters": adapters,
+            "edits": corrections,
+            "system messages": systems,
+        }
+        for name, given in each.items():
             if len(given) != len(questions):
                 raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
+        asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
         options = Options(sampling, max_seconds=max_seconds, max_tokens=max_tokens)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         for one in corrections:

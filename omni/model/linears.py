@@ -14,7 +14,14 @@ def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
 
 
-TEXT_HEAD = "decoder.text_head"
+TEXT_HEAD, TEXT_TABLE = "decoder.text_head", "decoder.text_embedding"
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Second names of parameters, with the first ones: in a tied model the text embedding is the text head too."""
+    parameters = dict(model.named_parameters())
+    head, table = f"{TEXT_HEAD}.weight", f"{TEXT_TABLE}.weight"
+    return {head: table} if table in parameters and not any(name.startswith(f"{TEXT_HEAD}.") for name in parameters) else {}
 
 
 def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:

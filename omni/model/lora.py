@@ -169,20 +169,24 @@ def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> li
     Raises:
         UserError: a target matches no linear (with the closest names), or the name is taken or has a dot.
     """
+    pairs = {
+        target: LowRank(part.in_features, part.out_features, config, part.weight.device)
+        for target, part in targets_of(model, config.targets).items()
+    }
+    attach(model, pairs, name)
+    return list(pairs)
+
+
+def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linears that patterns name, in the model's order; UserError where one matches none, with the closest names."""
     linears = linears_of(model)
-    if TEXT_HEAD in config.targets and TEXT_HEAD not in linears:
+    if TEXT_HEAD in patterns and TEXT_HEAD not in linears:
         raise UserError(
             f"lora.targets: {TEXT_HEAD} is no linear here: this model's head is its text embedding; leave it out, or part them "
             "first (tie_text false)"
         )
-    chosen = match_names(config.targets, list(linears), "lora.targets", what="linear")
-    pairs = {
-        target: LowRank(part.in_features, part.out_features, config, part.weight.device)
-        for target, part in linears.items()
-        if target in chosen
-    }
-    attach(model, pairs, name)
-    return list(pairs)
+    chosen = match_names(patterns, list(linears), "lora.targets", what="linear")
+    return {name: part for name, part in linears.items() if name in chosen}
 
 
 @_alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, example
+from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.session_toys import ASKED, WARM, plain_hidden
 
@@ -67,6 +69,24 @@ def test_forgetting_drops_the_oldest_turns(layout: Layout, begun: list[tuple[Ten
         with pytest.raises(UserError, match="shorten the question"):
             session.ask("x" * 70, "T1T2")
         assert len(session.history) == lengths[-1]
+
+
+def test_a_system_message_is_before_every_question_and_never_forgotten(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
+    lm, ids = make_lm(layout), tuple(Tokenizer.bytes().encode("be brief"))
+    with lm.session(context=64, overflow="forget", sampling=WARM, max_seconds=0.6, system=" be brief\n") as session:
+        lengths = []
+        for turn in range(6):
+            events = session.ask(*ASKED[turn % 5])
+            kept = session.history
+            assert not kept or kept[0].system == ids
+            next(events)
+            assert session._last is not None
+            asked = session._last.exchange.turn
+            expected = plain_hidden(lm, kept, asked if kept else replace(asked, system=ids))
+            torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
+            list(events)
+            lengths.append(len(session.history))
+        assert max(lengths) < 6 and [turn.system for turn in session.history[1:]] == [()] * (lengths[-1] - 1)
 
 
 def test_limits_end_an_answer(lm: SpeechLM) -> None:

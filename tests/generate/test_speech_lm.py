@@ -55,6 +55,20 @@ def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str,
         assert again.tokens != alone[1].tokens  # a seed matters
 
 
+def test_system_messages_are_of_their_own_rows(layout: Layout) -> None:
+    lm = make_lm(layout)
+    limits: dict[str, Any] = {"max_seconds": 0.6, "max_tokens": 12}
+    systems = ["be brief", "", "  ", "be kind", "be brief", "answer in French, and at length"]
+    alone = [lm.generate(q, t, system=s, **limits) for q, t, s in zip(QUESTIONS, TASKS, systems, strict=True)]
+    together = lm.generate_batch(QUESTIONS, TASKS, system=systems, **limits)
+    assert [(a.text, a.tokens, a.ended) for a in together] == [(a.text, a.tokens, a.ended) for a in alone]
+    plain = lm.generate_batch(QUESTIONS, TASKS, **limits)
+    same = [
+        a.tokens == b.tokens and (a.codes is None or torch.equal(a.codes, b.codes)) for a, b in zip(plain, alone, strict=True)
+    ]
+    assert same[1] and same[2] and not all(same)  # an empty message is none, another one matters
+
+
 def test_streamed_equals_whole_and_sound_equals_the_codec_s(lm: SpeechLM) -> None:
     codec = lm.codec
     assert codec is not None
@@ -219,6 +233,7 @@ def bad_questions() -> dict[str, tuple[dict[str, Any], str]]:
         "task": ({"question": "hi", "task": "T1A3"}, "'T1A3' is unknown; did you mean"),
         "seconds": ({"question": "hi", "task": "T1T2", "max_seconds": 0.0}, "max_seconds is 0.0"),
         "tokens": ({"question": "hi", "task": "T1T2", "max_tokens": 0}, "max_tokens is 0"),
+        "system": ({"question": "hi", "task": "T1T2", "system": 5}, "system is 5; give a text"),
         "stream": ({"question": "hi", "task": "T1T2", "sampling": {"voice": GREEDY}}, "'voice' is no stream"),
     }
 

@@ -128,6 +128,12 @@ def test_the_text_can_be_sampled_otherwise_than_the_sound(run, lm, tmp_path):
     assert samples_of(tmp_path / "answer.wav") == pcm16(wanted.audio)
 
 
+def test_a_system_message_is_given_to_the_session(run, lm, tmp_path):
+    run("ask", "--text", "hello", "--system", "be brief", "--max_seconds", "0.8")
+    told, plain = (lm.generate("hello", "T1A2", system=system, max_seconds=0.8) for system in ("be brief", ""))
+    assert samples_of(tmp_path / "answer.wav") == pcm16(told.audio) != pcm16(plain.audio)
+
+
 @pytest.mark.parametrize("spoken", [True, False])
 def test_chat_turns_share_a_session_and_other_questions_do_not(spoken, run, lm, tmp_path):
     task = "A1A2" if spoken else "T1A2"

@@ -19,6 +19,7 @@ from train.config import (
     BudgetConfig,
     CheckpointConfig,
     FitConfig,
+    GroupConfig,
     ModelSection,
     OptimizerConfig,
     ValidationConfig,
@@ -28,10 +29,10 @@ from train.config import (
 from train.data.config import DataConfig, SourceConfig
 from train.data.synthetic import SpokenDigitsConfig
 from train.fit import with_alignment
-from train.initial import build_initial, changed, check_fits, choose_tokenizer
-from train.optim import parameter_groups
+from train.initial import build_initial, changed, check_fits, choose_tokenizer, shape_of
+from train.optim import parameter_groups, set_trainable
 from train.parse import read_fit_config
-from train.plan.parameters import count_parameters, paper_model, shape_of
+from train.plan.parameters import count_parameters, paper_model
 from train.plan.quantized import adapt
 from train.shelf import clear
 
@@ -57,19 +58,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
-def test_every_recipe_can_be_read_and_names_parameters_that_exist(recipe: Path) -> None:
+def test_every_recipe_names_parameters_that_exist_whatever_the_base(recipe: Path, tied: bool) -> None:
     config, name = read_fit_config([str(recipe)])
     assert isinstance(config, FitConfig) and name == recipe.stem
     base = str(config.model.preset or "qwen2-0.5b-omni")  # a recipe without a preset names a folder
-    section = dataclasses.replace(config.model, init_from=None, preset=base)
+    section = dataclasses.replace(config.model, init_from=None, preset=base, decoder={"tie_text": tied})
     with torch.device("meta"):
         model = SpeechModel(changed(preset(base), section))
-        adapt(model, config.lora, paper=True)
-    names = [name for name, _ in model.named_parameters()]
-    learning = match_names(config.learns, names, "trainable")
+    if tied and config.lora is not None and "decoder.text_head" in config.lora.targets:
+        with pytest.raises(UserError, match="head is its text embedding; leave it out"):
+            adapt(model, config.lora, paper=True)
+        return
+    adapt(model, config.lora, paper=True)
+    also = set_trainable(model, config.learns)
+    learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     assert learning
-    parameter_groups([(n, p) for n, p in model.named_parameters() if n in learning], config.optimizer)
+    parameter_groups(learning, config.optimizer, also)
+    if any(pattern.startswith(("decoder.text", "*")) for pattern in config.trainable) and config.lora is None:
+        assert model.decoder.text_weight.requires_grad
+
+
+def test_a_tied_head_is_named_as_head_or_as_table() -> None:
+    """In a tied model either name means the one tensor; in another, each its own."""
+    for tied, other in ((True, ["decoder.text_embedding.weight"]), (False, ["decoder.text_head.weight"])):
+        with torch.device("meta"):
+            model = SpeechModel(changed(preset("nano"), small(decoder={**SMALL["decoder"], "tie_text": tied})))
+        also = set_trainable(model, ["decoder.text_head.*"])
+        learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        assert [name for name, _ in learning] == other
+        slow = OptimizerConfig(groups=(GroupConfig("decoder.text_head.*", lr=1e-5),))
+        assert [group["lr"] for group in parameter_groups(learning, slow, also)] == [1e-5]
+        with pytest.raises(UserError, match="'decoder.text_hat.*' matches no parameter"):
+            set_trainable(model, ["decoder.text_hat.*"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))

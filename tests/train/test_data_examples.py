@@ -10,6 +10,8 @@ import torch
 from omni.audio.encoder_features import features
 from omni.config import from_dict, to_dict
 from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example, prompt
 from tests.train.data_toys import ENCODER, MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.alignment import Alignment
@@ -19,7 +21,7 @@ from train.data.columns import turn_columns
 from train.data.config import DataConfig, SourceConfig
 from train.data.examples import ExampleMaker, Prepared
 from train.data.lanes import Lane
-from train.data.parquet import write_rows
+from train.data.parquet import StoredRows, write_rows
 from train.data.pipeline import PackingConfig
 from train.data.row import Row, RowTurn, Sound
 from train.data.synthetic import SpokenDigitsConfig
@@ -30,6 +32,32 @@ AUGMENT = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(5, 20), freq_masks=1, ti
 def row_of(model, turns: int = 1) -> Row:
     source = ToySource("toy", None, codec_of(model), turns)
     return next(row for i in range(100) if len((row := source.row(i)).turns) == turns)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("task", TASKS)
+def test_with_a_system_message_an_example_is_what_a_session_feeds(name, task, tmp_path):
+    """Law 3 through both doors: a stored row's example, and the columns of a session that is given the same message."""
+    model = MODELS[name]
+    write_rows(tmp_path / "a.parquet", [replace(row_of(model), system=" Be brief. ")])
+    row = StoredRows(tmp_path / "a.parquet")[0]
+    made = maker_of(model).make(0, Prepared(row), [task])
+    lm = SpeechLM(SpeechModel(model).eval(), TOKENIZER, None)
+    turn = row.turns[0]
+    with lm.session(system="Be brief.", max_tokens=1) as session:
+        session.ask(turn.question_audio.load(16000) if TASKS[task].question == "audio" else turn.question_text, task)
+        served = session._last.columns
+    start = len(served)
+    assert served.tokens[-1, 1 : 1 + len("Be brief.")].tolist() == TOKENIZER.encode("Be brief.")
+    assert torch.equal(made.columns.tokens[:, :start], served.tokens)
+    assert torch.equal(made.columns.feature_index[:start], served.feature_index)
+    assert (made.task == list(TASKS).index(task)).all() and len(made.task) == len(made.columns)
+    without = maker_of(model).make(0, Prepared(replace(row, system="")), [task])
+    message = len("Be brief.") + 2
+    assert torch.equal(made.columns.targets[:, message:], without.columns.targets)
+    assert bool((made.columns.targets[:, :message] == -100).all())
+    left_out = ExampleMaker(model, TOKENIZER, codec_of(model), system=False).make(0, Prepared(row), [task])
+    assert torch.equal(left_out.columns.tokens, without.columns.tokens)
 
 
 def served_ids(turn: RowTurn) -> list[int]:

@@ -16,7 +16,8 @@ from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.data_toys import ToyCodec, ToySource
 from train.data import parquet
-from train.data.parquet import StoredRows, write_rows
+from train.data.inspect.scan import Scan
+from train.data.parquet import LARGE_ROWS, StoredRows, write_rows
 from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word, inside
 from train.data.sources import StoredSource
 
@@ -273,6 +274,25 @@ def test_words_and_their_times_are_kept(tmp_path):
     write_rows(tmp_path / "data.parquet", [Row((turn, RowTurn("and?", answer_text="so")))])
     (row,) = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")
     assert row.turns == (turn, RowTurn("and?", answer_text="so"))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_files_from_before_system_messages_are_read(large, tmp_path):
+    """They lack the column; beside files that have it they are read too, but not where they must be copied together."""
+    count = LARGE_ROWS + 1 if large else 3
+    write_rows(tmp_path / "new.parquet", [replace(row, system="Be brief.") for row in rows(count)], row_group=count)
+    table = pq.read_table(tmp_path / "new.parquet")
+    (tmp_path / "old").mkdir()
+    pq.write_table(table.drop_columns(["system"]), tmp_path / "old" / "a.parquet", row_group_size=count)
+    old = StoredRows(tmp_path / "old", tmp_path / "cache")
+    assert [row.system for row in old] == [""] * count and old[0].turns[0].question_text == rows(1)[0].turns[0].question_text
+    assert [item.row.system for item in Scan(tmp_path / "old")] == [""] * count
+    (tmp_path / "new.parquet").rename(tmp_path / "old" / "b.parquet")
+    if large:
+        with pytest.raises(UserError, match="only some files of .*old have a column 'system'"):
+            StoredRows(tmp_path / "old", tmp_path / "cache")
+    else:
+        assert [row.system for row in StoredRows(tmp_path / "old")] == [""] * count + ["Be brief."] * count
 
 
 def test_large_groups_are_copied_and_small_ones_read_where_they_are(tmp_path):

@@ -55,9 +55,28 @@ def test_a_chat_becomes_turns(tmp_path):
 def test_chats_of_other_names(tmp_path, name, who, said, sides):
     system = {who: "system", said: "Be kind."}
     path = write_json(tmp_path / "a.json", [{name: [system, {who: sides[0], said: "a"}, {who: sides[1], said: "b"}]}])
-    assert texts(rows(path, format="chat")[0]) == [("a", "b")]
+    assert texts(rows(path, format="chat")[0]) == [("a", "b")] and rows(path, format="chat")[0].system == "Be kind."
     if (name, who) != ("messages", "from"):
         assert texts(rows(path)[0]) == [("a", "b")]
+
+
+def test_system_messages_are_the_row_s(tmp_path):
+    """Those before the first question, joined; later ones are left out, an empty one is none; a record's own field serves."""
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    first, second = {"role": "system", "content": "One."}, {"role": "developer", "content": [{"type": "text", "text": "Two."}]}
+    empty = {"role": "system", "content": ""}
+    records: list[dict] = [
+        {"messages": [first, second, asked, answered]},
+        {"messages": [first, asked, answered, second, asked, answered]},
+        {"messages": [empty, asked, answered]},
+        {"messages": [asked, answered], "system": "Three."},
+    ]
+    found = rows(write_lines(tmp_path / "a.jsonl", records))
+    assert [row.system for row in found] == ["One.\n\nTwo.", "One.", "", "Three."]
+    told = rows(write_lines(tmp_path / "b.jsonl", [{"instruction": "a", "output": "b", "system": "Four."}]))
+    assert told[0].system == "Four."
+    messages = [{"role": "system", "content": "You are Lucy."}, *(m | {"speaker": "x"} for m in (asked, answered))]
+    assert rows(write_json(tmp_path / "lucy.json", [{"conversations": messages}]), format="lucy")[0].system == "You are Lucy."
 
 
 def test_alpaca_joins_the_input_to_its_instruction(tmp_path):
@@ -86,7 +105,7 @@ def test_a_preparation_speaks_them(tmp_path, kind):
     voice = ["--speak", "question,answer", "--voice", "tests.train.test_readers_texts:spoken"]
     assert main([str(kind(tmp_path)), str(tmp_path / "out"), "--workers", "0", "--progress", "off", *voice]) == 0
     stored = StoredRows(tmp_path / "out")
-    assert len(stored) == 3
+    assert len(stored) == 3 and stored[0].system == ("You are kind." if kind is chat else "")
     for index in range(3):
         for turn in stored[index].turns:
             for said, sound in ((turn.question_text, turn.question_audio), (turn.answer_text, turn.answer_audio)):
@@ -105,6 +124,7 @@ def test_names_of_roles_and_system_messages_of_speech_sets(tmp_path):
         row["conversations"].insert(0, {"from": "system", "value": "You are kind."})
     found = rows(write_json(tmp_path / "other.json", data), codec="cosyvoice2")
     for row, same in zip(found, wanted, strict=True):
+        assert (row.system, same.system) == ("You are kind.", "")
         assert [(t.question_text, t.answer_text, t.question_audio) for t in row.turns] == [
             (t.question_text, t.answer_text, t.question_audio) for t in same.turns
         ]

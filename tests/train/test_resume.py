@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -18,12 +19,14 @@ from omni.errors import UserError
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train import shelf
 from train.config import (
+    BudgetConfig,
     CheckpointConfig,
     FabricConfig,
     GroupConfig,
     LogConfig,
     ModelSection,
     OptimizerConfig,
+    ScheduleConfig,
     ValidationConfig,
 )
 from train.data.config import DataConfig
@@ -122,6 +125,62 @@ def test_another_configuration_is_refused_unless_forced(tmp_path: Path) -> None:
     assert toy_fit(free)[0].step == 8
     longer = replace(other, budget=replace(config.budget, steps=9), resume="force")
     assert toy_fit(longer)[0].step == 9
+
+
+def test_a_run_goes_on_with_a_larger_budget_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A finished run of 8 steps, extended to 12, ends bitwise where one of 12 ends, where the schedule is the same for both."""
+    for name in ("finished", "stopped"):
+        more: dict[str, Any] = {"schedule": ScheduleConfig("constant", warmup_steps=2), "log": LogConfig(1, "lines")}
+
+        def before(step: int, stop: int = 5 if name == "stopped" else 99) -> None:
+            if step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        toy_fit(toy_config(tmp_path / name, **more), toy_parts(before))
+        larger = toy_config(tmp_path / name, budget=BudgetConfig(steps=12), **more)
+        with pytest.raises(UserError, match=r"budget\.steps is 12, .* started with 8; .*--resume extend \(go on with a larger"):
+            toy_fit(larger)
+        capfd.readouterr()
+        assert toy_fit(replace(larger, resume="extend"))[0].step == 12
+        assert f"made again for 12 steps; at step {8 if name == 'finished' else 6} the learning rate stays 0.01" in (
+            capfd.readouterr().err
+        )
+        assert toy_fit(replace(larger, resume="extend"))[0].step == 12  # the same command again: nothing is left to do
+        assert "made again" not in capfd.readouterr().err
+        whole = toy_config(tmp_path / "whole", budget=BudgetConfig(steps=12), **more)
+        toy_fit(whole)
+        same(final_tensors(tmp_path / name), final_tensors(tmp_path / "whole"))
+        assert [row["step"] for row in read_table(tmp_path / name / METRICS)] == list(range(1, 13))
+
+
+def test_extending_says_what_becomes_of_the_learning_rate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more: dict[str, Any] = {"schedule": ScheduleConfig("cosine", final=0.1), "log": LogConfig(1, "lines")}
+    toy_fit(toy_config(tmp_path, **more))
+    toy_fit(toy_config(tmp_path, resume="extend", budget=BudgetConfig(steps=16), **more))
+    said = "schedule cosine made again for 16 steps; at step 8 the learning rate goes from 0.001 to 0.0055"
+    assert said in capfd.readouterr().err  # half way: 0.1 + 0.9 / 2 of 0.01
+    assert read_table(tmp_path / METRICS)[8]["lr"] == pytest.approx(0.0055)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budget": BudgetConfig(steps=7)}, r"budget\.steps is 7, but the run was started with 8: --resume extend makes"),
+        ({"budget": BudgetConfig(steps=9, minutes=5)}, r"budget\.minutes is 5, but the run was started without such a limit"),
+        ({"budget": BudgetConfig(minutes=5)}, r"budget\.minutes is 5, but the run was started without such a limit"),
+        ({"budget": BudgetConfig(steps=9), "clip": 2.0}, r"clip is 2\.0, but the run in .* was started with 1\.0"),
+        ({"budget": BudgetConfig(steps=9), "schedule": ScheduleConfig()}, r"schedule\.warmup_steps is 0, but"),
+        ({"budget": BudgetConfig(steps=9), "run_folder": "elsewhere"}, r"goes on with an earlier run, but .*elsewhere has no"),
+    ],
+)
+def test_extending_with_anything_else_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], said: str
+) -> None:
+    place = tmp_path_factory.mktemp("extended")
+    toy_fit(toy_config(place / "run"))
+    folder = place / changes.get("run_folder", "run")
+    with pytest.raises(UserError, match=said):
+        toy_fit(replace(toy_config(folder), resume="extend", **{k: v for k, v in changes.items() if k != "run_folder"}))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "other version"])

@@ -230,7 +230,7 @@ def _run(length: int, widest: int, place: tuple[float, float]) -> tuple[int, int
 
 def _noise(samples: int, config: AugmentConfig, generator: Generator) -> Tensor:
     if config.noise_folder is not None and _uniform((0.0, 1.0), generator) < config.noise_file_probability:
-        files = _noise_files(config.noise_folder)
+        files = noise_files(config.noise_folder)
         noise = _noise_file(files[_integer(len(files) - 1, generator)])
         start = _integer(noise.shape[0] - 1, generator)
         repeats = -(-(start + samples) // noise.shape[0])
@@ -239,7 +239,7 @@ def _noise(samples: int, config: AugmentConfig, generator: Generator) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _noise_files(folder: str) -> tuple[str, ...]:
+def noise_files(folder: str) -> tuple[str, ...]:
     """Sound files below a folder, in an order that does not depend on the file system."""
     if not os.path.isdir(folder):
         raise UserError(f"augment.noise_folder={folder!r} is not a folder: check the path")

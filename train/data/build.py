@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omni.audio.codec import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -50,7 +52,14 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
         Mixture(sources, [source.weight for source in config.sources], config.seed),
         [TaskMixture(source.tasks, source.stages) for source in config.sources],
         ExampleMaker(
-            model, tokenizer, codec, build_alignment(config, tokenizer), config.augment, config.sound_anew, config.seed
+            model,
+            tokenizer,
+            codec,
+            build_alignment(config, tokenizer),
+            config.augment,
+            config.sound_anew,
+            config.seed,
+            config.system,
         ),
         config.packing,
         config.seed,
@@ -59,7 +68,8 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
-    """Rows for validation, `count` over all sources that have some, shared evenly; the same ones every time.
+    """Rows for validation, `count` over all sources that have some, shared evenly; the same ones every time. System messages
+    are left out where the training leaves them out.
 
     Raises:
         UserError: no source has any.
@@ -69,13 +79,20 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
 
 def held_out_by_source(config: DataConfig, codec: AudioCodec | None, count: int) -> list[tuple[SourceConfig, list[Row]]]:
     """The rows of `held_out_rows` with the sources that they are of."""
+    sources = sources_held_out(config)
+    shares = [count * (i + 1) // len(sources) - count * i // len(sources) for i in range(len(sources))]
+    found = [(source, held_out_of(source, codec, n, config.cache)) for source, n in zip(sources, shares, strict=True)]
+    return found if config.system else [(source, [replace(row, system="") for row in rows]) for source, rows in found]
+
+
+def sources_held_out(config: DataConfig) -> list[SourceConfig]:
+    """The sources with rows for validation; UserError where none has any."""
     sources = [source for source in config.sources if has_held_out(source)]
     if not sources:
         raise UserError(
             "no source has held-out rows; name a file or a number of them as data.sources[...].held_out, or ask no questions"
         )
-    shares = [count * (i + 1) // len(sources) - count * i // len(sources) for i in range(len(sources))]
-    return [(source, held_out_of(source, codec, n, config.cache)) for source, n in zip(sources, shares, strict=True)]
+    return sources
 
 
 def held_out_of(

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from omni.layout import IGNORE, Layout
-from omni.tasks import Columns, Turn, answer, find_task, prompt
+from omni.tasks import Columns, Turn, answer, find_task, join, prompt, system_message
 
 SHORT = 512
 """Longest answer that is kept, in codes and text ids together."""
@@ -23,6 +23,8 @@ def turn_columns(layout: Layout, turn: Turn) -> Columns:
     """Equals `example(layout, [turn])`."""
     task = find_task(turn.task)
     asked = _heard(layout, task.name, turn.features) if task.question == "audio" else _read(layout, task.name, turn.question)
+    if len(turn.system):
+        asked = join([_told(layout, tuple(turn.system)), asked])
     replied = _answer(layout, turn)
     begin, end = len(asked), len(asked) + len(replied)
     targets = torch.full((len(layout), end), IGNORE)
@@ -43,6 +45,11 @@ def _answer(layout: Layout, turn: Turn) -> Columns:
         return answer(layout, turn)
     frames = None if codes is None else (codes.to(torch.int32).numpy().tobytes(), *codes.shape)
     return _kept(layout, task.name, text, frames)
+
+
+@lru_cache(maxsize=256)  # few, and each before many questions
+def _told(layout: Layout, system: tuple[int, ...]) -> Columns:
+    return system_message(layout, system)
 
 
 @lru_cache(maxsize=4096)

@@ -79,6 +79,7 @@ class DataConfig:
             features are, which costs a third.
         broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
             set there is always one.
+        system: rows' system messages come before their first questions; false leaves them out.
         workers: processes that make batches, for each process that trains; 0 makes them there.
         prefetch: steps each of them works ahead.
         cache: folder for Arrow copies of stored data, where its row groups are too large to be read for a row; null for that of
@@ -95,6 +96,7 @@ class DataConfig:
     augment: AugmentConfig | None = None
     sound_anew: bool = True
     broken: Literal["error", "skip"] = "error"
+    system: bool = True
     workers: int = 1
     prefetch: int = 2
     cache: str | None = None

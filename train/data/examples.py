@@ -16,6 +16,7 @@ from omni.audio.encoder_features import features, split
 from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.generate.question import read_system
 from omni.tasks import TASKS, Columns, Turn, find_task, join
 from omni.text import Tokenizer
 from train.data.alignment import Alignment
@@ -89,6 +90,7 @@ class ExampleMaker:
         augment: changes to what is heard; None to leave it as it is.
         sound_anew: change the sound of a row that comes back anew each time; otherwise only its features are.
         seed: of these changes.
+        system: rows' system messages come before their first questions; otherwise they are left out.
 
     Raises:
         UserError: the codec is not the model's, or the alignment does not fit `model.ctc`.
@@ -103,6 +105,7 @@ class ExampleMaker:
         augment: AugmentConfig | None = None,
         sound_anew: bool = True,
         seed: int = 0,
+        system: bool = True,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -111,6 +114,7 @@ class ExampleMaker:
         self.augment = augment
         self.sound_anew = sound_anew
         self.seed = seed
+        self.system = system
         if codec is not None and codec.name != model.codec:
             raise UserError(f"the data's codec is {codec.name!r}, the model speaks {model.codec!r}; use one for both")
         if len(tokenizer) > model.layout.text.size:
@@ -145,6 +149,8 @@ class ExampleMaker:
                 raise kind(f"{prepared.row.where}, turn {number}: {error}") from error
             turns.append(ids)
             clips += heard
+        if self.system and prepared.row.system:
+            turns[0] = replace(turns[0], system=read_system(prepared.row.system, self.tokenizer))
         parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: joined, they are the whole
         task = torch.cat([torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)])
         return Example(draw, parts[0] if len(parts) == 1 else join(parts), task, tuple(clips), prepared.row.where)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.data.row import Row, features, from_plain, to_plain
+from train.data.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
     import datasets
@@ -88,6 +88,17 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     return count
 
 
+def files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """The Parquet file at `path`, or those of the folder there by name; UserError where there is none. None is opened."""
+    place = Path(path)
+    files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
+    if not files[0].is_file():
+        raise UserError(f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them")
+    return files
+
+
 class StoredRows:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
 
@@ -101,9 +112,7 @@ class StoredRows:
 
     def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(path)
-        self.files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
-        if not self.files:
-            raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
+        self.files = files_of(path)
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._chunks = 0
         counts, large = [], False
@@ -179,12 +188,13 @@ class _GroupedFile:
         import pyarrow.parquet as pq
 
         self.file = file
-        self.names = list(features())
         with _readable(file):
             self.parquet = pq.ParquetFile(
                 str(file), metadata=metadata, memory_map=True, pre_buffer=False, page_checksum_verification=True
             )
             self.metadata = self.parquet.metadata
+        present = self.parquet.schema_arrow.names
+        self.names = [name for name in features() if name in present]
         counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
         self.ends = list(itertools.accumulate(counts))
         self.groups: OrderedDict[int, Any] = OrderedDict()
@@ -214,8 +224,6 @@ def _look(file: Path) -> pq.FileMetaData:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not file.is_file():
-        raise UserError(f"data file {file} does not exist: name a Parquet file of rows, or a folder of them")
     try:
         metadata = pq.read_metadata(file)
         schema = metadata.schema.to_arrow_schema()
@@ -223,6 +231,8 @@ def _look(file: Path) -> pq.FileMetaData:
         raise UserError(f"data file {file} is not a whole Parquet file ({_one_line(error)}): prepare it again") from error
     wanted = features().arrow_schema
     for field in wanted:
+        if field.name not in schema.names and field.name in OPTIONAL:
+            continue
         if field.name not in schema.names:
             raise UserError(
                 f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
@@ -247,6 +257,8 @@ def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.D
     from datasets.exceptions import DatasetGenerationError
 
     columns = features()
+    for name in _absent(files):
+        del columns[name]
     try:
         with _quiet():
             return datasets.Dataset.from_parquet(
@@ -260,6 +272,18 @@ def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.D
             f"the Arrow copy of {files[0]} cannot be made ({_one_line(error.__cause__ or error)}): free some space or name "
             "another folder as data.cache; if the file is damaged, prepare it again"
         ) from error
+
+
+def _absent(files: list[Path]) -> list[str]:
+    """Columns that the files lack; UserError where some have them and others not."""
+    import pyarrow.parquet as pq
+
+    schemas = [set(pq.read_schema(file).names) for file in files]
+    absent = [name for name in OPTIONAL if any(name not in schema for schema in schemas)]
+    for name in absent:
+        if any(name in schema for schema in schemas):
+            raise UserError(f"only some files of {files[0].parent} have a column {name!r}: prepare them again")
+    return absent
 
 
 @contextmanager

@@ -6,6 +6,7 @@
     language   string    BCP 47, such as "en"
     speaker    string    who asks
     task       string    a task that all turns are meant for, "" to leave it to the mixture
+    system     string    what the conversation's system message says, "" for none; files without the column have none
     turns      list of
         question_text   string
         question_audio  {bytes, path}
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     import datasets
 
 ROW_VERSION = 2
+
+OPTIONAL = ("system",)
+"""Columns that files of this version may lack: they were written before."""
 
 CODE_ORDERS: dict[str, dict[str, tuple[int, ...]]] = {"snac": {"levels": (0, 1, 3, 4, 2, 5, 6)}}
 """Orders of the streams besides `streams`, by codec: which stored stream stands at each place of the model's order."""
@@ -184,7 +188,7 @@ class RowTurn:
 
 @dataclass(frozen=True)
 class Row:
-    """A conversation. `where` says where it stands, for errors; it is not stored."""
+    """A conversation, and the system message before it. `where` says where it stands, for errors; it is not stored."""
 
     turns: tuple[RowTurn, ...]
     id: str = ""
@@ -194,6 +198,7 @@ class Row:
     task: str = ""
     version: int = ROW_VERSION
     where: str = "row"
+    system: str = ""
 
 
 def features() -> datasets.Features:
@@ -213,7 +218,7 @@ def features() -> datasets.Features:
         "answer_start": Value("float32"),
     }
     names = ("id", "source", "language", "speaker", "task")
-    return Features({"version": Value("int32"), **{name: text for name in names}, "turns": List(turn)})
+    return Features({"version": Value("int32"), **{name: text for name in names}, "turns": List(turn), "system": text})
 
 
 def to_plain(row: Row) -> dict[str, Any]:
@@ -233,6 +238,7 @@ def to_plain(row: Row) -> dict[str, Any]:
         }
         for turn in row.turns
     ]
+    out["system"] = row.system
     return out
 
 
@@ -252,7 +258,8 @@ def from_plain(data: Mapping[str, Any], folder: Path, where: str) -> Row:
         for turn in data["turns"] or ()
     )
     names = ("id", "source", "language", "speaker", "task")
-    row = Row(turns, version=data["version"], where=where, **{name: data[name] or "" for name in names})
+    system = data.get("system") or ""
+    row = Row(turns, version=data["version"], where=where, system=system, **{name: data[name] or "" for name in names})
     check(row)
     return row
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
-from omni.generate.question import SAMPLE_RATE, read_question
+from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task, prompt
@@ -65,14 +65,15 @@ def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
         if not turn.question_text.strip():
             raise UserError(f"has no question_text, which {task.name} asks by")
         question = turn.question_text
-    columns = len(prompt(lm.layout, read_question(question, task, lm.model, lm.tokenizer).turn))
+    asked = read_question(question, task, lm.model, lm.tokenizer).after(read_system(row.system, lm.tokenizer))
+    columns = len(prompt(lm.layout, asked.turn))
     if columns >= lm.config.decoder.context:
         raise UserError(f"takes {columns} positions, and the model's context has {lm.config.decoder.context}")
     expected = turn.question_text if task.marker == "asr" or not task.text else turn.answer_text
     codes = None
     if task.audio and lm.codec is not None and turn.answer_codes is not None and turn.answer_codes.codec == lm.codec.name:
         codes = turn.answer_codes.for_codec(lm.codec)
-    return Item(task.name, question, turn.question_text, expected or None, codes)
+    return Item(task.name, question, turn.question_text, expected or None, codes, system=row.system)
 
 
 def answer_all(
@@ -126,6 +127,7 @@ def ask(lm: SpeechLM, asked: Sequence[Asked], config: EvalConfig, sound: bool) -
         max_tokens=config.max_tokens,
         batch_size=config.batch,
         sound=sound,
+        system=[one.item.system for one in asked],
     )
 
 

@@ -85,6 +85,7 @@ def _stream(lm: SpeechLM, item: Item, config: EvalConfig) -> Timings:
         seed=config.seed,
         max_seconds=config.max_seconds,
         max_tokens=config.max_tokens,
+        system=item.system,
     ):
         if isinstance(event, Ended):
             timings = event.timings

@@ -14,12 +14,13 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.config import FitConfig
+from train.initial import shape_of
 from train.parse import read_fit_config
 from train.plan.attempt import KEPT, RETURNED, Attempt, attempt
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import Turned, turn_knobs
 from train.plan.pace import Pace, flops_of, pace, sample
-from train.plan.parameters import Count, count_parameters, paper_model, shape_of
+from train.plan.parameters import Count, count_parameters, paper_model
 from train.plan.report import show
 from train.plan.worst import worst_batch
 

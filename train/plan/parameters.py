@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from omni.checkpoint.folder import read_config
-from omni.config import ModelConfig, preset
+from omni.config import ModelConfig
 from omni.model.quantize import numels
 from omni.model.speech_model import SpeechModel
-from train.config import FitConfig, ModelSection
-from train.initial import changed, continued
+from train.config import FitConfig
 from train.optim import set_trainable
 from train.plan.quantized import adapt
 
@@ -25,17 +23,6 @@ class Count:
     part: str
     total: int
     trainable: int
-
-
-def shape_of(section: ModelSection) -> ModelConfig:
-    """The configuration of the model that a run trains, without its weights (see `train.initial.build_initial`).
-
-    Raises:
-        UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
-    """
-    if section.init_from is None:
-        return changed(preset(str(section.preset)), section)
-    return continued(read_config(section.init_from), section)
 
 
 def paper_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:

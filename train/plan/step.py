@@ -64,12 +64,12 @@ def build_workbench(
     objective = Objective(model, config.objective)
     if torch.device(device).type != "cpu":
         objective.to(device)
-    set_trainable(model, config.learns)
+    also = set_trainable(model, config.learns)
     if config.lora is not None:
         _learn_in_full(model)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
     optimizer = build_optimizer(
-        [(name.removeprefix("model."), p) for name, p in learning], config.optimizer, config.fabric.precision
+        [(name.removeprefix("model."), p) for name, p in learning], config.optimizer, config.fabric.precision, also
     )
     return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)
 

@@ -17,7 +17,8 @@ import torch
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
-from omni.tasks import Task, Turn
+from omni.generate.question import read_system
+from omni.tasks import Task, Turn, system_message
 from train.data.columns import turn_columns
 from train.data.inspect.checks import characters
 from train.data.inspect.codecs import BadCodes, Codecs
@@ -213,7 +214,8 @@ class Collector:
             self.done.noted[f"rows that lack what {task.name} needs"] += 1
             return
         try:
-            count = sum(self._turn_columns(turn, task, *times) for turn, times in zip(row.turns, lengths, strict=True))
+            count = self._system_columns(row)
+            count += sum(self._turn_columns(turn, task, *times) for turn, times in zip(row.turns, lengths, strict=True))
         except _NotCounted as why:
             self.done.noted[f"rows not counted for {task.name}: {why}"] += 1
             return
@@ -221,6 +223,10 @@ class Collector:
         assert self.target is not None
         if count > self.target.config.decoder.context:
             self.done.noted[f"rows of more columns than the decoder's context as {task.name}"] += 1
+
+    def _system_columns(self, row: Row) -> int:
+        assert self.target is not None
+        return len(system_message(self.target.config.layout, read_system(row.system, self.target.tokenizer)))
 
     def _turn_columns(self, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
         """Columns that `train.data.examples` would make of a turn."""

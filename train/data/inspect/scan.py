@@ -15,7 +15,7 @@ from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.records import plain_rows
-from train.data.row import ROW_VERSION, Row, features, from_plain
+from train.data.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
 BATCH = 16
 """Rows in memory at once, besides the pages they are read from."""
@@ -132,6 +132,8 @@ class Scan:
         except (pa.ArrowException, OSError) as error:
             return 0, f"is not a whole Parquet file ({one_line(error)}): prepare it again"
         for field in self._schema:
+            if field.name not in schema.names and field.name in OPTIONAL:
+                continue
             if field.name not in schema.names:
                 return metadata.num_rows, f"has no column {field.name!r}: its rows are of another format, convert them first"
             if schema.field(field.name).type != field.type:
@@ -160,7 +162,7 @@ class Scan:
                     continue
                 done = start
                 try:
-                    columns = self._schema.names
+                    columns = [name for name in self._schema.names if name in opened.schema_arrow.names]
                     for batch in opened.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
                         for plain, why in plain_rows(batch):
                             yield self._found(first + done, f"{file} row {done}", None if why else plain, why)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from omni.errors import UserError
@@ -13,8 +14,20 @@ _ASKING, _ANSWERING, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system
 Message = Mapping[str, Any]
 
 
+def system_of(data: Mapping[str, Any], messages: Sequence[Message], said: Callable[[Message], str], *role: str) -> str:
+    """What the system messages before the first question say, joined by blank lines; or else the record's own field `system`.
+
+    Args:
+        said: the text of a message.
+        role: see `pairs`.
+    """
+    first = itertools.takewhile(lambda message: text(message, *role) in _SYSTEM, messages)
+    return "\n\n".join(filter(None, map(said, first))) or text(data, "system")
+
+
 def pairs(messages: Sequence[Message], *role: str) -> list[tuple[Message, Message | None]]:
-    """Each question with its answer; None for that of a last question that has none. System messages are left out.
+    """Each question with its answer; None for that of a last question that has none. System messages are
+    passed over: `system_of` has those that count.
 
     Args:
         role: fields of a message that may say who speaks, the first that is there.

@@ -2,9 +2,10 @@
 
 A chat is `{"messages": [{"role": "system" | "user" | "assistant", "content": text}]}`, as OpenAI's fine-tuning, TRL and
 LLaMA-Factory have it (`conversations`, and `from: human | gpt` with `value`, as ShareGPT has it, are taken too). Its questions
-and answers become turns of one row; system messages are left out. A `content` may also be a list of parts of type `text`.
-Alpaca (tatsu-lab/stanford_alpaca) is `instruction, input, output`: an `input` that is not empty is joined to the instruction by
-a blank line. LLaMA-Factory's `history [[question, answer]]` comes before it as turns of their own, its `system` is left out.
+and answers become turns of one row, and system messages before the first question its system message (later ones are left
+out). A `content` may also be a list of parts of type `text`. Alpaca (tatsu-lab/stanford_alpaca) is
+`instruction, input, output`: an `input` that is not empty is joined to the instruction by a blank line. LLaMA-Factory's
+`history [[question, answer]]` comes before it as turns of their own; its `system` is the row's.
 Recordings and pictures are in no form that is read here: rows that name some are broken.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.contract import Options
-from train.data.readers.dialogue import Message, pairs
+from train.data.readers.dialogue import Message, pairs, system_of
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, check_text, items, make_row, text
 from train.data.row import Row, RowTurn
@@ -31,7 +32,13 @@ def chat_row(data: Mapping[str, Any], where: str, files: Files, options: Options
     turns = [
         RowTurn(question_text=_said(asked), answer_text=_said(answer)) for asked, answer in pairs(messages, "role", "from")
     ]
-    return make_row(turns, options, "chat", where, id=text(data, "id", "prompt_id"))
+    system = system_of(data, messages, _told, "role", "from")
+    return make_row(turns, options, "chat", where, id=text(data, "id", "prompt_id"), system=system)
+
+
+def _told(message: Message) -> str:
+    """The text of a system message, "" for an empty one."""
+    return _said(message) if message.get("content") or message.get("value") else ""
 
 
 def _said(message: Message | None) -> str:
@@ -60,7 +67,7 @@ def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: Optio
     if not asked or not answered:
         raise UserError(f"has no {'output' if asked else 'instruction'}: drop the row")
     turn = RowTurn(question_text=f"{asked}\n\n{given}" if given else asked, answer_text=answered)
-    return make_row([*_history(data), turn], options, "alpaca", where, id=text(data, "id"))
+    return make_row([*_history(data), turn], options, "alpaca", where, id=text(data, "id"), system=text(data, "system"))
 
 
 def _history(data: Mapping[str, Any]) -> list[RowTurn]:
@@ -92,7 +99,7 @@ CHAT = RecordReader(
     _ENDINGS,
     (frozenset({"messages"}),),
     inner=("messages", frozenset({"role", "content"})),
-    notice="system messages are left out",
+    notice="system messages after the first question are left out",
 )
 
 ALPACA = RecordReader(

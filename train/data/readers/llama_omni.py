@@ -4,7 +4,8 @@
 an instruction about the recording ("Please directly answer ..."), not what is said there: it is no question text. `units` are
 those of the answers: a path to an .npy file, a list of integers or their text, or a list of paths, one for each answer. Their
 codec is not written anywhere (CosyVoice 2 for VocalNet and LLaMA-Omni 2, HuBERT clusters for LLaMA-Omni), so `Options.codec`
-must say it. `user` and `assistant` are taken for human and gpt; system messages have no place in the row.
+must say it. `user` and `assistant` are taken for human and gpt; system messages before the first
+question are the row's, later ones have no place in it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.codes import load_array, read_codes
 from train.data.readers.contract import Options
-from train.data.readers.dialogue import pairs
+from train.data.readers.dialogue import pairs, system_of
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, items, make_row, text
 from train.data.row import Codes, Row, RowTurn
@@ -25,7 +26,8 @@ _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 
 def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
     """The row of one conversation; UserError where it is broken."""
-    asked = pairs(items(data, "conversations"), "from")
+    messages = items(data, "conversations")
+    asked = pairs(messages, "from")
     speech = _for_each(data.get("speech"), len(asked), "speech", "questions")
     units = _for_each(
         next((data[name] for name in _UNITS if data.get(name) is not None), None),
@@ -46,7 +48,8 @@ def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: O
         )
         if not (turns[-1].question_text or turns[-1].question_audio):
             raise UserError(f"question {index} is asked in a recording and there is none: drop the row")
-    return make_row(turns, options, "llama-omni", where, id=text(data, "id"))
+    system = system_of(data, messages, lambda message: text(message, "value"), "from")
+    return make_row(turns, options, "llama-omni", where, id=text(data, "id"), system=system)
 
 
 def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
@@ -72,7 +75,7 @@ LLAMA_OMNI = RecordReader(
     (".json", ".jsonl"),
     (frozenset({"conversations"}),),
     inner=("conversations", frozenset({"from", "value"})),
-    notice="units are taken to be of the codec {codec}; what stands beside <speech> is no question text; system messages are "
-    "left out",
+    notice="units are taken to be of the codec {codec}; what stands beside <speech> is no question text; system messages "
+    "after the first question are left out",
     codec="(not written in the data: name it where there are units)",
 )

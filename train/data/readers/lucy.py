@@ -2,7 +2,7 @@
 
 A `.snac` file has seven integers a frame, level by level: c0 | c1 c1 | c2 c2 c2 c2 (our `levels`), which is not how the
 model's streams stand. Source: the data section of LUCY's README (VITA-MLLM/LUCY). The codes of the user's recordings are not
-read, and system messages have no place in the row.
+read; system messages before the first question are the row's, later ones have no place in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from omni.errors import UserError
 from train.data.readers.codes import check_duration, read_codes
 from train.data.readers.contract import Options
-from train.data.readers.dialogue import pairs
+from train.data.readers.dialogue import pairs, system_of
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, items, make_row, text
 from train.data.row import Codes, Row, RowTurn
@@ -21,11 +21,10 @@ from train.data.row import Codes, Row, RowTurn
 
 def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
     """The row of one conversation; UserError where it is broken."""
-    turns = [
-        _turn(asked, {} if answered is None else answered, files, options)
-        for asked, answered in pairs(items(data, "conversations"), "role")
-    ]
-    return make_row(turns, options, "lucy", where, id=text(data, "id"))
+    messages = items(data, "conversations")
+    turns = [_turn(asked, {} if answered is None else answered, files, options) for asked, answered in pairs(messages, "role")]
+    system = system_of(data, messages, lambda message: text(message, "content"), "role")
+    return make_row(turns, options, "lucy", where, id=text(data, "id"), system=system)
 
 
 def _turn(asked: Mapping[str, Any], answered: Mapping[str, Any], files: Files, options: Options) -> RowTurn:
@@ -65,6 +64,6 @@ LUCY = RecordReader(
     (frozenset({"conversations"}),),
     inner=("conversations", frozenset({"role", "content"})),
     notice="SNAC codes are taken to be in the order {order} (c0 | c1 c1 | c2 c2 c2 c2 as the format documents it); "
-    "system messages are left out",
+    "system messages after the first question are left out",
     order="levels",
 )

@@ -38,7 +38,7 @@ def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Optio
         row = replace(row, turns=tuple(turns))
     fields = {"id": row.id, "speaker": row.speaker, "language": row.language}
     made = make_row(row.turns, options, row.source or "rows", where, **fields)
-    return replace(made, task=options.task or row.task)
+    return replace(made, task=options.task or row.task, system=row.system)
 
 
 def _wanted(sound: Sound | None, files: Files) -> Sound | None:

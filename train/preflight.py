@@ -1,0 +1,154 @@
+"""What a run needs before it starts: what its configuration names must be there, and its patterns must name something.
+
+All that is lacking is told at once, before any weights are read: patterns are tried on a model without values, made from the
+configuration of the folder that the run starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from omni.checkpoint import peft
+from omni.checkpoint.folder import CODEC, check_sizes
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.model.linears import tied_names
+from omni.model.lora import add_adapter, targets_of
+from omni.model.quantize import chosen_linears
+from omni.model.speech_model import SpeechModel
+from omni.patterns import match_names
+from omni.tasks import find_task
+from train.adapters import LEARNT
+from train.config import FitConfig
+from train.data.augment import noise_files
+from train.data.build import sources_held_out
+from train.data.config import DataConfig
+from train.data.parquet import files_of
+from train.data.recorded import find_recordings
+from train.initial import check_tokenizer, shape_of
+
+
+def check_start(config: FitConfig) -> None:
+    """Refuse a configuration that names files, folders or parameters that are not there.
+
+    Raises:
+        UserError: a line for each of them, with its key.
+    """
+    lacks = _Lacks()
+    _check_model_files(config, lacks)
+    _check_data_files(config.data, lacks)
+    if config.validation.questions:
+        with lacks.of("validation.questions"):
+            sources_held_out(config.data)
+    with lacks.of("model"):
+        shape = shape_of(config.model)
+        _check_tools(config, shape, lacks)
+        _check_patterns(config, shape, lacks)
+    lacks.tell()
+
+
+class _Lacks:
+    """What is lacking, each thing once."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, str] = {}
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Note a UserError of the block, under the key that it is about; the first key that says the same counts."""
+        try:
+            yield
+        except UserError as error:
+            self.lines.setdefault(str(error), key)
+
+    def tell(self) -> None:
+        """Raise what was noted."""
+        lines = [text if text.startswith(key) else f"{key}: {text}" for text, key in self.lines.items()]
+        if len(lines) == 1:
+            raise UserError(lines[0])
+        if lines:
+            raise UserError("\n".join([f"{len(lines)} things are lacking:", *(f"  {line}" for line in lines)]))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_model_files(config: FitConfig, lacks: _Lacks) -> None:
+    section, lora = config.model, config.lora
+    if section.init_from is not None:
+        with lacks.of("model"):
+            check_sizes(section.init_from)
+    if section.tokenizer is not None and not Path(section.tokenizer).is_file():
+        with lacks.of("model.tokenizer"):
+            raise UserError(f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json")
+    if section.codec_folder is not None and not Path(section.codec_folder).is_dir():
+        with lacks.of("model.codec_folder"):
+            raise UserError(f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights")
+    if lora is not None and lora.init_from is not None:
+        with lacks.of("lora.init_from"):
+            peft.check_folder(lora.init_from)
+
+
+def _check_data_files(data: DataConfig, lacks: _Lacks) -> None:
+    for i, source in enumerate(data.sources):
+        for name, place in (("path", source.path), ("held_out", source.held_out)):
+            if isinstance(place, str):
+                with lacks.of(f"data.sources.{i}.{name}"):
+                    files_of(place)
+        if source.kind == "recorded-digits":
+            with lacks.of(f"data.sources.{i}"):
+                find_recordings(source.recorded.folder)
+    augment = data.augment
+    if augment is not None and augment.noise_snr_db is not None and augment.noise_folder is not None:
+        with lacks.of("data.augment.noise_folder"):
+            noise_files(augment.noise_folder)
+
+
+def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
+    """Tokenizer and codec: codes of spoken answers are checked by it, and validation listens to them."""
+    section = config.model
+    with lacks.of("model.tokenizer"):
+        check_tokenizer(section, shape)
+    own = section.init_from is not None and (Path(section.init_from) / CODEC).is_dir()
+    spoken = sorted(name for name in config.data.drawn if find_task(name).audio)
+    if spoken and shape.codec != "codec2" and section.codec_folder is None and not own:
+        with lacks.of("model.codec_folder"):
+            raise UserError(
+                f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
+                "folder, or put them into the model folder (python -m train convert ... --codec_folder)"
+            )
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def _check_patterns(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
+    """Each pattern for itself."""
+    lora, before = config.lora, len(lacks.lines)
+    with torch.device("meta"):
+        model = SpeechModel(shape)
+    if lora is not None:
+        for pattern in lora.quantize_targets if lora.quantize is not None else ():
+            with lacks.of("lora.quantize_targets"):
+                chosen_linears(model, [pattern])
+        for pattern in lora.targets if lora.init_from is None else ():
+            with lacks.of("lora.targets"):
+                targets_of(model, [pattern])
+    names, also, learning = [name for name, _ in model.named_parameters()], tied_names(model), set[str]()
+    where = "trainable" if lora is None else "lora.trainable"
+    for pattern in config.learns:
+        if pattern != LEARNT:
+            with lacks.of(where):
+                learning |= match_names([pattern], names, where, also=also)
+    if len(lacks.lines) > before or (lora is not None and lora.init_from is not None):
+        return  # what learns is not known
+    if lora is not None:
+        add_adapter(model, lora)
+        learning |= match_names([LEARNT], [name for name, _ in model.named_parameters()], where)
+    for group in config.optimizer.groups:
+        with lacks.of("optimizer.groups"):
+            match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)
