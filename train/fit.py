@@ -65,10 +65,12 @@ def fit(config: FitConfig) -> Outcome | None:
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
-    check_start(with_alignment(config))
+    notes = check_start(with_alignment(config))
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
+        for note in notes:
+            fabric.print(note, file=sys.stderr)
         loop = prepare(config, fabric, Path(config.run_folder))
         loop.team.first_alone(lambda: _speak_ahead(config))
         outcome = loop.run()

@@ -26,6 +26,7 @@ from train.balance.section import BalanceSection
 from train.config import BudgetConfig, FitConfig, completed
 from train.data.lanes import merge, remember
 from train.data.loader import process_lanes
+from train.data.unused import Counts
 from train.feed import Feed, Step
 from train.held_out import held_out_loss
 from train.logs import Logs
@@ -39,6 +40,8 @@ from train.step_times import StepTimes
 from train.stop import Stop
 from train.watch import Watch
 
+UNUSED = "unused.csv"
+"""Rows that were not used: how many of which source and task, why, and the first of each."""
 GIVE_UP = 10
 """Steps one after another that may be left out because their gradients are no numbers."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
@@ -78,6 +81,7 @@ class Loop:
         self.exported: Path | None = None
         self.told: str | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
+        self.unused, self.known_faults = 0.0, set[tuple[str, str, str]]()
         torch.manual_seed(config.seed + 1 + self.team.rank)
         self._resume()
         self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
@@ -223,6 +227,7 @@ class Loop:
         figures["seconds"] = position.seconds
         figures["gradient_norm"] = float(self.norm)
         figures.update(self._left_out())
+        self._tell_unused(sum(figures.get(f"rows_{kind}", 0.0) for kind in ("skipped", "broken")))
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
@@ -256,6 +261,20 @@ class Loop:
         kinds = ("skipped", "broken")
         counts = self.team.sum(torch.tensor([sum(lane.get(kind, 0) for lane in own) for kind in kinds]))
         return {f"rows_{kind}": count for kind, count in zip(kinds, counts.tolist(), strict=True) if count}
+
+    def _tell_unused(self, count: float) -> None:
+        """Write down which rows were not used, of which source and why, where there are more than before; say what is new."""
+        if count == self.unused:
+            return
+        self.unused = count
+        own = [lane.get("counts", {}) for lane in self.position.lanes.values() if lane["lane"] in self.lanes]
+        counts = Counts.joined(one for of in self.team.gather(own) for one in of)
+        for key, line in counts.lines().items():
+            if key not in self.known_faults:
+                self.progress.say(f"{line}; see {self.folder / UNUSED}")
+        self.known_faults |= counts.unused.keys()
+        if counts.unused:
+            self.team.first_alone(lambda: shelf.write_text(self.folder / UNUSED, counts.table()))
 
     def _check_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):

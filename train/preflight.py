@@ -29,11 +29,15 @@ from train.data.build import sources_held_out
 from train.data.config import DataConfig
 from train.data.parquet import files_of
 from train.data.recorded import find_recordings
+from train.data.samples import missing_parts, sample_rows
 from train.initial import check_tokenizer, shape_of
 
 
-def check_start(config: FitConfig) -> None:
-    """Refuse a configuration that names files, folders or parameters that are not there.
+def check_start(config: FitConfig) -> list[str]:
+    """Refuse a configuration that names what is not there: files, folders, parameters, or all that a task needs of its rows.
+
+    Returns:
+        what else is to be known of the rows, a line each: those that lack what a task of their source needs.
 
     Raises:
         UserError: a line for each of them, with its key.
@@ -41,6 +45,7 @@ def check_start(config: FitConfig) -> None:
     lacks = _Lacks()
     _check_model_files(config, lacks)
     _check_data_files(config.data, lacks)
+    notes = _check_rows(config.data, lacks) if not lacks.lines else []
     if config.validation.questions:
         with lacks.of("validation.questions"):
             sources_held_out(config.data)
@@ -49,6 +54,7 @@ def check_start(config: FitConfig) -> None:
         _check_tools(config, shape, lacks)
         _check_patterns(config, shape, lacks)
     lacks.tell()
+    return notes
 
 
 class _Lacks:
@@ -106,6 +112,27 @@ def _check_data_files(data: DataConfig, lacks: _Lacks) -> None:
     if augment is not None and augment.noise_snr_db is not None and augment.noise_folder is not None:
         with lacks.of("data.augment.noise_folder"):
             noise_files(augment.noise_folder)
+
+
+def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
+    """Some rows of each stored source: a task that none of them is for is lacking, one that some are not for is a note."""
+    notes = []
+    for i, source in enumerate(data.sources):
+        if source.path is None:
+            continue
+        with lacks.of(f"data.sources.{i}"):
+            rows = sample_rows(source.path)
+            found = missing_parts(rows, source.mixtures)
+            for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
+                looked = f"{len(rows)} rows looked at in {source.path}"
+                if count == len(rows):
+                    text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows"
+                    lacks.lines.setdefault(text, f"data.sources.{i}.tasks")
+                    continue
+                then = "is left out" if data.broken == "skip" else "ends the run"
+                text = f"{count} of {looked} have no {part}, which task {task} needs"
+                notes.append(f"data.sources.{i}: {text}; with data.broken {data.broken} such a row {then}")
+    return notes
 
 
 def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:

@@ -143,7 +143,7 @@ def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.data.lanes._GIVE_UP", 50)
         with pytest.raises(
-            UserError, match=r"50 examples one after another cannot be used, .* too long: .* raise packing.length 2 "
+            UserError, match=r"50 examples one after another cannot be used; .* too long .* raise packing.length 2 "
         ):
             lane.batch()
 

@@ -64,6 +64,7 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
         config.packing,
         config.seed,
         broken=config.broken,
+        broken_limit=config.broken_limit,
     )
 
 

@@ -79,6 +79,7 @@ class DataConfig:
             features are, which costs a third.
         broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
             set there is always one.
+        broken_limit: share of a source's rows for a task that may be skipped so; beyond it, from 100 draws on, the run stops.
         system: rows' system messages come before their first questions; false leaves them out.
         workers: processes that make batches, for each process that trains; 0 makes them there.
         prefetch: steps each of them works ahead.
@@ -96,6 +97,7 @@ class DataConfig:
     augment: AugmentConfig | None = None
     sound_anew: bool = True
     broken: Literal["error", "skip"] = "error"
+    broken_limit: float = 0.1
     system: bool = True
     workers: int = 1
     prefetch: int = 2
@@ -117,6 +119,8 @@ class DataConfig:
             raise UserError(f"data.micro_batches is {self.micro_batches}; it must be at least 1")
         if self.broken not in ("error", "skip"):
             raise UserError(f"data.broken {self.broken!r} is unknown; use 'error' or 'skip'")
+        if not 0 <= self.broken_limit <= 1:
+            raise UserError(f"data.broken_limit is {self.broken_limit}; it is a share, from 0 to 1")
         if self.workers < 0 or self.prefetch < 1:
             raise UserError(f"data.workers is {self.workers} and data.prefetch {self.prefetch}; they are at least 0 and 1")
 

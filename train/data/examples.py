@@ -5,7 +5,8 @@ Dimensions: M mel bands, F mel frames, C columns, A audio streams, S samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ from train.data.augment import AugmentConfig, augment_audio, augment_mel
 from train.data.columns import turn_columns
 from train.data.keys import torch_dice
 from train.data.row import Row, RowTurn, Sound
+from train.data.unused import TOO_LONG, Unusable
 
 _TASK_INDEX = {name: i for i, name in enumerate(TASKS)}
 
@@ -55,9 +57,17 @@ class Example:
     clips: tuple[Clip, ...]
     where: str
 
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the turns' tasks, each once."""
+        return [tuple(TASKS)[i] for i in self.task.unique().tolist()]
 
-class TooLong(UserError):
+
+class TooLong(Unusable):
     """An example that does not fit: a question beyond the encoder's window, or columns beyond a packed row."""
+
+    def __init__(self, message: str, task: str = "") -> None:
+        super().__init__(message, TOO_LONG, task)
 
 
 class Prepared:
@@ -145,8 +155,10 @@ class ExampleMaker:
             try:
                 ids, heard = self._turn(draw, prepared, number, turn, name)
             except UserError as error:
-                kind = TooLong if isinstance(error, TooLong) else UserError
-                raise kind(f"{prepared.row.where}, turn {number}: {error}") from error
+                text = f"{prepared.row.where}, turn {number}: {error}"
+                if isinstance(error, TooLong):
+                    raise TooLong(text, name) from error
+                raise Unusable(text, error.reason if isinstance(error, Unusable) else "broken", name) from error
             turns.append(ids)
             clips += heard
         if self.system and prepared.row.system:
@@ -159,16 +171,20 @@ class ExampleMaker:
         task = find_task(name)
         missing = turn.lacks(task)
         if missing:
-            raise UserError(
-                f"there is no {missing}, which task {task.name} needs: complete or drop the row, or use other tasks for it"
+            raise Unusable(
+                f"there is no {missing}, which task {task.name} needs: complete or drop the row, or use other tasks for it",
+                f"no {missing}",
             )
-        clips = self._clips(draw, prepared, number, turn) if task.question == "audio" else []
+        with _part("question_audio"):
+            clips = self._clips(draw, prepared, number, turn) if task.question == "audio" else []
+        with _part("answer_codes"):
+            codes = self._codes(prepared, number, turn) if task.audio else None
         ids = Turn(
             task,
             features=sum(-(-clip.frames // self.model.adapter.stack) for clip in clips),
             question=self._ids(prepared, turn.question_text) if task.question == "text" else (),
             text=self._ids(prepared, turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
-            codes=self._codes(prepared, number, turn) if task.audio else None,
+            codes=codes,
         )
         return ids, clips
 
@@ -236,3 +252,14 @@ class ExampleMaker:
             elif turn.answer_audio is not None:
                 prepared.codes[number] = self.codec.encode(turn.answer_audio.load(self.codec.sample_rate))
         return prepared.codes[number]
+
+
+@contextmanager
+def _part(name: str) -> Iterator[None]:
+    """A UserError of the block is about that part of a row."""
+    try:
+        yield
+    except TooLong:
+        raise
+    except UserError as error:
+        raise Unusable(str(error), f"{name} is broken") from error

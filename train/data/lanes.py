@@ -19,7 +19,8 @@ from omni.errors import UserError
 from train.data.batch import Batch, assemble
 from train.data.examples import Example
 from train.data.packing import choose
-from train.data.pipeline import Pipeline, Skipped
+from train.data.pipeline import Pipeline
+from train.data.unused import TOO_LONG, Counts, Unused
 
 _CHOICE = 1.25
 """Columns that wait in a buffer, in rows: with less than a row and a quarter there is little to choose from."""
@@ -52,6 +53,7 @@ class Lane:
         self.stride = lanes * ways
         self.next = lane + lanes * way
         self.skipped = self.broken = 0
+        self.counts = Counts()
         self.buffer: list[Example] = []
         if state is not None:
             self._restore(state)
@@ -66,7 +68,8 @@ class Lane:
     def state(self) -> dict[str, Any]:
         """Plain data from which `Lane(state=...)` goes on."""
         waiting = [example.draw for example in self.buffer]
-        return {**self.place, "next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
+        numbers = {"next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
+        return {**self.place, **numbers, "counts": self.counts.plain()}
 
     def _row(self) -> list[Example]:
         packing = self.pipeline.packing
@@ -75,17 +78,20 @@ class Lane:
         while len(self.buffer) < packing.buffer or filled < _CHOICE * packing.length:
             example = self.pipeline.fetch(self.next)
             self.next += self.stride
-            if isinstance(example, Skipped):
-                self.skipped += example is Skipped.TOO_LONG
-                self.broken += example is Skipped.BROKEN
+            if isinstance(example, Unused):
+                self.skipped += example.reason == TOO_LONG
+                self.broken += example.reason != TOO_LONG
+                self.counts.leave_out(example)
+                self.counts.check(self.pipeline.broken_limit)
                 unused += 1
                 if unused == _GIVE_UP:
+                    reasons = "; ".join([*self.counts.lines().values()][:2])
                     raise UserError(
-                        f"{_GIVE_UP} examples one after another cannot be used, the last because it is {example.value}: set "
-                        f"packing.too_long and data.broken to error to see why, and raise packing.length {packing.length} "
-                        "where it is too small"
+                        f"{_GIVE_UP} examples one after another cannot be used; {reasons}. Complete the rows, or "
+                        f"raise packing.length {packing.length} where it is too small"
                     )
             else:
+                self.counts.add(self.pipeline.source(example.draw), example.tasks)
                 self.buffer.append(example)
                 filled += len(example.columns)
         chosen = choose([len(example.columns) for example in self.buffer], packing.length)
@@ -99,12 +105,13 @@ class Lane:
             raise UserError(f"the data's state is of {found}, this run needs {self.place}: resume with the same micro_batches")
         self.next = int(state["next"])
         self.skipped, self.broken = int(state["skipped"]), int(state.get("broken", 0))
+        self.counts = Counts.joined([state.get("counts", {})])
         for draw in state["buffer"]:
             example = self.pipeline.fetch(int(draw))
-            if isinstance(example, Skipped):
+            if isinstance(example, Unused):
                 raise UserError(
-                    f"draw {draw} waited in the packing buffer, but is {example.value} now: resume with the same data and "
-                    "packing.length"
+                    f"draw {draw} waited in the packing buffer, but cannot be used now ({example.why}): resume with the same "
+                    "data and packing.length"
                 )
             self.buffer.append(example)
 

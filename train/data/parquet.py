@@ -117,7 +117,7 @@ class StoredRows:
         self._chunks = 0
         counts, large = [], False
         for number, file in enumerate(self.files):
-            metadata = _look(file)
+            metadata = look(file)
             counts.append(metadata.num_rows)
             large = large or _large(metadata)
             self._keep(number, metadata)
@@ -219,7 +219,7 @@ def _readable(file: Path, part: str = "") -> Iterator[None]:
         raise UserError(f"data file {file}{part} cannot be read ({_one_line(error)}): prepare it again") from error
 
 
-def _look(file: Path) -> pq.FileMetaData:
+def look(file: Path) -> pq.FileMetaData:
     """The metadata of a file, whose columns are checked."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -244,6 +244,15 @@ def _look(file: Path) -> pq.FileMetaData:
                 "convert them first"
             )
     return metadata
+
+
+def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
+    """The first rows of a group, as plain data, without reading all of it; UserError where they cannot be read."""
+    import pyarrow.parquet as pq
+
+    with _readable(file):
+        batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
+        return next(batches).to_pylist()
 
 
 def _large(metadata: pq.FileMetaData) -> bool:

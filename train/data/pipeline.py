@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from omni.errors import UserError
 from omni.model.sharing import SHARING
 from omni.tasks import find_task
 from train.data.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.mixture import Mixture, TaskMixture
+from train.data.unused import Unusable, Unused
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,6 @@ class PackingConfig:
             raise UserError(f"packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
 
 
-class Skipped(Enum):
-    """Why a draw gives no example."""
-
-    TOO_LONG = "too long"
-    BROKEN = "broken"
-
-
 class Pipeline:
     """`fetch(n)` is a pure function of (seed, n): any process may call it, in any order, any number of times.
 
@@ -54,11 +47,12 @@ class Pipeline:
         tasks: one mixture of tasks for each source.
         kept: prepared rows to keep, of sources whose rows come back soon.
         broken: a row that is no good is an `error`, or skipped and counted (`skip`).
+        broken_limit: share of a source's draws for a task that may be skipped so.
     """
 
     def __init__(
         self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
-        kept: int = 2048, broken: str = "error",
+        kept: int = 2048, broken: str = "error", broken_limit: float = 1.0,
     ) -> None:  # fmt: skip
         if len(tasks) != len(mixture.sources):
             raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
@@ -69,9 +63,14 @@ class Pipeline:
         self.seed = seed
         self._kept: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
         self._keep = kept
-        self.broken = broken
+        self.broken, self.broken_limit = broken, broken_limit
 
-    def fetch(self, number: int) -> Example | Skipped:
+    def source(self, number: int) -> str:
+        """Number and name of the source of a draw, for counts and errors."""
+        index = self.mixture.draw(number).source
+        return f"data.sources[{index}] ({self.mixture.sources[index].name})"
+
+    def fetch(self, number: int) -> Example | Unused:
         """The example of draw `number`, or why there is none, where such ones are skipped.
 
         Raises:
@@ -79,14 +78,11 @@ class Pipeline:
         """
         try:
             return self._make(number)
-        except TooLong:
-            if self.packing.too_long != "skip":
+        except UserError as error:
+            if (self.packing.too_long if isinstance(error, TooLong) else self.broken) != "skip":
                 raise
-            return Skipped.TOO_LONG
-        except UserError:
-            if self.broken != "skip":
-                raise
-            return Skipped.BROKEN
+            task, reason = (error.task, error.reason) if isinstance(error, Unusable) else ("", "the row cannot be read")
+            return Unused(self.source(number), task, reason, str(error))
 
     def _make(self, number: int) -> Example:
         draw = self.mixture.draw(number)
@@ -96,15 +92,18 @@ class Pipeline:
         adapter = self.maker.model.adapter
         for name in tasks:
             if adapter.kind in SHARING and find_task(name).question == "audio" and name not in adapter.tasks:
-                raise UserError(
-                    f"{row.where} is of task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; add it there"
+                raise Unusable(
+                    f"{row.where} is of task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; add it there",
+                    "a task that the adapter has not",
+                    name,
                 )
         example = self.maker.make(number, prepared, tasks)
         if len(example.columns) <= self.packing.length:
             return example
         raise TooLong(
             f"{example.where} takes {len(example.columns)} columns as {'+'.join(tasks)}, a packed row holds "
-            f"{self.packing.length}: raise packing.length, or set packing.too_long to skip"
+            f"{self.packing.length}: raise packing.length, or set packing.too_long to skip",
+            tasks[0],
         )
 
     def _prepare(self, source: int, index: int) -> Prepared:
