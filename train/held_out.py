@@ -25,7 +25,8 @@ from train.data.config import DataConfig
 from train.data.examples import Example, ExampleMaker
 from train.data.mixture import Draw, Mixture, TaskMixture
 from train.data.packing import choose
-from train.data.pipeline import Pipeline, Skipped
+from train.data.pipeline import Pipeline
+from train.data.unused import Unused
 from train.meter import means
 from train.objective import Losses
 from train.optim import Average
@@ -91,7 +92,7 @@ def _packed(pipeline: Pipeline, count: int) -> Iterator[list[Example]]:
     packing, waiting = pipeline.packing, list[Example]()
     for number in range(count):
         example = pipeline.fetch(number)
-        if not isinstance(example, Skipped):
+        if not isinstance(example, Unused):
             waiting.append(example)
         while waiting and (len(waiting) >= packing.buffer or number == count - 1):
             chosen = set(choose([len(example.columns) for example in waiting], packing.length))
