@@ -247,13 +247,17 @@ class CheckpointConfig:
             f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
             f"{FIGURES[0]}/A1A2",
         )
-        kind = self.metric.partition("/")[0]
         _need(
-            kind != "loss" or self.mode != "max",
+            self.mode != "max" or self.metric.partition("/")[0] != "loss",
             f"checkpoint.mode is max, but checkpoint.metric is {self.metric}: the highest is the worst; leave the mode out",
         )
-        if self.mode == "auto":
-            object.__setattr__(self, "mode", "min" if kind in LOWER_IS_BETTER else "max")
+
+    @property
+    def good(self) -> Literal["max", "min"]:
+        """Which values of the metric are good."""
+        if self.mode != "auto":
+            return self.mode
+        return "min" if self.metric.partition("/")[0] in LOWER_IS_BETTER else "max"
 
 
 @dataclass(frozen=True)

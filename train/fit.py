@@ -13,7 +13,7 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
-from omni.config import AdapterConfig
+from omni.config import AdapterConfig, preset
 from omni.errors import UserError
 from omni.model.lora_weights import merged_state
 from omni.model.sharing import SHARING
@@ -81,6 +81,8 @@ def fit(config: FitConfig) -> Outcome | None:
 
 def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     """Build everything a run needs, in every process alike."""
+    if config.model.preset is not None:
+        preset(config.model.preset)  # a mistyped name is refused before anything is said
     say = announce.speaker(config, fabric.global_rank == 0)
     for line in announce.beginning(config, fabric):
         say(line)

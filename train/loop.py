@@ -308,7 +308,7 @@ class Loop:
         position.figures = self.team.share({**(figures or {}), **losses})
         self.team.first_alone(self._show_validation)
         value = position.figures.get(keep.metric)
-        best = self.team.first_alone(lambda: shelf.is_best(self.place, value, keep.metric, keep.mode, keep.keep_best))
+        best = self.team.first_alone(lambda: shelf.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
         useless = value is None and keep.keep_best > 0 and self._used() < 1
         if self.team.share(best) or useless:
             self._save()
@@ -371,7 +371,7 @@ class Loop:
 
     def _prune(self) -> None:
         keep = self.config.checkpoint
-        shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.mode)
+        shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
 
     def _is_saved(self) -> bool:
         return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)

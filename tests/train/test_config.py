@@ -98,13 +98,13 @@ def test_a_tied_head_is_named_as_head_or_as_table() -> None:
 def test_recipes_with_open_answers_keep_what_has_the_lowest_held_out_loss(recipe: Path) -> None:
     config, _ = read_fit_config([str(recipe)])
     assert (config.checkpoint.metric == "loss") == (recipe.parent != CONFIGS)  # the files at the top have one right answer
-    assert config.checkpoint.mode == ("max" if config.checkpoint.metric == "exact_match" else "min")
+    assert config.checkpoint.good == ("max" if config.checkpoint.metric == "exact_match" else "min")
 
 
 def test_the_good_values_of_a_metric_follow_from_its_name() -> None:
     known = {"exact_match": "max", "code_accuracy": "max", "ended": "max", "wer": "min", "loss": "min", "loss/text": "min"}
-    assert {metric: CheckpointConfig(metric=metric).mode for metric in known} == known
-    assert CheckpointConfig(metric="wer", mode="max").mode == "max"
+    assert {metric: CheckpointConfig(metric=metric).good for metric in known} == known
+    assert CheckpointConfig(metric="wer", mode="max").good == "max"
     with pytest.raises(UserError, match=r"mode is max, but checkpoint\.metric is loss/audio: the highest is the worst"):
         CheckpointConfig(metric="loss/audio", mode="max")
 
