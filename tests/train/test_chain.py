@@ -123,7 +123,7 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
         assert [row["step"] for row in read_table(run / METRICS)] == [1, 2]
         assert [row["step"] for row in read_table(run / VALIDATION)] == [STEPS] and "wer" in read_table(run / VALIDATION)[0]
         measured = read_table(run / VALIDATION)[0]
-        assert all(measured[name] > 0 for name in ("loss", "loss/text", "loss/audio"))
+        assert all(measured[name] > 0 for name in ("loss", "loss/text", *(["loss/audio"] if number != 2 else [])))
 
     examined_and_talked_to(examine, ask, tmp_path, capsys)
     back_at_transformers(back)
