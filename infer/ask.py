@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from infer.device import cpu_threads, find_device, find_dtype
+from infer.device import cpu_threads
 from infer.options import DEFAULT_MODEL, AskOptions
 from infer.playback import Figures, Meter
 from infer.questions import Pending, choose_task, collect
@@ -21,6 +21,7 @@ from omni.generate.results import AudioChunk, Event, TextDelta
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
+from omni.hardware import find_device, find_dtype
 from omni.tasks import Task
 
 PIPE = "-"

@@ -83,7 +83,7 @@ def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, 
             if next(streams[name], None) is None:
                 del streams[name]
     for name, session in sessions.items():
-        turn = session.history[-1]
+        turn = session.turns[-1]
         assert turn.text == alone[name].tokens and torch.equal(turn.codes, alone[name].codes)
         session.close()
 
@@ -137,4 +137,4 @@ def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout,
         remove_adapter(lm.model, "small")
         with pytest.raises(UserError, match="no adapter 'small'; the model's adapters are wide"):
             session.answer(tone(0.3))
-        assert len(session.history) == 2
+        assert len(session.turns) == 2
