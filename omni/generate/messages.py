@@ -3,7 +3,7 @@
 A message is a question (`user`) or an answer (`assistant`); they take turns. Messages of chat templates are read too:
 
     {"role": "user", "content": "a text"}
-    {"role": "user", "content": torch.randn(16000)}                     sound, in every form a question may have; a str is a text
+    {"role": "user", "content": torch.randn(16000)}                     sound in any form that a question has; a str is a text
     {"role": "assistant", "content": [{"type": "text", "text": "seven"}, {"type": "audio", "audio": "seven.wav"}]}
 
 Dimensions: S samples, A audio streams, F frames.
@@ -100,9 +100,7 @@ def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec |
 # --- messages as a session's past -------------------------------------------------------------------------------------
 
 
-def read_history(
-    history: History | None, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None = None
-) -> Past:
+def read_history(history: History | None, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None = None) -> Past:
     """What a session is to begin with.
 
     Raises:
@@ -120,8 +118,8 @@ def read_history(
         wanted = ROLES[1 - number % 2]
         if one.role != wanted:
             raise UserError(
-                f"history: message {number} is of role {one.role!r}, but questions ('user') and answers ('assistant') take turns, "
-                f"and {wanted!r} comes there"
+                f"history: message {number} is of role {one.role!r}, but questions ('user') and answers ('assistant') take "
+                f"turns, and {wanted!r} comes there"
             )
     if len(given) % 2:
         raise UserError("history: the last message is a question without its answer; leave it out, and ask it")
@@ -147,7 +145,8 @@ def _message(given: Any, number: int) -> _Said:
         return _Said(given.role, given.text, given.audio, given.codes, given.tokens, given.task)
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise UserError(
-            f"history: message {number} is {repr(given)[:60]}; give {{'role': 'user', 'content': ...}}, or what session.history has"
+            f"history: message {number} is {repr(given)[:60]}; give {{'role': 'user', 'content': ...}}, or what "
+            "session.history has"
         )
     content = given.get("content")
     text, sound = (content, None) if isinstance(content, str) else (None, content)
@@ -161,7 +160,8 @@ def _message(given: Any, number: int) -> _Said:
 
 def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None, Any]:
     """Text and sound of a content in parts."""
-    texts, sounds = [], []
+    texts: list[str] = []
+    sounds: list[Any] = []
     for part in parts:
         kind = part["type"]
         value = next((part[key] for key in (kind, "audio", "path", "text") if part.get(key) is not None), None)

@@ -23,8 +23,8 @@ from omni.tasks import Task
 class SamplingNames(TypedDict, total=False):
     """One `Sampling` for all streams, by its fields; None counts as not given.
 
-    `do_sample=False` is greedy, `do_sample=True` draws. Where a draw is asked for without a temperature (by `do_sample`, `top_k`
-    or `top_p`) it is 1.
+    `do_sample=False` is greedy, `do_sample=True` draws. Where a draw is asked for without a temperature (by `do_sample`,
+    `top_k` or `top_p`) it is 1.
     """
 
     temperature: float | None

@@ -48,7 +48,11 @@ def save_conversation(
         given: dict[str, Tensor | None] = {"audio": exchange.clip, "codes": turn.codes}
         given |= {"question": _long(turn.question) if len(turn.question) else None}
         given |= {"text": None if turn.text is None else _long(turn.text)}
-        tensors |= {f"turn.{number}.{name}": t.clone(memory_format=torch.contiguous_format) for name, t in given.items() if t is not None}
+        tensors |= {
+            f"turn.{number}.{name}": t.clone(memory_format=torch.contiguous_format)
+            for name, t in given.items()
+            if t is not None
+        }
         texts = {"question": turn.question, "answer": turn.text}
         turns.append({"task": find_task(turn.task).name} | {k: tokenizer.decode(ids) for k, ids in texts.items() if ids})
     head = {"format": FORMAT_VERSION, **_model(model), "asked": asked, "turns": turns}
@@ -104,6 +108,8 @@ def _turn(number: int, facts: dict[str, Any], tensors: dict[str, Tensor], model:
         if any(not 0 <= token < layout.text.vocabulary for token in tokens) or tokenizer.decode(tokens) != said:
             raise UserError(f"turn {number + 1}: its ids are another tokenizer's; go on with the model of the conversation")
     question: Any = own["audio"] if task.question == "audio" else facts["question"]
+    if question is None:
+        raise UserError(f"turn {number + 1}: the sound of its question is missing; save the conversation again")
     asked = read_question(question, task, model, tokenizer)
     turn = asked.turn if task.question == "audio" else replace(asked.turn, question=ids["question"] or ())
     text, codes = ids["text"], own["codes"]

@@ -316,8 +316,8 @@ class Session:
         taken = sum(len(prompt(self.model.layout, e.turn)) + len(answer(self.model.layout, e.turn)) for e in exchanges)
         if self.options.overflow == "end" and taken >= self._open().length:
             raise UserError(
-                f"the history takes {taken} positions, but the session's cache has {self._open().length}: leave its oldest turns "
-                "out, use overflow='forget', or give a larger context"
+                f"the history takes {taken} positions, but the session's cache has {self._open().length}: leave its oldest "
+                "turns out, use overflow='forget', or give a larger context"
             )
         self._past, self._asked = exchanges, past.asked
 

@@ -127,14 +127,14 @@ class SpeechLM:
         place, numbers = find_device(device), find_dtype(dtype)
         loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile)
-        LOG.info("read %s in %.1f s: %r", folder, time.perf_counter() - start, lm)
+        LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, repr(lm))
         return lm
 
     def __repr__(self) -> str:
         model, codec = self.model, "no codec" if self.codec is None else self.codec.name
         parameters = sum(p.numel() for name, p in model.named_parameters() if ".lora." not in name)
         dtype = str(model.decoder.norm.weight.dtype).removeprefix("torch.")
-        parts = [f"{parameters / 1e6:.1f}M parameters", codec, f"{self.layout.n_audio} audio + 1 text streams"]
+        parts = [f"{parameters / 1e6:.3g}M parameters", codec, f"{self.layout.n_audio} audio + 1 text streams"]
         parts += [dtype, str(model.device), *([f"{len(self.adapters)} adapters"] if self.adapters else [])]
         return f"SpeechLM({', '.join(parts)})"
 
@@ -182,8 +182,8 @@ class SpeechLM:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the loaded adapters, in the order in which they came."""
-        return tuple(adapter_names(self.model))
+        """The names of the loaded adapters, sorted."""
+        return tuple(sorted(adapter_names(self.model)))
 
     def remove_adapter(self, name: str) -> None:
         """Take a loaded adapter away; sessions that answer with it are refused from then on.
@@ -202,9 +202,7 @@ class SpeechLM:
         own = torch.as_tensor(base_weight(linear))
         return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
 
-    def session(
-        self, *, context: int | None = None, history: History | None = None, **values: Unpack[Keywords]
-    ) -> Session:
+    def session(self, *, context: int | None = None, history: History | None = None, **values: Unpack[Keywords]) -> Session:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
@@ -240,7 +238,7 @@ class SpeechLM:
             session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name)
             session._remember(past)
             undo.pop_all()
-        LOG.debug("a session begins: %r", session)
+        LOG.debug("a session begins, of %d positions and %d earlier turns", runner.length, len(past.turns))
         return session
 
     def stream(
@@ -304,7 +302,7 @@ class SpeechLM:
         edits: Edits | Sequence[Edits | None] | None = None,
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
-        **names: Unpack[SamplingNames],
+        **more: Unpack[SamplingNames],
     ) -> list[Answer]:
         """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
 
@@ -314,7 +312,7 @@ class SpeechLM:
             sound: decode the codes; without it the answers carry codes only.
             adapter: one for all, or one per question (None for the model as it is).
             edits: corrections (`omni.edit`) for all, or for each question its own (None for none).
-            sampling, max_seconds, max_tokens, max_new_tokens, stop, names: as for `session`, for all.
+            sampling, max_seconds, max_tokens, max_new_tokens, stop, more: as for `session`, for all.
         """
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; it must be at least 1")
@@ -326,9 +324,8 @@ class SpeechLM:
             if len(given) != len(questions):
                 raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
-        values = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **names}
-        given = {name: value for name, value in values.items() if value is not None}
-        options = make_options({"max_seconds": max_seconds, **given}, "generate_batch", _BATCH)
+        said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
+        options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         for one in corrections:
             self._check(one)

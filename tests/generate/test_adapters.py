@@ -122,6 +122,27 @@ def test_mistakes_are_told(layout: Layout, folders: Path, tmp_path: Path) -> Non
         lm.load_adapter(tmp_path / "whole")
 
 
+def test_adapters_can_be_listed_and_removed(layout: Layout, folders: Path) -> None:
+    lm = make_lm(layout)
+    assert lm.adapters == ()
+    plain = lm.generate(tone(0.4), max_seconds=0.4)
+    for name in TARGETS:
+        lm.load_adapter(folders / name)
+    assert lm.adapters == tuple(TARGETS) and "2 adapters" in repr(lm)
+    with lm.session(adapter="wide") as session:
+        lm.remove_adapter("wide")
+        assert lm.adapters == ("small",)
+        with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
+            session.answer(tone(0.4))
+    with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
+        lm.remove_adapter("wide")
+    lm.remove_adapter("small")
+    with pytest.raises(UserError, match="the model's adapters are none"):
+        lm.remove_adapter("small")
+    assert same(lm.generate(tone(0.4), max_seconds=0.4), plain)
+    assert lm.load_adapter(folders / "small") == "small"
+
+
 def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout, folders: Path) -> None:
     lm = make_lm(layout)
     for name in ("small", "wide"):

@@ -118,7 +118,9 @@ def test_an_answer_ends_before_a_stop_string(lm: SpeechLM, task: str) -> None:
     if whole.codes is not None:
         assert answer.codes is not None and answer.audio is not None
         frames = answer.codes.shape[1]
-        assert frames == max(0, answer.timings.steps - lm.layout.max_delay) and torch.equal(answer.codes, whole.codes[:, :frames])
+        assert frames == max(0, answer.timings.steps - lm.layout.max_delay) and torch.equal(
+            answer.codes, whole.codes[:, :frames]
+        )
         assert len(answer.audio) == frames * 4
     (row,) = lm.generate_batch([question], task, stop=stop, **options)
     assert (row.text, row.tokens, row.ended) == (answer.text, answer.tokens, "stop")
