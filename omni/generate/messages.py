@@ -152,10 +152,9 @@ def _message(given: Any, number: int) -> _Said:
     text, sound = (content, None) if isinstance(content, str) else (None, content)
     if isinstance(content, (list, tuple)) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
         text, sound = _parts(content, number)
-    codes = given.get("codes")
-    if text is None and sound is None and codes is None:
+    if text is None and sound is None:
         raise UserError(f"history: message {number} has no content; give a text or sound")
-    return _Said(given["role"], text, sound, None if codes is None else torch.as_tensor(codes))
+    return _Said(given["role"], text, sound)
 
 
 def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None, Any]:
@@ -207,15 +206,20 @@ def _ids(text: str, tokens: tuple[int, ...] | None, tokenizer: Tokenizer) -> tup
 
 
 def _encode(sound: Any, number: int, codec: AudioCodec | None) -> Tensor:
-    """Frames [A, F] of an answer's sound: a file, or samples [S] at the codec's rate."""
+    """Frames [A, F] of an answer's sound: a file, samples [S] at the codec's rate, or (rate, samples)."""
     if codec is None:
         raise UserError(f"history: message {number} has sound, but the model has no codec to encode it; give its text alone")
-    if isinstance(sound, (str, bytes, os.PathLike)) or hasattr(sound, "read"):
-        sound = read_audio(sound, codec.sample_rate)
-    elif isinstance(sound, tuple) and len(sound) == 2:
-        rate, samples = sound
-        sound = resample(torch.as_tensor(samples).float(), int(rate), codec.sample_rate)
     try:
-        return codec.encode(torch.as_tensor(sound))
-    except NotImplementedError as error:
-        raise UserError(f"history: message {number} has sound, but codec {codec.name} cannot encode; give its codes") from error
+        if isinstance(sound, (str, bytes, os.PathLike)) or hasattr(sound, "read"):
+            return codec.encode(read_audio(sound, codec.sample_rate))
+        rate, samples = sound if isinstance(sound, tuple) and len(sound) == 2 else (codec.sample_rate, sound)
+        samples = torch.as_tensor(samples)
+        if samples.is_floating_point():  # anything else the codec refuses
+            samples = resample(samples, int(rate), codec.sample_rate)
+        return codec.encode(samples)
+    except UserError as error:
+        raise UserError(f"history: message {number}: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:  # what PyTorch raises for what is no tensor
+        raise UserError(
+            f"history: message {number} has sound of type {type(sound).__name__}; give a file, or samples"
+        ) from error

@@ -96,7 +96,7 @@ def test_messages_of_chat_templates(lm: SpeechLM, tmp_path: Path) -> None:
         {"role": "user", "content": tone(0.3)},
         {"role": "assistant", "content": [{"type": "text", "text": "zero"}, {"type": "audio", "audio": tmp_path / "a.wav"}]},
         {"role": "user", "content": [{"type": "text", "text": "say it"}]},
-        {"role": "assistant", "content": sound},
+        {"role": "assistant", "content": (100, sound)},
         Message("user", "and?"),
         Message("assistant", "fine", codes=torch.zeros(lm.layout.n_audio, 3)),
     ]
@@ -134,6 +134,9 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "image": ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}, ASSISTANT], "part of type 'image'"),
     "two sounds": ([{"role": "user", "content": [{"type": "audio", "audio": 1}] * 2}, ASSISTANT], "2 sounds"),
     "codes": ([USER, Message("assistant", "x", codes=torch.full((4, 2), 99))], "message 1: code 99 of audio stream 0"),
+    "integers": ([USER, {"role": "assistant", "content": (100, torch.ones(9, dtype=torch.int16))}], "message 2: .*int16"),
+    "no sound": ([USER, {"role": "assistant", "content": {"x": 1}}], "message 2 has sound of type dict"),
+    "no file": ([USER, {"role": "assistant", "content": Path("nowhere.wav")}], "message 2: .*nowhere.wav"),
     "too long": ([USER, {"role": "assistant", "content": "x" * 600}], "history takes 606 positions.*overflow='forget'"),
 }
 
