@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from types import FrameType
 
+from infer.messages import in_options
 from omni.errors import UserError
 
 USER_MISTAKE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if "--debug" in words:
             traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {in_options(' '.join(str(error).split()))}", file=sys.stderr)
         return USER_MISTAKE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

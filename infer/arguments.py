@@ -15,6 +15,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from infer.given import take_questions
 from infer.options import AskOptions, BenchOptions
 from omni.errors import UserError
 
@@ -40,6 +41,8 @@ def add_options(parser: ArgumentParser, kind: type[Any]) -> None:
     """One argument per field of a dataclass made with `option`."""
     hints = typing.get_type_hints(kind)
     for f in dataclasses.fields(kind):
+        if "help" not in f.metadata:  # no option: `parse` fills it in
+            continue
         more = dict(f.metadata)
         positional = more.pop("positional", False)
         several = isinstance(f.default, tuple)
@@ -61,13 +64,18 @@ def parse(words: Sequence[str]) -> Command:
     """
     if not words:
         raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see python -m infer --help)")
+    asked: dict[str, Any] = {}
+    rest = list(words)
+    if rest[0] == "ask":
+        others, files, texts, order = take_questions(rest[1:], AskOptions)
+        rest, asked = ["ask", *others], {"files": files, "text": texts, "order": order}
     try:
-        found = build_parser().parse_args(list(words))
+        found = build_parser().parse_args(rest)
     except ArgumentError as error:
         raise UserError(explain(str(error), words)) from error
     name = found.subcommand
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in found[name].as_dict().items()}
-    return COMMANDS[name](**values)
+    return COMMANDS[name](**{**values, **asked})
 
 
 def explain(message: str, words: Sequence[str]) -> str:
@@ -89,7 +97,7 @@ def _unknown_option(word: str, words: Sequence[str]) -> str:
     option = word.split("=")[0]
     kind = next((COMMANDS[w] for w in words if w in COMMANDS), None)
     fields = dataclasses.fields(kind) if kind is not None else ()
-    known = [f"--{f.name}" for f in fields if not f.metadata.get("positional")]
+    known = [f"--{f.name}" for f in fields if "help" in f.metadata and not f.metadata.get("positional")]
     if not option.startswith("-"):
         return f"{word!r} is one word too many; see --help"
     hint = _closest(option.replace("-", "_").replace("__", "--", 1), known)

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from infer.device import cpu_threads, find_device, find_dtype
+from infer.device import cpu_threads
 from infer.options import DEFAULT_MODEL, AskOptions
 from infer.playback import Figures, Meter
-from infer.questions import Pending, choose_task, collect, remarked
+from infer.questions import Pending, choose_tasks, collect, remarked
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
 from omni.edit.storage import load_edits
 from omni.errors import UserError
@@ -21,6 +21,7 @@ from omni.generate.results import AudioChunk, Event, TextDelta
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
+from omni.hardware import find_device, find_dtype
 from omni.tasks import Task
 
 PIPE = "-"
@@ -61,13 +62,13 @@ def ask(options: AskOptions) -> None:
         BrokenPipeError: the reader of standard output went away.
     """
     sampling = {"audio": _audio_sampling(options), "text": _text_sampling(options)}
-    task = choose_task(options.task, spoken=not options.text)
     device, dtype = find_device(options.device), find_dtype(options.dtype)
-    asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel)
-    places = _places(options, task, len(asked))
+    asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel, options.order)
+    tasks = choose_tasks(options.task, [question.spoken for question in asked], options.chat)
+    places = _places(options, tasks)
     _check_model(options.model)
     lm = SpeechLM.from_pretrained(options.model, device, dtype, codec_folder=options.codec_folder)
-    if task.audio and lm.codec is None:
+    if any(task.audio for task in tasks) and lm.codec is None:
         raise UserError(
             f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; name their folder with "
             f"--codec_folder, put them into {options.model}/codec, or ask for text only with --task A1T2 or T1T2"
@@ -96,7 +97,7 @@ def ask(options: AskOptions) -> None:
             )
 
         session = new_session()
-        for number, (question, place) in enumerate(zip(asked, places, strict=True)):
+        for number, (question, task, place) in enumerate(zip(asked, tasks, places, strict=True)):
             if number and not options.chat:
                 session.close()
                 session = new_session()
@@ -195,28 +196,32 @@ def _audio_sampling(o: AskOptions) -> Sampling:
 
 
 def _text_sampling(o: AskOptions) -> Sampling:
-    return Sampling(
-        temperature=o.temperature if o.text_temperature is None else o.text_temperature,
-        top_k=o.top_k if o.text_top_k is None else o.text_top_k,
-        top_p=o.top_p if o.text_top_p is None else o.text_top_p,
-        repetition_penalty=o.repetition_penalty if o.text_repetition_penalty is None else o.text_repetition_penalty,
-    )
+    try:
+        return Sampling(
+            temperature=o.temperature if o.text_temperature is None else o.text_temperature,
+            top_k=o.top_k if o.text_top_k is None else o.text_top_k,
+            top_p=o.top_p if o.text_top_p is None else o.text_top_p,
+            repetition_penalty=o.repetition_penalty if o.text_repetition_penalty is None else o.text_repetition_penalty,
+        )
+    except UserError as error:  # what all streams share was right
+        raise UserError(str(error).replace("sampling: ", "--text_", 1)) from error
 
 
-def _places(options: AskOptions, task: Task, questions: int) -> list[Path | None]:
+def _places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
     """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
     file."""
+    spoken, several = [task.audio for task in tasks], len(tasks) > 1
     if options.json and options.out == PIPE:
         raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
     if options.speaker:
         load_sounddevice()
-    if options.out == PIPE and not task.audio:
-        raise UserError(f"--out - wants sound, but --task {task.name} answers in text only; leave --out out")
-    if not task.audio or options.out == PIPE or (options.out is None and options.speaker):
-        return [None] * questions
+    if options.out == PIPE and not any(spoken):
+        raise UserError(f"--out - wants sound, but --task {tasks[0].name} answers in text only; leave --out out")
+    if options.out == PIPE or (options.out is None and options.speaker):
+        return [None] * len(tasks)
     given = Path(options.out or "answer.wav")
-    names = [given] if questions == 1 else [given.with_stem(f"{given.stem}-{n + 1}") for n in range(questions)]
-    return [check_place(str(name), options.files) for name in names]
+    names = [given.with_stem(f"{given.stem}-{n}") if several else given for n in range(1, len(tasks) + 1)]
+    return [check_place(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
 
 
 def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:

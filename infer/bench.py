@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infer.device import SMALL_MODEL, bytes_of, cpu_threads, find_device
+from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.measure import GIB, HighWater, load
 from infer.options import BenchOptions
 from infer.questions import read_file
@@ -28,7 +28,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import peak_flops
+from omni.hardware import find_device, peak_flops
 
 NANO_BATCHES = (1, 4, 16, 64, 256)
 

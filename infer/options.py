@@ -23,13 +23,13 @@ class AskOptions:
     """Ask a model and get its answer while it is made.
 
     Spoken questions are sound files, or a sound file or raw PCM on standard input (`-`); written ones follow `--text`.
-    Several are independent questions, or with `--chat` the turns of one conversation.
+    Several are independent questions, or with `--chat` the turns of one conversation, in which sound and text may be mixed.
     """
 
     files: tuple[str, ...] = option(
         (), "sound files, or - for one, or raw PCM (s16le, mono), on standard input", positional=True
     )
-    text: tuple[str, ...] = option((), "written questions instead", metavar="TEXT")
+    text: tuple[str, ...] = option((), "written questions", metavar="TEXT")
     model: str = option(DEFAULT_MODEL, "model folder")
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
     adapter: str | None = option(None, "folder of a LoRA (PEFT's format) that answers, beside the model's weights")
@@ -66,6 +66,9 @@ class AskOptions:
     threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
     dtype: str | None = option(None, "float32, bfloat16 or float16; as stored by default")
     debug: bool = option(False, "show the traceback of an error")
+
+    order: str = ""
+    """Not an option: the kind of each question as they were given, `s` for sound and `t` for text; "" for sound first."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
+from infer.given import SOUND, TEXT
 from omni.audio.io import (
     MAX_SECONDS,
     MAX_STREAM_BYTES,
@@ -34,7 +35,7 @@ from omni.audio.io import (
 )
 from omni.audio.sniff import HEAD, container, foreign
 from omni.errors import SoundWarning, UserError
-from omni.tasks import Task, find_task
+from omni.tasks import TASKS, Task, find_task
 
 PIPE = "-"
 
@@ -45,12 +46,14 @@ class Pending:
 
     Attributes:
         name: the file, `-`, or the text.
+        spoken: it is sound.
         take: the text, or the sound [S] at 16 kHz; waits until the question has ended.
         remarks: what was found doubtful about the sound when it was read.
     """
 
     name: str
     take: Callable[[], str | Tensor]
+    spoken: bool = True
     remarks: tuple[str, ...] = ()
 
 
@@ -172,10 +175,13 @@ def collect(
     stdin: BinaryIO,
     rate: int = SAMPLE_RATE,
     channel: int | None = None,
+    order: str = "",
 ) -> list[Pending]:
-    """The questions in order. UserError: none or both kinds, a bad file, an empty text, or `-` twice."""
-    if files and texts:
-        raise UserError("sound files and --text were given together; ask in one way at a time")
+    """The questions in order. UserError: none, a bad file, an empty text, or `-` twice.
+
+    Args:
+        order: the kind of each, `s` for sound and `t` for text; by default the files come first.
+    """
     if not files and not texts:
         raise UserError("there is no question; give a sound file, - for sound on standard input, or --text '...'")
     if list(files).count(PIPE) > 1:
@@ -183,18 +189,40 @@ def collect(
     for text in texts:
         if not text.strip():
             raise UserError("--text is empty; write a question")
-    if texts:
-        return [Pending(text, lambda text=text: text) for text in texts]  # type: ignore[misc]
+    written = iter([Pending(text, lambda text=text: text, spoken=False) for text in texts])  # type: ignore[misc]
     pipe = PipeReader(stdin, rate, channel) if PIPE in files else None
-    asked = []
-    for name in files:
-        if name == PIPE and pipe is not None:
-            asked.append(Pending(name, pipe.take))
-        else:
-            with remarked() as remarks:
-                sound = read_file(name, channel)
-            asked.append(Pending(name, lambda sound=sound: sound, tuple(remarks)))  # type: ignore[misc]
-    return asked
+    spoken = iter([_spoken(name, pipe, channel) for name in files])
+    return [next(spoken if kind == SOUND else written) for kind in order or SOUND * len(files) + TEXT * len(texts)]
+
+
+def _spoken(name: str, pipe: PipeReader | None, channel: int | None) -> Pending:
+    if name == PIPE and pipe is not None:
+        return Pending(name, pipe.take)
+    with remarked() as remarks:
+        sound = read_file(name, channel)
+    return Pending(name, lambda: sound, remarks=tuple(remarks))
+
+
+def choose_tasks(name: str | None, spoken: Sequence[bool], chat: bool = True) -> list[Task]:
+    """The task of each question: that of the name, or the one that answers its kind in text and speech.
+
+    Of sound and text together, `name` is the task of one kind, and those of the other are asked for the same answer.
+
+    Raises:
+        UserError: sound and text together without `chat`, an unknown task, or one that does not fit.
+    """
+    mixed = len(set(spoken)) > 1
+    if mixed and not chat:
+        raise UserError("sound files and --text were given together; add --chat to make them turns of one conversation")
+    if not mixed:
+        return [choose_task(name, spoken[0])] * len(spoken)
+    both = {True: "A1A2", False: "T1A2"}
+    if name is not None:
+        given = find_task(name)
+        both = {True: f"A1{given.name[2:]}", False: f"T1{given.name[2:]}"}
+        if not {*both.values()} <= TASKS.keys():
+            raise UserError(f"--task {given.name} is for one kind of question, but sound and --text were given; leave it out")
+    return [TASKS[both[one]] for one in spoken]
 
 
 def choose_task(name: str | None, spoken: bool) -> Task:

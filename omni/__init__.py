@@ -1,11 +1,16 @@
-"""Speech language models that hear and talk. `from omni import SpeechLM` is the Python door."""
+"""Speech language models that hear and talk. `from omni import SpeechLM` is the Python door.
+
+What the library does is told to the logger `omni` (`logging.basicConfig(level="INFO")` shows it); nothing is printed.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omni.errors import SoundWarning, UserError
+    from omni.generate.messages import Message
     from omni.generate.results import Answer, AudioChunk, Ended, TextDelta, Timings
     from omni.generate.sampling import Sampling
     from omni.generate.session import Session
@@ -15,6 +20,7 @@ _PLACES = {
     "Answer": "omni.generate.results",
     "AudioChunk": "omni.generate.results",
     "Ended": "omni.generate.results",
+    "Message": "omni.generate.messages",
     "Sampling": "omni.generate.sampling",
     "Session": "omni.generate.session",
     "SoundWarning": "omni.errors",
@@ -25,14 +31,34 @@ _PLACES = {
 }
 
 __all__ = [
-    "Answer", "AudioChunk", "Ended", "Sampling", "Session", "SoundWarning", "SpeechLM", "TextDelta", "Timings", "UserError",
+    "Answer", "AudioChunk", "Ended", "Message", "Sampling", "Session", "SoundWarning", "SpeechLM", "TextDelta", "Timings",
+    "UserError",
 ]  # fmt: skip
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is asked for: `import omni` alone stays quick."""
+    if name == "__version__":
+        return _version()
     if name not in _PLACES:
         raise AttributeError(f"module 'omni' has no attribute {name!r}")
     import importlib
 
     return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names alone, and what every module has."""
+    return sorted([*__all__, "__version__", *(name for name in globals() if name.startswith("__"))])
+
+
+def _version() -> str:
+    """The installed package's; `0+unknown` where the code runs without being installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("omni-speech")
+    except PackageNotFoundError:
+        return "0+unknown"

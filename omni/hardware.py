@@ -1,8 +1,17 @@
-"""What a device could do at best (the other side of MFU, model FLOPs utilisation), and waiting for it."""
+"""Which device and number format are meant, what a device could do at best (the other side of MFU, model FLOPs utilisation),
+and waiting for it."""
 
 from __future__ import annotations
 
 import torch
+
+from omni.errors import UserError
+
+DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
+}  # fmt: skip
+"""Number formats of weights by the names that people use."""
 
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -20,6 +29,34 @@ PEAK_FLOPS = {
     "T4": 65e12,
 }
 """Dense half-precision tensor-core FLOP/s by a part of the device's name (the makers' data sheets)."""
+
+
+def find_device(name: str | int | torch.device) -> torch.device:
+    """The device called `name` (a number counts CUDA devices); `auto` is a GPU where there is one. UserError where this machine
+    does not have it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"device {str(name)!r} is unknown; use auto, cpu, cuda, cuda:1 or mps") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {str(name)!r}: there are {torch.cuda.device_count()} CUDA devices here; use 'cpu'")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device 'mps': there is no such device here; use 'cpu'")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"device {str(name)!r} is not supported; use auto, cpu, cuda, cuda:1 or mps")
+    return device
+
+
+def find_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """The number format called `name`; None for None and `auto`, as the weights are stored. UserError where it is unknown."""
+    if name is None or name == "auto":
+        return None
+    found = name if isinstance(name, torch.dtype) else DTYPES.get(str(name).removeprefix("torch."))
+    if found not in DTYPES.values():
+        raise UserError(f"dtype {str(name)!r} is unknown; use auto, float32, bfloat16 or float16")
+    return found
 
 
 def synchronize(device: torch.device) -> None:

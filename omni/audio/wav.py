@@ -1,4 +1,4 @@
-"""Sound out: 16-bit PCM bytes, and WAV files that appear under their name only when they are complete.
+"""Sound out: 16-bit PCM bytes, and sound files that appear under their name only when they are complete.
 
 A file is written beside its place (`.NAME.part-…`) and renamed when it is closed, so a reader never sees
 half of one. Format: RIFF WAVE, a `fmt ` and a `data` chunk, little-endian (Microsoft and IBM, Multimedia
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import BinaryIO, Literal
 
 import numpy as np
+import soundfile
 import torch
 from torch import Tensor
 
@@ -24,7 +25,11 @@ from omni.errors import UserError
 
 Encoding = Literal["pcm16", "float32"]
 
+FORMATS = {".wav": "WAV", ".flac": "FLAC", ".ogg": "OGG", ".mp3": "MP3"}
+"""What `write_audio` writes, by the file's suffix."""
+
 _UNKNOWN = 0xFFFFFFFF  # the size that stands in the header until the writer closes: players then read to the end
+_BLOCK = 1 << 16  # samples that are encoded at a time
 _LIMIT = 0xFFFFFF00  # bytes of data that a RIFF header can count
 
 
@@ -43,6 +48,33 @@ def write_wav(path: str | os.PathLike[str], audio: Tensor, sample_rate: int, *, 
     with WavWriter(path, sample_rate, encoding=encoding) as writer:
         writer.append(audio)
     return writer.path
+
+
+def write_audio(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -> Path:
+    """Write mono `[S]` as WAV, FLAC (both 16 bit), OGG or MP3, by the path's suffix, and return the path.
+
+    UserError: another suffix, or those of `WavWriter`.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise UserError(f"{os.fspath(path)!r}: the suffix says how sound is written; use {', '.join(FORMATS)}")
+    if suffix == ".wav":
+        return write_wav(path, audio, sample_rate)
+    data = np.frombuffer(pcm16(audio), "<i2")
+    place = _replaceable(path)
+    part = place.with_name(f".{place.name}.part-{os.getpid()}-{id(data):x}")
+    try:
+        with soundfile.SoundFile(part, "w", sample_rate, 1, format=FORMATS[suffix]) as file:
+            for start in range(0, len(data), _BLOCK):
+                file.write(data[start : start + _BLOCK])
+        os.replace(part, place)
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from error
+    except (soundfile.SoundFileError, ValueError) as error:  # a rate that the format does not have, a full disk
+        raise _refused(path, str(error).removeprefix(f"Error opening {str(part)!r}: ")) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return Path(path)
 
 
 class WavWriter:
@@ -67,16 +99,13 @@ class WavWriter:
         self.samples = 0
         self._encoding = encoding
         self._bytes = 0
-        # A link keeps pointing at its file. A device must not be replaced by a file of its name.
-        self._place = Path(os.path.realpath(self.path))
-        if self._place.exists() and not self._place.is_file():
-            raise UserError(f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file")
+        self._place = _replaceable(path)
         self._part = self._place.with_name(f".{self._place.name}.part-{os.getpid()}-{id(self):x}")
         self._file: BinaryIO | None = None
         try:
             self._file = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
         except OSError as error:
-            raise self._refused(error) from error
+            raise _refused(self.path, error.strerror or str(error)) from error
         self._write(_header(_UNKNOWN, 0, sample_rate, encoding))
 
     @property
@@ -108,7 +137,7 @@ class WavWriter:
                 os.replace(self._part, self._place)
             except OSError as error:
                 self.abort()
-                raise self._refused(error) from error
+                raise _refused(self.path, error.strerror or str(error)) from error
             self._file = None
         return self.path
 
@@ -138,13 +167,21 @@ class WavWriter:
             self._file.write(data)
         except OSError as error:
             self.abort()
-            raise self._refused(error) from error
+            raise _refused(self.path, error.strerror or str(error)) from error
 
-    def _refused(self, error: OSError) -> UserError:
-        return UserError(
-            f"cannot write {str(self.path)!r}: {error.strerror or error}: check that its folder "
-            "exists, may be written and has space left"
-        )
+
+def _replaceable(path: str | os.PathLike[str]) -> Path:
+    """Where a file of that name is: a link keeps pointing at its file; a device is not replaced by a file of its name."""
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():
+        raise UserError(f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file")
+    return place
+
+
+def _refused(path: str | os.PathLike[str], reason: str) -> UserError:
+    return UserError(
+        f"cannot write {os.fspath(path)!r}: {reason}: check that its folder exists, may be written and has space left"
+    )
 
 
 def _samples(audio: Tensor) -> Tensor:

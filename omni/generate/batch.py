@@ -133,7 +133,8 @@ class Batch:
         members = {}
         for row, a in zip(runner.begin(0, hidden, starts), asked, strict=True):
             frames, columns = self._limits(a)
-            reply = Reply(layout, a.task, self.tokenizer, None, max_frames=frames, max_columns=columns)
+            stop = self.options.stops
+            reply = Reply(layout, a.task, self.tokenizer, None, max_frames=frames, max_columns=columns, stop=stop)
             members[row] = _Member(reply, [])
         everyone = list(members.values())
         while members:

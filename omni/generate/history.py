@@ -23,11 +23,12 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """A turn, the features [N, W] of its spoken question, and its number in the conversation."""
+    """A turn, the features [N, W] of its spoken question, its number in the conversation, and that question [S] at 16 kHz."""
 
     turn: Turn
     features: Tensor | None
     number: int
+    clip: Tensor | None = None
 
 
 def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int] = ()) -> tuple[Columns, list[Key]]:

@@ -1,16 +1,37 @@
-"""How answers are made: sampling, limits and policies, as one frozen value."""
+"""How answers are made: sampling, limits and policies, as one frozen value, and the keywords that make one.
+
+Besides the fields of `Options`, calls take the names that transformers and OpenAI have for the sampling of all streams:
+`temperature`, `top_k`, `top_p`, `repetition_penalty` and `do_sample` (`SamplingNames`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import ceil
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from omni.audio.codec import AudioCodec
 from omni.edit.deltas import Edits
 from omni.errors import UserError
-from omni.generate.sampling import GREEDY, SamplingPlan
+from omni.generate.results import brief
+from omni.generate.sampling import GREEDY, Sampling, SamplingPlan
 from omni.tasks import Task
+
+
+class SamplingNames(TypedDict, total=False):
+    """One `Sampling` for all streams, by its fields; None counts as not given.
+
+    `do_sample=False` is greedy, `do_sample=True` draws. Where a draw is asked for without a temperature (by `do_sample`,
+    `top_k` or `top_p`) it is 1.
+    """
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    repetition_penalty: float | None
+    do_sample: bool | None
 
 
 class OptionValues(TypedDict, total=False):
@@ -20,6 +41,8 @@ class OptionValues(TypedDict, total=False):
     seed: int
     max_seconds: float
     max_tokens: int
+    max_new_tokens: int | None
+    stop: str | Sequence[str] | None
     text_assist: bool
     overflow: Literal["end", "forget"]
     adapter: str | None
@@ -27,8 +50,12 @@ class OptionValues(TypedDict, total=False):
     system: str
 
 
-class SessionOptions(OptionValues, total=False):
-    """The keywords of `SpeechLM.session`."""
+class Keywords(OptionValues, SamplingNames, total=False):
+    """The keywords that make an `Options`."""
+
+
+class SessionOptions(Keywords, total=False):
+    """The keywords of one question: those of `SpeechLM.session` that do not need a conversation."""
 
     context: int | None
 
@@ -43,6 +70,10 @@ class Options:
         max_seconds: longest spoken answer.
         max_tokens: longest answer of a task that only writes (and, without a codec, most frames of a spoken
             one).
+        max_new_tokens: most time steps of any answer, its end included. A step writes one token of text and one of each code
+            stream; a spoken answer ends at the lesser of this and `max_seconds`, a written one at this alone.
+        stop: texts that end an answer which writes: its text ends before the first of them, its sound with the time step that
+            completed it.
         text_assist: let a second row write the text of spoken answers.
         overflow: what a question does that finds no room in the cache. `end`: it is refused with a UserError.
             `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
@@ -57,6 +88,8 @@ class Options:
     seed: int = 0
     max_seconds: float = 30.0
     max_tokens: int = 512
+    max_new_tokens: int | None = None
+    stop: str | Sequence[str] | None = None
     text_assist: bool = False
     overflow: Literal["end", "forget"] = "end"
     adapter: str | None = None
@@ -70,8 +103,76 @@ class Options:
             raise UserError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if self.overflow not in ("end", "forget"):
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        stops = self.stops
+        if not all(isinstance(text, str) and text for text in stops):
+            raise UserError(f"stop is {self.stop!r}; it must be a text, or several, none of them empty")
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts of `stop`."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> tuple[int, int]:
         """Most frames and most columns of an answer; one column is for the end."""
         frames = self.max_tokens if codec is None else max(1, ceil(self.max_seconds * codec.frame_rate - 1e-9))
-        return frames, (frames + max_delay if task.audio else self.max_tokens) + 1
+        if self.max_new_tokens is None:
+            return frames, (frames + max_delay if task.audio else self.max_tokens) + 1
+        if not task.audio:
+            return frames, self.max_new_tokens
+        if codec is None:
+            frames = self.max_new_tokens
+        return frames, min(frames + max_delay + 1, self.max_new_tokens)
+
+
+def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ()) -> Options:
+    """The options that a call's keywords say.
+
+    Args:
+        values: None counts as not given.
+        call: its name, for the error.
+        also: what else the call takes.
+
+    Raises:
+        TypeError: an unknown keyword; it names the closest.
+        UserError: `sampling` and a name of its fields together, `max_tokens` and `max_new_tokens` together, or a bad value.
+    """
+    names = Keywords.__annotations__
+    values = {name: value for name, value in values.items() if value is not None or name not in names}
+    for name in values:
+        if name not in names:
+            close = get_close_matches(name, [*names, *also], n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise TypeError(f"{call}() has no keyword {name!r}; {hint}known: {', '.join([*also, *names])}")
+    fields = {name: value for name, value in values.items() if name in OptionValues.__annotations__}
+    given = {name: value for name, value in values.items() if name not in fields}
+    if given and "sampling" in fields:
+        raise UserError(f"{next(iter(given))} and sampling were given together; write sampling=Sampling({_said(given)})")
+    if "max_new_tokens" in fields and "max_tokens" in fields:
+        raise UserError("max_tokens and max_new_tokens were given together; give one of them")
+    if given:
+        fields["sampling"] = _sampling(given)
+    return Options(**fields)
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    fields = dict(given)
+    wanted = fields.pop("do_sample", None)
+    heat = fields.get("temperature")
+    if wanted is False:
+        if heat:
+            raise UserError(f"do_sample is False, but temperature is {heat}; leave one of them out")
+        return Sampling(repetition_penalty=fields.get("repetition_penalty", 1.0))
+    if wanted and heat == 0:
+        raise UserError("do_sample is True, but temperature is 0, which draws nothing; leave one of them out")
+    if heat is None and (wanted or "top_k" in fields or "top_p" in fields):
+        fields["temperature"] = 1.0
+    return Sampling(**fields)
+
+
+def _said(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "do_sample")

@@ -5,12 +5,15 @@ Dimensions: K streams, A audio streams, F frames.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.generate.results import AudioChunk, Reason, TextDelta
 from omni.generate.rows import Written
+from omni.generate.stop import StopText
 from omni.layout import Layout
 from omni.tasks import Task
 from omni.text import Tokenizer
@@ -63,6 +66,7 @@ class Reply:
     Args:
         max_frames: frames after which a spoken answer is cut.
         max_columns: columns after which any answer is cut.
+        stop: texts that end the answer; its text ends before them.
 
     Attributes:
         columns: all columns written, K ids each.
@@ -80,6 +84,7 @@ class Reply:
         *,
         max_frames: int,
         max_columns: int,
+        stop: Sequence[str] = (),
     ) -> None:
         self.layout, self.task = layout, task
         self.max_frames, self.max_columns = max_frames, max_columns
@@ -87,20 +92,27 @@ class Reply:
         self.frames: list[list[int]] = []
         self.text = TextStream(tokenizer)
         self.reason: Reason | None = None
+        self._stop = StopText(stop)
         self._sound = codec.stream() if codec is not None and task.audio else None
 
     def write(self, written: Written) -> list[TextDelta | AudioChunk]:
         """Take what a step wrote; the text and the sound that became known with it."""
         events: list[TextDelta | AudioChunk] = []
+        if self.reason is not None:  # a step that was under way when the answer ended
+            return events
         self.columns.append(written.column)
         if written.text is not None:
-            self._say(events, self.text.push(written.text))
+            self._say(events, self._stop.push(self.text.push(written.text)))
+        else:  # the text has ended: nothing completes what was held back
+            self._say(events, self._stop.finish())
         full = written.frame is not None and len(self.frames) == self.max_frames
         if written.frame is not None and not full:
             self.frames.append(written.frame)
             if self._sound is not None:
                 self._play(events, self._sound.push(torch.tensor(written.frame)[:, None]))
-        if written.done:
+        if self._stop.found:
+            self._cut()
+        elif written.done:
             self.reason = "end"
         elif full or len(self.columns) >= self.max_columns:
             self.reason = "length"
@@ -109,10 +121,17 @@ class Reply:
     def finish(self) -> list[TextDelta | AudioChunk]:
         """Text and sound that were held back for what might have followed."""
         events: list[TextDelta | AudioChunk] = []
-        self._say(events, self.text.finish())
+        self._say(events, self._stop.push(self.text.finish()) + self._stop.finish())
+        if self._stop.found:
+            self._cut()
         if self._sound is not None:
             self._play(events, self._sound.finish())
         return events
+
+    def _cut(self) -> None:
+        """A stop string was written: of the text's tokens only those before it stay."""
+        self.reason = "stop"
+        del self.text.ids[self.text.tokens_of(self._stop.characters) :]
 
     def codes(self, frames: int | None = None) -> Tensor | None:
         """The first frames (all by default), [A, F]; None where the task does not speak."""

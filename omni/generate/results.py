@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor
 
-Reason = Literal["end", "length", "cache", "cancelled"]
-"""Why an answer ended: the model ended it, a limit was reached, the cache is full, or it was cancelled."""
+from omni.audio.wav import write_audio
+from omni.errors import UserError
+
+Reason = Literal["end", "stop", "length", "cache", "cancelled"]
+"""Why an answer ended: the model ended it, a stop string was written, a limit was reached, the cache is full, or it was
+cancelled."""
+
+LINE = 120
+"""Most characters of a `repr`."""
+
+
+def brief(value: Any) -> str:
+    """A `repr` that fits a line: tensors by their shapes, texts cut, of a dataclass what differs from its defaults."""
+    parts = []
+    for f in fields(value):
+        own = getattr(value, f.name)
+        if not f.repr or (f.default is not MISSING and own is f.default) or (not isinstance(own, Tensor) and own == f.default):
+            continue
+        if isinstance(own, Tensor):
+            shown = f"tensor{list(own.shape)}"
+        elif isinstance(own, str):
+            shown = quoted(own)
+        else:
+            shown = repr(own)
+        parts.append(f"{f.name}={shown}")
+    line = f"{type(value).__name__}({', '.join(parts)})"
+    return line if len(line) <= LINE else line[: LINE - 2] + "…)"
+
+
+def quoted(text: str, characters: int = 48) -> str:
+    """A text's `repr`, or the beginning of it."""
+    shown = repr(text)
+    return shown if len(shown) <= characters else f"{shown[: characters - 2]}…{shown[0]}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +87,9 @@ class AudioChunk:
     samples: Tensor
     exact: bool = True
 
+    def __repr__(self) -> str:
+        return brief(self)
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -86,6 +122,26 @@ class Answer:
     codes: Tensor | None
     timings: Timings
     ended: Reason
+
+    def __repr__(self) -> str:
+        sound = "None" if self.audio is None else f"{len(self.audio) / self.sample_rate:.2f} s at {self.sample_rate} Hz"
+        return f"Answer(text={quoted(self.text)}, audio={sound}, ended={self.ended!r})"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the sound as WAV, FLAC, OGG or MP3, by the path's suffix; the file appears when it is whole.
+
+        Returns:
+            the path.
+
+        Raises:
+            UserError: there is no sound, or it cannot be written there.
+        """
+        if self.audio is None:
+            why = "its task only writes" if self.codes is None else "no codec made sound of its codes"
+            raise UserError(f"this answer has no sound to save in {os.fspath(path)!r}: {why}; its text is in .text")
+        if not len(self.audio):
+            raise UserError(f"this answer's sound has no samples to save in {os.fspath(path)!r}: nothing was spoken")
+        return write_audio(path, self.audio, self.sample_rate)
 
 
 class Clock:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.generate.results import brief
 from omni.layout import Layout
 
 
@@ -53,6 +54,9 @@ class Sampling:
             raise UserError(f"sampling: top_p {self.top_p} is outside (0, 1]; use 1 for no limit")
         if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"sampling: repetition_penalty {self.repetition_penalty} must be positive; 1 is off")
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 GREEDY = Sampling()

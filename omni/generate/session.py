@@ -11,15 +11,18 @@ writes better so. Row 1 leaves as soon as its text has ended.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
 from omni.generate.history import Exchange, Key, common_prefix, lay_out, written_key
+from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
 from omni.generate.question import SAMPLE_RATE, Question, encode_questions, read_question, read_system
@@ -33,7 +36,7 @@ from omni.hardware import synchronize
 from omni.model.acting import Acting, using
 from omni.model.lora import choice_of, edits_everywhere
 from omni.model.speech_model import SpeechModel
-from omni.tasks import TASKS, Columns, Task, Turn, prompt
+from omni.tasks import TASKS, Columns, Task, Turn, answer, prompt
 from omni.text import Tokenizer
 
 
@@ -108,11 +111,13 @@ class Session:
         encoded = clock.seconds
         layout = self.model.layout
         frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
-        reply = Reply(layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most)
+        stop = self.options.stops
+        reply = Reply(layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop)
         with self._lock:
             runner = self._open()
             self._settle(self._last)  # once more: another thread may have asked meanwhile
-            exchange = Exchange(asked.turn, features, self._asked)
+            clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
+            exchange = Exchange(asked.turn, features, self._asked, clip)
             columns, keys = self._lay_out(exchange, runner.length)
             key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
             self._asked += 1
@@ -138,7 +143,7 @@ class Session:
                 sound.append(event.samples)
             else:
                 ended = event
-        turn, codec = self.history[-1], self.codec
+        turn, codec = self.turns[-1], self.codec
         return Answer(
             text="".join(text),
             audio=torch.cat(sound) if codec is not None and turn.codes is not None else None,
@@ -171,11 +176,34 @@ class Session:
                 self._past[-1] = last.delivered()
 
     @property
-    def history(self) -> tuple[Turn, ...]:
-        """The turns with what was delivered of their answers, the first with the system message; an answer under way is not
-        among them."""
+    def history(self) -> list[Message]:
+        """The questions and what was delivered of their answers, to read, or to begin another session with; an answer under way
+        and its question are not among them."""
+        return messages(self._past, self.tokenizer, self.codec)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The history as ids, the first turn with the system message."""
         turns = [exchange.turn for exchange in self._past]
         return tuple(replace(turn, system=() if number else self._system) for number, turn in enumerate(turns))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the history as one file, which `SpeechLM.session(history=path)` goes on from; an answer under way is left out.
+
+        Raises:
+            UserError: the place cannot be written.
+        """
+        from omni.generate.saved import save_conversation
+
+        with self._lock:
+            past, asked = list(self._past), self._asked - (self._last is not None and not self._last.settled)
+        return save_conversation(path, past, asked, self.model, self.tokenizer)
+
+    def __repr__(self) -> str:
+        runner, turns = self._runner, len(self._past)
+        place = "closed" if runner is None else f"{len(self._fed)} of {runner.length} positions"
+        adapter = f", adapter={self.options.adapter!r}" if self.options.adapter else ""
+        return f"Session({turns} turn{'' if turns == 1 else 's'}, {place}{adapter})"
 
     def close(self) -> None:
         """End the session and give its cache back."""
@@ -279,6 +307,21 @@ class Session:
             running.go_on()
 
     # --- the history ------------------------------------------------------------------------------------------
+
+    def _remember(self, past: Past) -> None:
+        """Begin with a past; its questions are encoded one by one, as they were when they were asked."""
+        exchanges = []
+        for number, asked in enumerate(past.turns, past.asked - len(past.turns)):
+            with using(self._choice):
+                (features,) = encode_questions(self.model, [asked])
+            exchanges.append(Exchange(asked.turn, features, number, asked.clip))
+        taken = sum(len(prompt(self.model.layout, e.turn)) + len(answer(self.model.layout, e.turn)) for e in exchanges)
+        if self.options.overflow == "end" and taken >= self._open().length:
+            raise UserError(
+                f"the history takes {taken} positions, but the session's cache has {self._open().length}: leave its oldest "
+                "turns out, use overflow='forget', or give a larger context"
+            )
+        self._past, self._asked = exchanges, past.asked
 
     def _settle(self, running: Running | None) -> None:
         """Put an answer into the history as it was delivered (once), and free its rows: whoever still holds its iterator

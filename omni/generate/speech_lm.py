@@ -9,8 +9,10 @@ with lm.session() as session:                            # several turns over on
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,16 +28,18 @@ from omni.edit.deltas import Edits
 from omni.edit.lend import edited_everywhere, lend, lent
 from omni.errors import UserError
 from omni.generate.batch import Batch
-from omni.generate.options import Options, OptionValues, SessionOptions
+from omni.generate.messages import History, read_history
+from omni.generate.options import Keywords, SamplingNames, SessionOptions, make_options
 from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
 from omni.generate.results import Answer, Event
-from omni.generate.sampling import GREEDY, SamplingPlan
+from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
 from omni.generate.step import Runner
+from omni.hardware import find_device, find_dtype
 from omni.layout import Layout
 from omni.model.acting import Acting
 from omni.model.linears import linears_of
-from omni.model.lora import CHANGING, activate, active_names, attach, take_back
+from omni.model.lora import CHANGING, activate, active_names, adapter_names, attach, remove_adapter, take_back
 from omni.model.lora_weights import base_weight
 from omni.model.quantize import plain_checksum
 from omni.model.speech_model import SpeechModel
@@ -45,8 +49,13 @@ from omni.text import Tokenizer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+LOG = logging.getLogger(__name__)
+
 IDLE_RUNNERS = 2
 """Caches (with their captured graphs) that are kept for the next call."""
+
+_QUESTION = ("question", "task", "sample_rate", "context")
+_BATCH = ("questions", "task", "sample_rate", "batch_size", "sound")
 
 
 class SpeechLM:
@@ -95,19 +104,39 @@ class SpeechLM:
     def from_pretrained(
         cls,
         folder: str | os.PathLike[str],
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        device: str | int | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
         *,
         codec_folder: str | os.PathLike[str] | None = None,
         graph: bool | None = None,
         compile: bool = False,
     ) -> SpeechLM:
-        """Read a model folder (see `omni.checkpoint.folder`), and the codec's weights from `codec_folder` where they are not
-        in it; UserError where anything is wrong with them."""
+        """Read a model folder (see `omni.checkpoint.folder`).
+
+        Args:
+            device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
+            dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
+            codec_folder: the codec's weights, where they are not in the folder.
+
+        Raises:
+            UserError: anything is wrong with the folder, or there is no such device or number format.
+        """
         from omni.checkpoint.folder import load_folder
 
-        loaded = load_folder(folder, device=device, dtype=dtype, codec_folder=codec_folder)
-        return cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile)
+        start = time.perf_counter()
+        place, numbers = find_device(device), find_dtype(dtype)
+        loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
+        lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile)
+        LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, repr(lm))
+        return lm
+
+    def __repr__(self) -> str:
+        model, codec = self.model, "no codec" if self.codec is None else self.codec.name
+        parameters = sum(p.numel() for name, p in model.named_parameters() if ".lora." not in name)
+        dtype = str(model.decoder.norm.weight.dtype).removeprefix("torch.")
+        parts = [f"{parameters / 1e6:.3g}M parameters", codec, f"{self.layout.n_audio} audio + 1 text streams"]
+        parts += [dtype, str(model.device), *([f"{len(self.adapters)} adapters"] if self.adapters else [])]
+        return f"SpeechLM({', '.join(parts)})"
 
     @property
     def config(self) -> ModelConfig:
@@ -148,7 +177,22 @@ class SpeechLM:
                 pair.to(self.model.device, self.model.decoder.norm.weight.dtype)
         attach(self.model, pairs, name)
         activate(self.model, *acting)
+        LOG.info("adapter %r of %s is there, for %d linears", name, folder, len(pairs))
         return name
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, sorted."""
+        return tuple(sorted(adapter_names(self.model)))
+
+    def remove_adapter(self, name: str) -> None:
+        """Take a loaded adapter away; sessions that answer with it are refused from then on.
+
+        Raises:
+            UserError: there is none of that name (it lists those there are), or it is merged into the weights.
+        """
+        remove_adapter(self.model, name)
+        LOG.info("adapter %r was removed", name)
 
     def _has(self, name: str, value: Tensor) -> bool:
         """Whether a linear has this weight."""
@@ -158,18 +202,26 @@ class SpeechLM:
         own = torch.as_tensor(base_weight(linear))
         return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
 
-    def session(self, *, context: int | None = None, **values: Unpack[OptionValues]) -> Session:
+    def session(self, *, context: int | None = None, history: History | None = None, **values: Unpack[Keywords]) -> Session:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
-            values: the fields of `Options` (sampling, seed, max_seconds, max_tokens, text_assist, overflow, adapter, edits,
-                system), by name.
+            history: what was said before: another session's `history`, messages as in chat templates (`{"role": "user",
+                "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
+            values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, text_assist,
+                overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature, top_k, top_p,
+                repetition_penalty, do_sample).
+
+        Raises:
+            TypeError: an unknown keyword.
+            UserError: a bad value, a history of another layout or codec, or one that finds no room.
         """
-        options = Options(**values)
+        options = make_options(values, "session", ("context", "history"))
         if context is not None and context < 1:
             raise UserError(f"context is {context}; a session's cache needs at least one position")
         length = min(context or 4096, self.config.decoder.context)
         self._check(options.edits)
+        past = read_history(history, self.model, self.tokenizer, self.codec)
         with ExitStack() as undo:
             name = None
             if options.edits is not None:
@@ -184,7 +236,9 @@ class SpeechLM:
                 self._give(runner)
 
             session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name)
+            session._remember(past)
             undo.pop_all()
+        LOG.debug("a session begins, of %d positions and %d earlier turns", runner.length, len(past.turns))
         return session
 
     def stream(
@@ -204,9 +258,10 @@ class SpeechLM:
             options: those of `session`, by name.
 
         Raises:
+            TypeError: an unknown keyword.
             UserError: a bad question, option or task, at once.
         """
-        session = self.session(**options)
+        session = self._single("stream", options)
         try:
             events = session.ask(question, task, sample_rate=sample_rate)
         except BaseException:
@@ -223,8 +278,13 @@ class SpeechLM:
         **options: Unpack[SessionOptions],
     ) -> Answer:
         """Answer one question and return when the answer is whole; arguments as for `stream`."""
-        with self.session(**options) as session:
+        with self._single("generate", options) as session:
             return session.answer(question, task, sample_rate=sample_rate)
+
+    def _single(self, call: str, values: SessionOptions) -> Session:
+        """The session of one question."""
+        make_options({name: value for name, value in values.items() if name != "context"}, call, _QUESTION)
+        return self.session(**values)
 
     def generate_batch(
         self,
@@ -232,15 +292,18 @@ class SpeechLM:
         task: Task | str | Sequence[Task | str] = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
-        sampling: SamplingPlan = GREEDY,
+        sampling: SamplingPlan | None = None,
         seed: int | Sequence[int] = 0,
         max_seconds: float = 30.0,
-        max_tokens: int = 512,
+        max_tokens: int | None = None,
         batch_size: int = 64,
         sound: bool = True,
         adapter: str | Sequence[str | None] | None = None,
         edits: Edits | Sequence[Edits | None] | None = None,
         system: str | Sequence[str] = "",
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        **more: Unpack[SamplingNames],
     ) -> list[Answer]:
         """Answer many independent questions, `batch_size` rows at a time; each equals its `generate`.
 
@@ -250,6 +313,7 @@ class SpeechLM:
             sound: decode the codes; without it the answers carry codes only.
             adapter: one for all, or one per question (None for the model as it is).
             edits: corrections (`omni.edit`) for all, or for each question its own (None for none).
+            sampling, max_seconds, max_tokens, max_new_tokens, stop, more: as for `session`, for all.
             system: a system message for all, or one per question ("" for none).
         """
         if batch_size < 1:
@@ -271,7 +335,8 @@ class SpeechLM:
                 raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
         asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
-        options = Options(sampling, max_seconds=max_seconds, max_tokens=max_tokens)
+        said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
+        options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         for one in corrections:
             self._check(one)

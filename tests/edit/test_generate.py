@@ -106,7 +106,7 @@ def test_sessions_of_one_model_do_not_disturb_each_other(lm):
                 sessions[number].close()  # the others go on without it
                 del streams[number]
     for session, wanted in zip(sessions, alone, strict=True):
-        turn = session.history[-1]
+        turn = session.turns[-1]
         assert turn.text == wanted.tokens and torch.equal(turn.codes, wanted.codes)
     assert unchanged(lm.model, before)
 

@@ -83,7 +83,7 @@ def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, 
             if next(streams[name], None) is None:
                 del streams[name]
     for name, session in sessions.items():
-        turn = session.history[-1]
+        turn = session.turns[-1]
         assert turn.text == alone[name].tokens and torch.equal(turn.codes, alone[name].codes)
         session.close()
 
@@ -122,6 +122,27 @@ def test_mistakes_are_told(layout: Layout, folders: Path, tmp_path: Path) -> Non
         lm.load_adapter(tmp_path / "whole")
 
 
+def test_adapters_can_be_listed_and_removed(layout: Layout, folders: Path) -> None:
+    lm = make_lm(layout)
+    assert lm.adapters == ()
+    plain = lm.generate(tone(0.4), max_seconds=0.4)
+    for name in TARGETS:
+        lm.load_adapter(folders / name)
+    assert lm.adapters == tuple(TARGETS) and "2 adapters" in repr(lm)
+    with lm.session(adapter="wide") as session:
+        lm.remove_adapter("wide")
+        assert lm.adapters == ("small",)
+        with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
+            session.answer(tone(0.4))
+    with pytest.raises(UserError, match="no adapter 'wide'; the model's adapters are small"):
+        lm.remove_adapter("wide")
+    lm.remove_adapter("small")
+    with pytest.raises(UserError, match="the model's adapters are none"):
+        lm.remove_adapter("small")
+    assert same(lm.generate(tone(0.4), max_seconds=0.4), plain)
+    assert lm.load_adapter(folders / "small") == "small"
+
+
 def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout, folders: Path) -> None:
     lm = make_lm(layout)
     for name in ("small", "wide"):
@@ -137,4 +158,4 @@ def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout,
         remove_adapter(lm.model, "small")
         with pytest.raises(UserError, match="no adapter 'small'; the model's adapters are wide"):
             session.answer(tone(0.3))
-        assert len(session.history) == 2
+        assert len(session.turns) == 2

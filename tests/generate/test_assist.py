@@ -80,7 +80,7 @@ def test_assisted_answers_equal_the_slow_way(
         assert session._last is not None
         mine = torch.tensor(session._last.reply.columns).T[:, :STEPS]
         assert torch.equal(mine, columns[:, : mine.shape[1]])
-        assert list(session.history[0].text or ()) == text
+        assert list(session.turns[0].text or ()) == text
         assert "".join(e.text for e in events if isinstance(e, TextDelta)) == lm.tokenizer.decode(text)
         # A column is fed for each but the last; the text row goes with the column that ends the text.
         assert batches == [2] * len(text) + [1] * (len(session._last.reply.columns) - 1 - len(text))

@@ -25,7 +25,7 @@ from tests.generate.session_toys import ASKED, TALKATIVE, WARM, plain_hidden
 
 def ask(lm: SpeechLM, session: Session, begun: list[tuple[Tensor, int]], turn: int) -> Iterator[Event]:
     """Ask, and check that the answer begins from the state of a plain forward over what the history says."""
-    history = session.history
+    history = session.turns
     events = session.ask(*ASKED[turn % 5])
     first = next(events)
     assert session._last is not None
@@ -54,8 +54,8 @@ def test_undisturbed_turns_are_remembered_as_training_has_them(
                 if ASKED[turn - 1][1] == "A1T2":
                     assert begun[-1][1] == before - 1  # only the answer's last column is fed with the question
             ended = reason(events)
-            before = example(chatty.layout, session.history).tokens.shape[1]
-        assert len(session.history) == 5
+            before = example(chatty.layout, session.turns).tokens.shape[1]
+        assert len(session.turns) == 5
 
 
 # --- what is cut, and what stays ----------------------------------------------------------------------------------------
@@ -92,18 +92,18 @@ def hear_two_frames_and_read_three_letters(session: Session, events: Iterator[Ev
     taken = first_frames(events, 5)
     session.cancel(played_seconds=0.11, shown_characters=3)
     assert reason(events) == "cancelled"
-    codes, text = session.history[-1].codes, "".join(e.text for e in taken if isinstance(e, TextDelta))
+    codes, text = session.turns[-1].codes, "".join(e.text for e in taken if isinstance(e, TextDelta))
     assert codes is not None and codes.shape[1] == 2  # 0.11 s are two whole frames of 0.04 s
-    assert session.tokenizer.decode(session.history[-1].text or ()) == text[:3]
+    assert session.tokenizer.decode(session.turns[-1].text or ()) == text[:3]
 
 
 def interrupt_what_still_plays(session: Session, events: Iterator[Event]) -> None:
     ended = reason(events)
-    whole = session.history[-1].codes
+    whole = session.turns[-1].codes
     session.cancel(played_seconds=0.2)
     session.cancel(played_seconds=0.12)
     session.cancel(played_seconds=0.3)
-    cut = session.history[-1].codes
+    cut = session.turns[-1].codes
     assert ended != "cancelled" and whole is not None and cut is not None and torch.equal(cut, whole[:, :3])
 
 
@@ -111,14 +111,14 @@ def cancel_at_once(session: Session, events: Iterator[Event]) -> None:
     events = session.ask("never mind", "T1A2")
     session.cancel()
     assert reason(events) == "cancelled"
-    assert session.history[-1].text == () and session.history[-1].codes.shape[1] == 0  # type: ignore[union-attr]
+    assert session.turns[-1].text == () and session.turns[-1].codes.shape[1] == 0  # type: ignore[union-attr]
 
 
 def check_delivered(session: Session, taken: list[Event], later: bool = False) -> None:
     """The last turn of the history is what the events gave: whole frames of the sound, and the text."""
     if later:
         session._settle(session._last)
-    turn = session.history[-1]
+    turn = session.turns[-1]
     samples = torch.cat([e.samples for e in taken if isinstance(e, AudioChunk)])
     frames = len(samples) // 4
     assert turn.codes is not None and turn.codes.shape[1] == frames > 0
@@ -222,7 +222,7 @@ def test_an_old_iterator_takes_nothing_of_a_newer_answer(chatty: SpeechLM, assis
             first = [next(new), next(new)]
             if disturbed:
                 assert reason(old) == "cancelled"
-            got.append((said_by(chain(first, new)), len(session.history)))
+            got.append((said_by(chain(first, new)), len(session.turns)))
     assert got[0] == got[1] and got[0][1] == 2
 
 
@@ -258,11 +258,11 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
 
         threads: list[threading.Thread] = []
         monkeypatch.setattr(session_module, "lay_out", slowly)
-        before = session.history
+        before = session.turns
         events = session.ask(*ASKED[4])
         for thread in threads:
             thread.join(30)
-        assert all(a is b for a, b in zip(before, session.history, strict=True))
+        assert all(a is b for a, b in zip(before, session.turns, strict=True))
         assert reason(events) == "cancelled"
 
 

@@ -37,9 +37,9 @@ def test_a_full_cache_ends_the_turn_and_refuses_the_next(layout: Layout, assist:
         assert events[-1].reason == "cache" and steps == 30 - 14 + 1  # the last column is written, but not fed
         with pytest.raises(UserError, match=r"has 30 and an answer needs some: use overflow='forget'"):
             session.ask("more", "T1A2")
-        assert len(session.history) == 1
+        assert len(session.turns) == 1
         free = lm.generate("hello there", "T1A2", text_assist=assist, max_seconds=2.0)
-        assert tuple(session.history[0].text or ()) == free.tokens[: len(session.history[0].text or ())] != ()
+        assert tuple(session.turns[0].text or ()) == free.tokens[: len(session.turns[0].text or ())] != ()
     with lm.session(context=14) as session, pytest.raises(UserError, match="take 14 positions"):
         session.ask("hello there", "T1A2")
 
@@ -57,18 +57,18 @@ def test_forgetting_drops_the_oldest_turns(layout: Layout, begun: list[tuple[Ten
         for turn in range(6):
             asked = ASKED[turn % 5]
             events = session.ask(*asked)
-            kept = session.history
+            kept = session.turns
             next(events)
             assert session._last is not None
             expected = plain_hidden(lm, kept, session._last.exchange.turn)
             torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
             assert len(session._last.keys) <= 48 or not kept
             list(events)
-            lengths.append(len(session.history))
-        assert max(lengths) < 6 and len(session.history) >= 1
+            lengths.append(len(session.turns))
+        assert max(lengths) < 6 and len(session.turns) >= 1
         with pytest.raises(UserError, match="shorten the question"):
             session.ask("x" * 70, "T1T2")
-        assert len(session.history) == lengths[-1]
+        assert len(session.turns) == lengths[-1]
 
 
 def test_a_system_message_is_before_every_question_and_never_forgotten(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
@@ -77,7 +77,7 @@ def test_a_system_message_is_before_every_question_and_never_forgotten(layout: L
         lengths = []
         for turn in range(6):
             events = session.ask(*ASKED[turn % 5])
-            kept = session.history
+            kept = session.turns
             assert not kept or kept[0].system == ids
             next(events)
             assert session._last is not None
@@ -85,8 +85,8 @@ def test_a_system_message_is_before_every_question_and_never_forgotten(layout: L
             expected = plain_hidden(lm, kept, asked if kept else replace(asked, system=ids))
             torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
             list(events)
-            lengths.append(len(session.history))
-        assert max(lengths) < 6 and [turn.system for turn in session.history[1:]] == [()] * (lengths[-1] - 1)
+            lengths.append(len(session.turns))
+        assert max(lengths) < 6 and [turn.system for turn in session.turns[1:]] == [()] * (lengths[-1] - 1)
 
 
 def test_limits_end_an_answer(lm: SpeechLM) -> None:

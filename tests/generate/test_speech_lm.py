@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 import omni
 from omni.audio.codec import register
-from omni.audio.io import write_wav
+from omni.audio.io import audio_info, read_audio, write_wav
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
 from omni.generate.options import Options, OptionValues
@@ -269,8 +271,108 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         lm.generate_batch(["x" * 601], "T1T2")
 
 
+# --- what is printed, saved and told ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".flac", ".ogg", ".WAV"])
+def test_an_answer_can_be_saved(suffix: str, tmp_path: Path) -> None:
+    place = tmp_path / f"a{suffix}"
+    sound = 0.5 * torch.sin(torch.arange(8000) / 20)
+    answer = dataclasses.replace(make_lm(LAYOUTS["pad"]).generate("hi", "T1T2", max_tokens=2), audio=sound, sample_rate=8000)
+    assert answer.save(str(place)) == place
+    info = audio_info(place)
+    assert (info.sample_rate, info.samples, info.channels) == (8000, 8000, 1) and list(tmp_path.iterdir()) == [place]
+    assert info.format.split()[0] == suffix[1:].upper()
+    if suffix != ".ogg":
+        assert torch.equal(read_audio(place, 8000), (sound * 32768).round() / 32768)
+    else:
+        assert (read_audio(place, 8000) - sound).abs().mean() < 0.02
+
+
+def test_an_answer_that_cannot_be_saved_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    spoken = lm.generate("hi", "T1A2", max_seconds=0.3, top_k=3)
+    silent = SpeechLM(lm.model, lm.tokenizer).generate("hi", "T1A2", max_tokens=3)
+    cases = [
+        (lm.generate("hi", "T1T2", max_tokens=3), "a.wav", "no sound to save in 'a.wav': its task only writes"),
+        (silent, "a.wav", "no codec made sound"),
+        (dataclasses.replace(spoken, audio=torch.zeros(0)), "a.wav", "no samples"),
+        (spoken, tmp_path / "a.xyz", r"a.xyz': the suffix says .* use .wav, .flac, .ogg, .mp3"),
+        (spoken, tmp_path / "a", "the suffix says"),
+        (spoken, tmp_path / "no" / "a.flac", "cannot write .*folder"),
+        (spoken, tmp_path / "no" / "a.wav", "cannot write .*folder"),
+    ]
+    (tmp_path / "d.flac").mkdir()
+    for answer, place, line in [*cases, (spoken, tmp_path / "d.flac", "not a file that can be replaced")]:
+        with pytest.raises(UserError, match=line):
+            answer.save(place)  # type: ignore[arg-type]
+    (tmp_path / "old.flac").write_bytes(b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("omni.audio.wav.soundfile.SoundFile.write", full)
+    with pytest.raises(UserError, match=r"cannot write .*old.flac': No space left"):
+        spoken.save(tmp_path / "old.flac")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.flac", "old.flac"]
+    assert (tmp_path / "old.flac").read_bytes() == b"old"
+
+
+def test_what_is_printed_fits_a_line() -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    with lm.session(max_seconds=0.5, top_k=3) as session:
+        answer = session.answer(tone(0.3))
+        chunks = [event for event in session.ask(tone(0.2)) if isinstance(event, AudioChunk)]
+        things = [lm, session, answer, chunks[0], session.options, dataclasses.replace(answer, text="\0" * 900)]
+        assert repr(session).startswith("Session(2 turns, ") and " of 512 positions" in repr(session)
+    for thing in [*things, session]:
+        assert len(repr(thing)) <= 120 and "\n" not in repr(thing) and repr(thing).startswith(type(thing).__name__ + "(")
+    assert repr(chunks[0]) == "AudioChunk(samples=tensor[4])" and "2 turns, closed" in repr(session)
+    assert "0.52 s at 100 Hz" in repr(answer) and "echo" in repr(lm) and "float32, cpu" in repr(lm)
+
+
+@pytest.fixture
+def silent_folder(tmp_path: Path) -> Path:
+    """A model folder without a codec."""
+    model = make_model(LAYOUTS["pad"])
+    register("echo", lambda folder, device: EchoCodec(LAYOUTS["pad"].codebook_sizes))
+    save_folder(tmp_path / "m", dataclasses.replace(model.config, codec="echo"), model.state_dict(), Tokenizer.bytes())
+    return tmp_path / "m"
+
+
+def test_number_formats_and_devices_have_names(silent_folder: Path) -> None:
+    names: list[Any] = ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16, "float16", "auto", None]
+    found = [SpeechLM.from_pretrained(silent_folder, dtype=name).model.decoder.norm.weight.dtype for name in names]
+    assert found == [torch.bfloat16] * 4 + [torch.float16] + [torch.float32] * 2
+    assert SpeechLM.from_pretrained(silent_folder, torch.device("cpu"), "fp32").model.device.type == "cpu"
+    for given, line in (
+        ({"dtype": "int4"}, "dtype 'int4' is unknown; use auto, float32"),
+        ({"dtype": torch.int8}, "dtype 'torch.int8' is unknown"),
+        ({"device": "gpu"}, "device 'gpu' is unknown; use auto, cpu, cuda"),
+        ({"device": "cuda:97"}, r"device 'cuda:97': there are \d+ CUDA devices here"),
+        ({"device": 97}, r"device '97': there are \d+ CUDA devices here"),
+        ({"device": "xpu"}, "device 'xpu' is not supported"),
+    ):
+        with pytest.raises(UserError, match=line):
+            SpeechLM.from_pretrained(silent_folder, **given)
+
+
+def test_what_the_library_does_is_logged_and_not_printed(
+    silent_folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level("DEBUG", "omni"), SpeechLM.from_pretrained(silent_folder).session() as session:
+        session.answer("hi", "T1T2", seed=1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(str(silent_folder) in line and " s: SpeechLM(" in line for line in lines)
+    assert any("a session begins, of 512 positions" in line for line in lines)
+    assert capfd.readouterr() == ("", "")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("omni").handlers)
+
+
 def test_the_package_shows_its_door() -> None:
     for name in omni.__all__:
         assert getattr(omni, name).__name__ == name
+    assert {name for name in dir(omni) if not name.startswith("__")} == set(omni.__all__)
+    assert omni.__version__ == importlib.metadata.version("omni-speech") and "__version__" in dir(omni)
     with pytest.raises(AttributeError, match="no attribute 'SpeechLLM'"):
         omni.SpeechLLM  # noqa: B018

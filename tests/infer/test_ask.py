@@ -158,6 +158,35 @@ def test_chat_turns_share_a_session_and_other_questions_do_not(spoken, run, lm, 
     assert said() == together and together[0] == alone[0] and together[1] != alone[1]
 
 
+MIXED = {
+    "sound first": (["0.wav", "--chat", "--text", "and twice that?"], ["A1A2", "T1A2"]),
+    "text first": (["--text", "what?", "--chat", "0.wav"], ["T1A2", "A1A2"]),
+    "in turns": (["0.wav", "--text", "more", "1.wav", "--chat"], ["A1A2", "T1A2", "A1A2"]),
+    "written answers": (["0.wav", "--text", "more", "--chat", "--task", "A1T2"], ["A1T2", "T1T2"]),
+    "files around the flag": (["0.wav", "--chat", "1.wav"], ["A1A2", "A1A2"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_chat_takes_sound_and_text_in_the_order_of_the_command_line(name, run, lm, tmp_path):
+    words, tasks = MIXED[name]
+    for n in range(2):
+        write_question(tmp_path / f"{n}.wav", seed=n)
+    done = run("ask", *words, "--max_seconds", "0.4", "--max_tokens", "5", "--json")
+    assert done.code == 0, done.err
+    turns = [json.loads(line) for line in done.text.splitlines()]
+    assert [turn["task"] for turn in turns] == tasks
+    with lm.session(max_seconds=0.4, max_tokens=5) as session:
+        for number, turn in enumerate(turns, 1):
+            question = turn["question"] if turn["task"][0] == "T" else tmp_path / turn["question"]
+            answer = session.answer(question, turn["task"])
+            assert turn["text"] == answer.text
+            if answer.audio is None:
+                assert turn["audio"] is None
+                continue
+            assert turn["audio"] == f"answer-{number}.wav" and samples_of(tmp_path / turn["audio"]) == pcm16(answer.audio)
+
+
 def test_a_written_answer_leaves_no_sound(run, tmp_path):
     done = run("ask", "--text", "hi", "--task", "T1T2", "--max_tokens", "5")
     assert done.code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import types
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from infer.messages import in_options
 from tests.infer.conftest import write_question
 
 
@@ -61,21 +63,31 @@ WORDS = {
     "abbreviation": (["ask", "q.wav", "--temp", "1"], "--temp", "did you mean --temperature?"),
     "wrong type": (["ask", "q.wav", "--top_k", "many"], "--top_k", "'many'"),
     "no value": (["ask", "q.wav", "--top_k"], "--top_k", "expected one argument"),
-    "unknown task": (["ask", "q.wav", "--task", "A1A3"], "'A1A3'", "did you mean A1A2"),
+    "unknown task": (["ask", "q.wav", "--task", "A1A3"], "--task 'A1A3'", "did you mean A1A2"),
     "task of the other kind": (["ask", "q.wav", "--task", "T1A2"], "T1A2", "sound was given"),
     "spoken task for text": (["ask", "--text", "hi", "--task", "A1T2"], "A1T2", "--text was given"),
     "no question": (["ask"], "no question", "--text"),
     "empty text": (["ask", "--text", " "], "--text is empty"),
-    "both kinds": (["ask", "q.wav", "--text", "hi"], "together"),
+    "both kinds": (["ask", "q.wav", "--text", "hi"], "together", "add --chat"),
+    "one kind's task for both": (["ask", "q.wav", "--text", "hi", "--chat", "--task", "A1T1"], "--task A1T1", "leave it out"),
     "standard input twice": (["ask", "-", "-"], "twice"),
     "input rate": (["ask", "-", "--input_rate", "0"], "--input_rate is 0"),
-    "temperature": (["ask", "q.wav", "--temperature", "-1"], "temperature", "-1"),
-    "top_p of text": (["ask", "q.wav", "--text_top_p", "2"], "top_p", "2"),
+    "temperature": (["ask", "q.wav", "--temperature", "-1"], "error: --temperature", "-1"),
+    "top_p of text": (["ask", "q.wav", "--text_top_p", "2"], "error: --text_top_p", "2"),
     "channel": (["ask", "q.wav", "--channel", "3"], "channel 3"),
-    "seconds": (["ask", "q.wav", "--max_seconds", "0"], "max_seconds", "0"),
-    "context": (["ask", "q.wav", "--context", "10"], "positions", "10"),
-    "device": (["ask", "q.wav", "--device", "abacus"], "'abacus'"),
-    "dtype": (["ask", "q.wav", "--dtype", "int4"], "'int4'", "bfloat16"),
+    "seconds": (["ask", "q.wav", "--max_seconds", "0"], "--max_seconds is 0", "0"),
+    "tokens": (["ask", "q.wav", "--max_tokens", "0"], "--max_tokens is 0"),
+    "no context": (["ask", "q.wav", "--context", "0"], "--context is 0"),
+    "context": (
+        ["ask", "q.wav", "--context", "10"],
+        "positions",
+        "10",
+        "use --forget, or leave --chat out, or give a larger --context",
+    ),
+    "context and forget": (["ask", "q.wav", "--context", "10", "--forget"], "shorten the question, or give a larger --context"),
+    "device": (["ask", "q.wav", "--device", "abacus"], "--device 'abacus' is unknown"),
+    "device that is not there": (["ask", "q.wav", "--device", "cuda:97"], "--device 'cuda:97'", "use --device cpu"),
+    "dtype": (["ask", "q.wav", "--dtype", "int4"], "--dtype 'int4'", "bfloat16"),
     "threads": (["ask", "q.wav", "--threads", "-1"], "--threads is -1"),
     "out folder": (["ask", "q.wav", "--out", "no/where.wav"], "no/where.wav", "folder"),
     "out is a folder": (["ask", "q.wav", "--out", "."], "folder"),
@@ -141,7 +153,7 @@ def test_bad_raw_sound_is_refused(data, part, run, tmp_path, monkeypatch):
 def test_a_chat_that_finds_no_room_says_so_after_the_turns_that_did(run, tmp_path):
     done = run("ask", "--text", "hello there", "and now?", "--chat", "--context", "40", "--json")
     assert done.code == 2 and len(done.text.splitlines()) == 1
-    assert "40" in done.err and done.err.startswith("error: ")
+    assert "40" in done.err and done.err.startswith("error: ") and "use --forget, or leave --chat out" in done.err
     roomy = run("ask", "--text", "hello there", "and now?", "--chat", "--context", "40", "--json", "--forget")
     assert roomy.code == 0 and len(roomy.text.splitlines()) == 2
 
@@ -151,8 +163,32 @@ def test_debug_shows_the_traceback_above_the_line(run):
     assert done.code == 2 and "Traceback" in done.err and done.err.splitlines()[-1].startswith("error: 'none.wav'")
 
 
+KEYWORD = re.compile(r"\b[a-z_]+=['\d]|sampling:")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("choose one with channel=0 to channel=7", "choose one with --channel 0 to --channel 7"),
+        ("for a written question use task='T1A2'", "for a written question use --task T1A2"),
+        ("give overflow='forget'", "give --forget"),
+        ("task A1A2 asks by speech, but the question has 0 encoder features",) * 2,
+        ("load the model in float32, or fetch it", "use --dtype float32, or fetch it"),
+        ("the context of 'dtype is' stays",) * 2,
+        (
+            "'.raw' has no header: give raw PCM with its sample rate instead",
+            "'.raw' has no header: pipe raw PCM into - with its --input_rate instead",
+        ),
+        ("'channel=file.wav' is empty",) * 2,
+    ],
+)
+def test_the_library_s_keywords_are_told_as_options(said, told):
+    assert in_options(said) == told
+
+
 def check(done, *parts: str) -> None:
-    """Exit code 2, nothing on standard output, one line that says what is wrong."""
+    """Exit code 2, nothing on standard output, one line that says what is wrong and knows no keyword of Python's."""
+    assert not KEYWORD.search(done.err), done.err
     assert done.code == 2, done
     assert done.out == b""
     assert done.err.startswith("error: ") and done.err.count("\n") == 1, done.err

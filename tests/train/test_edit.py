@@ -256,7 +256,7 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
         (["--speak.voices", "[nobody]"], r"voice 'nobody' is unknown"),
         (["--editor", "nowhere", "--method", "mend"], r"nowhere has no mend.json"),
         (["--config", "nowhere.yaml"], r"nowhere.yaml cannot be read"),
-        (["--device", "nowhere"], r"device nowhere cannot be had here"),
+        (["--device", "nowhere"], r"device 'nowhere' is unknown"),
         (["--speak.silence", "[0, .inf]"], r"speak.silence is 0.0 to inf"),
     ],
 )

@@ -1,0 +1,80 @@
+"""The questions on a command line, in their order, wherever they are among the options.
+
+Python's parsers take a list of positionals in one piece only, so `ask a.wav --chat b.wav` would have one word too many, and the
+order of sound files and of texts would be lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+SOUND, TEXT = "s", "t"
+
+_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+
+
+def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
+    """Take files and texts out of a command's words.
+
+    A text is what follows `--text`, up to the next option; but a word after the first that is the name of a file (or `-`) is
+    that file, so that `--text "hello" q.wav` asks both.
+
+    Args:
+        words: after the command's name.
+        kind: the dataclass of its options.
+
+    Returns:
+        the other words, the files, the texts, and the kind of each question in order: `s` or `t` each.
+    """
+    flags = {f"--{name}" for name, hint in typing.get_type_hints(kind).items() if hint is bool}
+    known = {f"--{f.name}" for f in dataclasses.fields(kind)} | {"-h", "--help"}
+    rest: list[str] = []
+    found: list[tuple[str, str]] = []
+    option, values = "", 0  # the option that the next words may belong to, and how many did
+
+    for at, word in enumerate(words):
+        if word == "--":  # files whose names begin with a dash
+            found += [(SOUND, name) for name in words[at + 1 :]]
+            break
+        if _is_option(word):
+            _close(option, values, rest)
+            option, values = word, 0
+            if word.startswith("--text="):
+                found.append((TEXT, word.removeprefix("--text=")))
+                option = ""
+            elif word != "--text":
+                rest.append(word)
+                takes_one = word in known and word not in flags
+                option = word if takes_one else ""
+        elif option == "--text" and not (values and _is_file(word)):
+            found.append((TEXT, word))
+            values += 1
+        elif option and option != "--text":
+            rest.append(word)
+            option = ""
+        else:
+            found.append((SOUND, word))
+    _close(option, values, rest)
+    files = tuple(word for kind_, word in found if kind_ == SOUND)
+    texts = tuple(word for kind_, word in found if kind_ == TEXT)
+    return rest, files, texts, "".join(kind_ for kind_, _ in found)
+
+
+def _close(option: str, values: int, rest: list[str]) -> None:
+    """A `--text` without a text is the parser's to refuse."""
+    if option == "--text" and not values:
+        rest.append(option)
+
+
+def _is_option(word: str) -> bool:
+    """As argparse has it: a dash begins it, but it is no number, no lone dash and has no space."""
+    return word.startswith("-") and word != "-" and " " not in word and not _NUMBER.fullmatch(word)
+
+
+def _is_file(word: str) -> bool:
+    return word == "-" or os.path.isfile(word)

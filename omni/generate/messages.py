@@ -1,0 +1,225 @@
+"""A conversation as messages: what people read of a session, and what a session can begin with.
+
+A message is a question (`user`) or an answer (`assistant`); they take turns. Messages of chat templates are read too:
+
+    {"role": "user", "content": "a text"}
+    {"role": "user", "content": torch.randn(16000)}                     sound in any form that a question has; a str is a text
+    {"role": "assistant", "content": [{"type": "text", "text": "seven"}, {"type": "audio", "audio": "seven.wav"}]}
+
+Dimensions: S samples, A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from omni.audio.codec import AudioCodec
+from omni.audio.io import SAMPLE_RATE, read_audio, resample
+from omni.errors import UserError
+from omni.generate.history import Exchange
+from omni.generate.question import Asked, read_question
+from omni.generate.results import brief
+from omni.model.speech_model import SpeechModel
+from omni.tasks import find_task
+from omni.text import Tokenizer
+
+ROLES = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One side of a turn.
+
+    Attributes:
+        text: what was written, None where nothing was (a spoken question, an answer that only speaks).
+        seconds: length of its sound, 0 for none (and where there is no codec to say how long a frame is).
+        audio: a spoken question, [S] at 16 kHz.
+        codes: frames of a spoken answer, [A, F].
+        tokens: ids of the text.
+        task: of the turn (`omni.tasks`); by default what the kinds of question and answer say.
+    """
+
+    role: Literal["user", "assistant"]
+    text: str | None = None
+    seconds: float = 0.0
+    audio: Tensor | None = field(default=None, repr=False, compare=False)
+    codes: Tensor | None = field(default=None, repr=False, compare=False)
+    tokens: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
+    task: str | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+History = Sequence[Message | Mapping[str, Any]] | str | os.PathLike[str]
+"""Messages, or the path of a saved conversation."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a session begins with.
+
+    Attributes:
+        turns: questions with their answers in `turn`.
+        asked: how many questions there were in all, forgotten ones too; random draws go on from there.
+    """
+
+    turns: tuple[Asked, ...] = ()
+    asked: int = 0
+
+
+# --- a session's past as messages -------------------------------------------------------------------------------------
+
+
+def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec | None) -> list[Message]:
+    """Two messages per turn, with what was delivered of the answer."""
+    out = []
+    for exchange in past:
+        turn = exchange.turn
+        task, clip, codes = find_task(turn.task), exchange.clip, turn.codes
+        if task.question == "audio":
+            seconds = 0.0 if clip is None else len(clip) / SAMPLE_RATE
+            out.append(Message("user", None, round(seconds, 3), audio=clip, task=task.name))
+        else:
+            ids = tuple(turn.question)
+            out.append(Message("user", tokenizer.decode(ids), tokens=ids, task=task.name))
+        seconds = 0.0 if codes is None or codec is None else codes.shape[1] / codec.frame_rate
+        said = None if turn.text is None else tuple(turn.text)
+        text = None if said is None else tokenizer.decode(said)
+        out.append(Message("assistant", text, round(seconds, 3), codes=codes, tokens=said, task=task.name))
+    return out
+
+
+# --- messages as a session's past -------------------------------------------------------------------------------------
+
+
+def read_history(history: History | None, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None = None) -> Past:
+    """What a session is to begin with.
+
+    Raises:
+        UserError: roles that do not take turns, a message without content, ids or codes of another layout, sound of an answer
+            without a codec that can encode it, or a bad file (see `omni.generate.saved`).
+    """
+    if history is None:
+        return Past()
+    if isinstance(history, (str, os.PathLike)):
+        from omni.generate.saved import load_conversation
+
+        return load_conversation(Path(history), model, tokenizer)
+    given = [_message(one, number) for number, one in enumerate(history, 1)]
+    for number, one in enumerate(given, 1):
+        wanted = ROLES[1 - number % 2]
+        if one.role != wanted:
+            raise UserError(
+                f"history: message {number} is of role {one.role!r}, but questions ('user') and answers ('assistant') take "
+                f"turns, and {wanted!r} comes there"
+            )
+    if len(given) % 2:
+        raise UserError("history: the last message is a question without its answer; leave it out, and ask it")
+    turns = [_turn(given[i], given[i + 1], i + 1, model, tokenizer, codec) for i in range(0, len(given), 2)]
+    return Past(tuple(turns), len(turns))
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A message as it was given: its sound in any form."""
+
+    role: str
+    text: str | None = None
+    sound: Any = None
+    codes: Tensor | None = None
+    tokens: tuple[int, ...] | None = None
+    task: str | None = None
+
+
+def _message(given: Any, number: int) -> _Said:
+    """One message; UserError where it is none, or says nothing."""
+    if isinstance(given, Message):
+        return _Said(given.role, given.text, given.audio, given.codes, given.tokens, given.task)
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise UserError(
+            f"history: message {number} is {repr(given)[:60]}; give {{'role': 'user', 'content': ...}}, or what "
+            "session.history has"
+        )
+    content = given.get("content")
+    text, sound = (content, None) if isinstance(content, str) else (None, content)
+    if isinstance(content, (list, tuple)) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
+        text, sound = _parts(content, number)
+    if text is None and sound is None:
+        raise UserError(f"history: message {number} has no content; give a text or sound")
+    return _Said(given["role"], text, sound)
+
+
+def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None, Any]:
+    """Text and sound of a content in parts."""
+    texts: list[str] = []
+    sounds: list[Any] = []
+    for part in parts:
+        kind = part["type"]
+        value = next((part[key] for key in (kind, "audio", "path", "text") if part.get(key) is not None), None)
+        if kind not in ("text", "audio") or value is None:
+            raise UserError(f"history: message {number} has a part of type {kind!r} that is no text and no audio; leave it out")
+        (texts if kind == "text" else sounds).append(value)
+    if len(sounds) > 1:
+        raise UserError(f"history: message {number} has {len(sounds)} sounds; join them into one")
+    return ("".join(map(str, texts)) if texts else None), (sounds[0] if sounds else None)
+
+
+def _turn(
+    question: _Said, reply: _Said, number: int, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None
+) -> Asked:
+    """A question with its answer."""
+    codes = reply.codes
+    if codes is None and reply.sound is not None:
+        codes = _encode(reply.sound, number + 1, codec)
+    spoken = question.sound is not None
+    if spoken and question.text is not None:
+        raise UserError(f"history: message {number} is a question of text and sound; give one of them")
+    silent = "A2" if spoken or reply.text is not None else "A1"  # T1A1 alone answers in sound without text
+    task = find_task(reply.task or question.task or f"{'A' if spoken else 'T'}1{silent if codes is not None else 'T2'}")
+    try:
+        asked = read_question(question.sound if spoken else question.text or "", task, model, tokenizer)
+        if question.tokens is not None and not spoken:
+            ids = _ids(question.text or "", question.tokens, tokenizer)
+            asked = replace(asked, turn=replace(asked.turn, question=ids))
+        if task.audio:
+            codes = torch.zeros(model.layout.n_audio, 0, dtype=torch.long) if codes is None else codes.cpu().long()
+            model.layout.check_codes(codes)
+    except UserError as error:
+        raise UserError(f"history: message {number}: {error}") from error
+    text = _ids(reply.text or "", reply.tokens, tokenizer) if task.text else None
+    return replace(asked, turn=replace(asked.turn, text=text, codes=codes if task.audio else None))
+
+
+def _ids(text: str, tokens: tuple[int, ...] | None, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that were there, where they are this tokenizer's of this text; else its own."""
+    if tokens is not None and tokenizer.decode(tokens) == text:
+        return tokens
+    return tuple(tokenizer.encode(text))
+
+
+def _encode(sound: Any, number: int, codec: AudioCodec | None) -> Tensor:
+    """Frames [A, F] of an answer's sound: a file, samples [S] at the codec's rate, or (rate, samples)."""
+    if codec is None:
+        raise UserError(f"history: message {number} has sound, but the model has no codec to encode it; give its text alone")
+    try:
+        if isinstance(sound, (str, bytes, os.PathLike)) or hasattr(sound, "read"):
+            return codec.encode(read_audio(sound, codec.sample_rate))
+        rate, samples = sound if isinstance(sound, tuple) and len(sound) == 2 else (codec.sample_rate, sound)
+        samples = torch.as_tensor(samples)
+        if samples.is_floating_point():  # anything else the codec refuses
+            samples = resample(samples, int(rate), codec.sample_rate)
+        return codec.encode(samples)
+    except UserError as error:
+        raise UserError(f"history: message {number}: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:  # what PyTorch raises for what is no tensor
+        raise UserError(
+            f"history: message {number} has sound of type {type(sound).__name__}; give a file, or samples"
+        ) from error

@@ -1,0 +1,159 @@
+"""The names of transformers and OpenAI: sampling, limits and stop strings as keywords of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from omni.errors import UserError
+from omni.generate.history import Exchange
+from omni.generate.options import Options, make_options
+from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.sampling import GREEDY, Sampling
+from omni.generate.speech_lm import SpeechLM
+from omni.generate.stop import StopText
+from omni.layout import Layout
+from tests.generate.conftest import LAYOUTS, make_lm, tone
+
+SAMPLING = {
+    "openai": ({"temperature": 0.7, "top_p": 0.9}, Sampling(0.7, top_p=0.9)),
+    "transformers": (
+        {"do_sample": True, "temperature": 0.8, "top_k": 5, "repetition_penalty": 1.1},
+        Sampling(0.8, 5, 1.0, 1.1),
+    ),
+    "a filter asks for a draw": ({"top_p": 0.9}, Sampling(1.0, top_p=0.9)),
+    "a draw alone": ({"do_sample": True}, Sampling(1.0)),
+    "greedy as transformers writes it": ({"do_sample": False, "temperature": None, "top_p": None}, GREEDY),
+    "greedy with a penalty": ({"repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+    "greedy": ({"temperature": 0.0}, GREEDY),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_names_of_the_sampling_are_a_sampling(name: str) -> None:
+    keywords, wanted = SAMPLING[name]
+    assert make_options(keywords, "generate").sampling == wanted
+
+
+def test_every_door_takes_them(layout: Layout) -> None:
+    lm = make_lm(layout)
+    limits: dict[str, Any] = {"seed": 3, "max_seconds": 0.4}
+    wanted = lm.generate("hello", "T1A2", sampling=Sampling(0.9, 20), **limits)
+    given: dict[str, Any] = {"temperature": 0.9, "top_k": 20, **limits}
+    assert lm.generate("hello", "T1A2", **given).tokens == wanted.tokens
+    assert "".join(e.text for e in lm.stream("hello", "T1A2", **given) if isinstance(e, TextDelta)) == wanted.text
+    assert lm.generate_batch(["hello", "you"], "T1A2", **given)[0].tokens == wanted.tokens
+    with lm.session(**given) as session:
+        assert session.options.sampling == Sampling(0.9, 20)
+    assert wanted.tokens != lm.generate("hello", "T1A2", **limits).tokens
+
+
+def test_most_new_tokens_are_the_steps_of_any_answer(lm: SpeechLM) -> None:
+    spoken, written = (lm.generate("hello", task, max_new_tokens=9, top_k=3) for task in ("T1A2", "T1T2"))
+    for answer in (spoken, written, *lm.generate_batch(["hello"], ["T1A2"], max_new_tokens=9, top_k=3)):
+        assert answer.ended == "length" and answer.timings.steps == 9
+    assert spoken.codes is not None and spoken.codes.shape[1] == 9 - lm.layout.max_delay and len(written.tokens) == 9
+    assert lm.generate("hello", "T1A2", max_new_tokens=500, max_seconds=0.2, top_k=3).timings.steps <= 10
+    long = lm.generate("hello", "T1T2", max_new_tokens=600, context=400)
+    assert long.ended in ("end", "cache")  # not cut at 512, the default of max_tokens
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "twice": ({"temperature": 0.5, "sampling": GREEDY}, UserError, r"temperature and sampling .*Sampling\(temperature=0.5\)"),
+    "two limits": ({"max_tokens": 5, "max_new_tokens": 5}, UserError, "max_tokens and max_new_tokens"),
+    "contradiction": ({"do_sample": False, "temperature": 0.5}, UserError, "do_sample is False, but temperature is 0.5"),
+    "cold draw": ({"do_sample": True, "temperature": 0}, UserError, "do_sample is True, but temperature is 0"),
+    "value": ({"top_p": 2.0}, UserError, r"top_p 2.0 is outside"),
+    "limit": ({"max_new_tokens": 0}, UserError, "max_new_tokens is 0"),
+    "no stop": ({"stop": ["a", ""]}, UserError, r"stop is \['a', ''\]"),
+    "number": ({"stop": [3]}, UserError, r"stop is \[3\]"),
+    "close": ({"temprature": 0.5}, TypeError, r"\(\) has no keyword 'temprature'; did you mean 'temperature'\?"),
+    "far": ({"xyzzy": 0.5}, TypeError, "'xyzzy'; known: .*sampling.*temperature"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told(name: str) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    keywords, kind, line = MISTAKES[name]
+    calls = [lambda **kw: lm.generate("hi", **kw), lambda **kw: lm.stream("hi", **kw), lm.session]
+    for call in (*calls, lambda **kw: lm.generate_batch(["hi"], "T1T2", **kw)):
+        with pytest.raises(kind, match=line):
+            call(**keywords)
+    if kind is TypeError:
+        with pytest.raises(TypeError, match="generate_batch"):
+            lm.generate_batch(["hi"], "T1T2", **keywords)
+
+
+# --- stop strings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stops", [("lo w",), ("zzz",), ("d",), ("world", "o"), ("ll", "llo"), ("hello world",)])
+@pytest.mark.parametrize("size", [1, 2, 3, 11])
+def test_a_text_is_given_up_to_the_first_stop_however_it_comes(stops: tuple[str, ...], size: int) -> None:
+    text = "hello world"
+    stop = StopText(stops)
+    given = []
+    for start in range(0, len(text), size):
+        given.append(stop.push(text[start : start + size]))
+        assert not any(s in "".join(given) for s in stops)
+    end = min([place for place in map(text.find, stops) if place >= 0], default=len(text))
+    assert "".join(given) + stop.finish() == text[:end] and stop.found == any(s in text for s in stops)
+    assert stop.characters == end
+
+
+@pytest.mark.parametrize("task", ["T1A2", "T1T2", "A1A2"])
+def test_an_answer_ends_before_a_stop_string(lm: SpeechLM, task: str) -> None:
+    question = tone(0.3) if task == "A1A2" else "hello"
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "seed": 5, "max_seconds": 0.8, "max_tokens": 30}
+    whole = lm.generate(question, task, **options)
+    place = next(i for i in range(6, len(whole.text)) if whole.text.find(whole.text[i : i + 2]) == i)
+    stop = whole.text[place : place + 2]
+    answer = lm.generate(question, task, stop=["never", stop], **options)
+    assert answer.ended == "stop" and answer.text == whole.text[:place]
+    assert answer.tokens == whole.tokens[: len(answer.tokens)]
+    assert answer.text.startswith(lm.tokenizer.decode(answer.tokens))
+    if whole.codes is not None:
+        assert answer.codes is not None and answer.audio is not None
+        frames = answer.codes.shape[1]
+        assert frames == max(0, answer.timings.steps - lm.layout.max_delay) and torch.equal(
+            answer.codes, whole.codes[:, :frames]
+        )
+        assert len(answer.audio) == frames * 4
+    (row,) = lm.generate_batch([question], task, stop=stop, **options)
+    assert (row.text, row.tokens, row.ended) == (answer.text, answer.tokens, "stop")
+    events = list(lm.stream(question, task, stop=stop, **options))
+    assert isinstance(events[-1], Ended) and events[-1].reason == "stop"
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == answer.text
+    if answer.audio is not None:
+        assert sum(len(e.samples) for e in events if isinstance(e, AudioChunk)) == len(answer.audio)
+
+
+def test_the_next_turn_knows_only_what_came_before_the_stop(lm: SpeechLM) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "seed": 5, "max_tokens": 30}
+    whole = lm.generate("hello", "T1T2", **options)
+    with lm.session(stop=whole.text[8:10], **options) as session:
+        first = session.answer("hello", "T1T2")
+        assert first.ended == "stop" and session.turns[0].text == first.tokens
+        second = session.answer("and?", "T1T2")
+        past = session.turns
+    assert lm.tokenizer.decode(past[1].text or ()) == second.text
+    with lm.session(stop=whole.text[8:10], **options) as session:
+        session._past = [Exchange(past[0], None, 0)]  # as if nothing had been cut
+        session._asked = 1
+        assert session.answer("and?", "T1T2").tokens == second.tokens
+
+
+def test_an_end_gives_what_a_stop_held_back(lm: SpeechLM) -> None:
+    answer = lm.generate("hello", "T1A2", temperature=1.0, seed=4, max_seconds=0.8)
+    assert answer.text
+    kept = lm.generate("hello", "T1A2", temperature=1.0, seed=4, max_seconds=0.8, stop=answer.text[-1] + "\0\0")
+    assert kept.text == answer.text and kept.ended == answer.ended
+
+
+def test_options_fit_a_line() -> None:
+    full = Options({"text": Sampling(0.7, 50, 0.9, 1.2), "audio": Sampling(0.8, 50, 0.95, 1.1)}, 3, 20.0, 100, stop="x" * 200)
+    assert len(repr(full)) <= 120 and repr(Options()) == "Options()"
+    assert repr(Options(Sampling(0.7), seed=4)) == "Options(sampling=Sampling(temperature=0.7), seed=4)"

@@ -1,0 +1,258 @@
+"""A conversation as messages: read, given to another session, saved and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from omni import Message
+from omni.audio.io import write_wav
+from omni.errors import UserError
+from omni.generate.session import Session
+from omni.generate.speech_lm import SpeechLM
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, tone
+from tests.generate.session_toys import ASKED, TALKATIVE
+
+TALK: dict[str, Any] = {"sampling": TALKATIVE, "seed": 4, "max_seconds": 0.4, "max_tokens": 9}
+
+
+def talk(session: Session, turns: int = 3) -> None:
+    """Turns of several kinds, the last interrupted."""
+    for turn in range(turns):
+        session.answer(*ASKED[turn])
+    session.cancel(played_seconds=0.2, shown_characters=3)
+
+
+def test_a_history_can_be_read(lm: SpeechLM) -> None:
+    with lm.session(**TALK) as session:
+        answer = session.answer(tone(0.3))
+        written = session.answer("and then?", "T1T2")
+        spoken = session.answer("say", "T1A1")
+        said = [(m.role, m.text, m.seconds) for m in session.history]
+    assert answer.audio is not None and spoken.audio is not None
+    assert said == [
+        ("user", None, 0.3),
+        ("assistant", answer.text, len(answer.audio) / 100),
+        ("user", "and then?", 0.0),
+        ("assistant", written.text, 0.0),
+        ("user", "say", 0.0),
+        ("assistant", None, len(spoken.audio) / 100),
+    ]
+    assert session.history[1] == Message("assistant", answer.text, len(answer.audio) / 100)
+    assert repr(session.history[0]) == "Message(role='user', seconds=0.3)"
+    assert len(repr(Message("assistant", "\0" * 500))) <= 120
+
+
+def again(lm: SpeechLM, session: Session, folder: Path) -> list[Any]:
+    return [session.history, session.save(folder / "talk.safetensors"), str(session.save(folder / "talk"))]
+
+
+def test_a_restored_conversation_goes_on_as_the_unbroken_one(chatty: SpeechLM, tmp_path: Path) -> None:
+    with chatty.session(**TALK) as session:
+        talk(session)
+        histories = again(chatty, session, tmp_path)
+        kept = session.turns
+        following = [session.answer(*ASKED[turn]) for turn in (3, 4)]
+    assert torch.is_tensor(following[1].codes) and following[1].tokens
+    for history in histories:
+        with chatty.session(history=history, **TALK) as session:
+            assert [t.text for t in session.turns] == [t.text for t in kept]
+            assert all(a.codes is b.codes or torch.equal(a.codes, b.codes) for a, b in zip(session.turns, kept, strict=True))
+            for turn, wanted in zip((3, 4), following, strict=True):
+                answer = session.answer(*ASKED[turn])
+                assert answer.tokens == wanted.tokens
+                assert answer.codes is wanted.codes or torch.equal(answer.codes, wanted.codes)
+
+
+def test_draws_go_on_where_turns_were_forgotten(tmp_path: Path) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    options = {**TALK, "context": 64, "overflow": "forget"}
+    with lm.session(**options) as session:
+        for turn in (0, 1, 2, 3, 0):
+            session.answer(*ASKED[turn])
+        session.save(tmp_path / "talk")
+        assert len(session.turns) < 5
+        wanted = session.answer(*ASKED[4])
+    with lm.session(history=tmp_path / "talk", **options) as session:
+        assert session.answer(*ASKED[4]).tokens == wanted.tokens
+
+
+def test_messages_of_chat_templates(lm: SpeechLM, tmp_path: Path) -> None:
+    assert lm.codec is not None
+    sound = torch.rand(40)
+    write_wav(tmp_path / "a.wav", sound, 100, encoding="float32")
+    history = [
+        {"role": "user", "content": "how are you?"},
+        {"role": "assistant", "content": "well"},
+        {"role": "user", "content": tone(0.3)},
+        {"role": "assistant", "content": [{"type": "text", "text": "zero"}, {"type": "audio", "audio": tmp_path / "a.wav"}]},
+        {"role": "user", "content": [{"type": "text", "text": "say it"}]},
+        {"role": "assistant", "content": (100, sound)},
+        Message("user", "and?"),
+        Message("assistant", "fine", codes=torch.zeros(lm.layout.n_audio, 3)),
+    ]
+    with lm.session(history=history, **TALK) as session:
+        assert [(t.task if isinstance(t.task, str) else t.task.name) for t in session.turns] == ["T1T2", "A1A2", "T1A1", "T1A2"]
+        codes = lm.codec.encode(sound)
+        assert torch.equal(session.turns[1].codes, codes) and torch.equal(session.turns[2].codes, codes)  # type: ignore[arg-type]
+        said = [(m.role, m.text, m.seconds) for m in session.history]
+        assert said[:4] == [
+            ("user", "how are you?", 0.0), ("assistant", "well", 0.0), ("user", None, 0.3), ("assistant", "zero", 0.4)
+        ]  # fmt: skip
+        wanted = session.answer("next", "T1T2").tokens
+    with lm.session(**TALK) as session:  # a spoken question matters
+        assert session.answer("next", "T1T2").tokens != wanted
+
+
+def test_sound_is_kept_as_it_was_asked(lm: SpeechLM) -> None:
+    buffer = tone(0.3)
+    with lm.session(**TALK) as session:
+        session.answer(buffer)
+        buffer.zero_()
+        audio = session.history[0].audio
+        assert audio is not None and torch.equal(audio, tone(0.3))
+
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+BAD: dict[str, tuple[list[Any], str]] = {
+    "order": ([ASSISTANT, USER], "message 1 is of role 'assistant'.*'user' comes there"),
+    "twice": ([USER, USER], "message 2 is of role 'user'"),
+    "role": ([{"role": "bot", "content": "x"}], "message 1 is of role 'bot'"),
+    "no answer": ([USER, ASSISTANT, USER], "last message is a question without its answer"),
+    "no message": ([USER, "hello"], "message 2 is 'hello'; give"),
+    "empty": ([{"role": "user", "content": ""}, ASSISTANT], "message 1: .*text is empty"),
+    "nothing": ([USER, {"role": "assistant"}], "message 2 has no content"),
+    "image": ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}, ASSISTANT], "part of type 'image'"),
+    "two sounds": ([{"role": "user", "content": [{"type": "audio", "audio": 1}] * 2}, ASSISTANT], "2 sounds"),
+    "codes": ([USER, Message("assistant", "x", codes=torch.full((4, 2), 99))], "message 1: code 99 of audio stream 0"),
+    "integers": ([USER, {"role": "assistant", "content": (100, torch.ones(9, dtype=torch.int16))}], "message 2: .*int16"),
+    "no sound": ([USER, {"role": "assistant", "content": {"x": 1}}], "message 2 has sound of type dict"),
+    "no file": ([USER, {"role": "assistant", "content": Path("nowhere.wav")}], "message 2: .*nowhere.wav"),
+    "too long": ([USER, {"role": "assistant", "content": "x" * 600}], "history takes 606 positions.*overflow='forget'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_history_is_refused(name: str) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    history, line = BAD[name]
+    with pytest.raises(UserError, match=line):
+        lm.session(history=history)
+    assert lm.generate("hi", "T1T2", max_tokens=2).text is not None
+    silent = SpeechLM(lm.model, lm.tokenizer)
+    with pytest.raises(UserError, match="message 2 has sound, but the model has no codec"):
+        silent.session(history=[USER, {"role": "assistant", "content": torch.rand(50)}])
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def altered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        with safe_open(path, "pt") as file:
+            head = json.loads(file.metadata()["conversation"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        change(head, tensors)
+        save_file(tensors, path, {"conversation": json.dumps(head)})
+
+    return spoil
+
+
+SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda p: p.unlink(), "is no file; give the file"),
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "no saved conversation, or damaged"),
+    "pickle": (lambda p: torch.save({"a": 1}, p), "no saved conversation"),
+    "weights": (lambda p: save_file({"a": torch.zeros(1)}, p), "no saved conversation"),
+    "version": (altered(lambda h, t: h.update(format=2)), "format 2 is unknown; this version reads format 1"),
+    "codec": (altered(lambda h, t: h.update(codec="mimi")), "codec 'mimi', and this model speaks"),
+    "layout": (altered(lambda h, t: h["layout"].update(fill="sampled")), "another layout"),
+    "task": (altered(lambda h, t: h["turns"][0].update(task="X")), "does not fit together"),
+    "turns": (altered(lambda h, t: h.pop("turns")), "does not fit together"),
+    "asked": (altered(lambda h, t: h.update(asked="many")), "does not fit together"),
+    "codes": (altered(lambda h, t: t["turn.0.codes"].fill_(9999)), "code 9999 of audio stream 0"),
+    "sound": (altered(lambda h, t: t["turn.0.audio"].fill_(float("nan"))), "not finite"),
+    "no sound": (altered(lambda h, t: t.pop("turn.0.audio")), "turn 1: the sound of its question is missing"),
+    "no codes": (altered(lambda h, t: t.pop("turn.0.codes")), "turn 1 is A1A2, but its answer is of another kind"),
+    "ids": (altered(lambda h, t: t["turn.1.question"].add_(1)), "turn 2: its ids are another tokenizer's"),
+    "range": (altered(lambda h, t: t["turn.1.question"].fill_(-5)), "turn 2: its ids are another tokenizer's"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("talks") / "talk"
+    with make_lm(LAYOUTS["pad"]).session(**TALK) as session:
+        talk(session)
+        return session.save(place)
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_bad_file_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    spoil, line = SPOILT[name]
+    path = tmp_path / "talk"
+    path.write_bytes(saved.read_bytes())
+    spoil(path)
+    with pytest.raises(UserError, match=line) as caught:
+        make_lm(LAYOUTS["pad"]).session(history=path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_model_s_conversation_is_refused(saved: Path) -> None:
+    with pytest.raises(UserError, match="another layout"):
+        make_lm(LAYOUTS["sampled"]).session(history=saved)
+    lm = make_lm(LAYOUTS["pad"], seed=7)  # other weights of the same layout go on with it
+    with lm.session(history=saved, **TALK) as session:
+        assert len(session.turns) == 3 and session.answer("more", "T1T2").tokens
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    lm: SpeechLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lm.session(**TALK) as session:
+        session.answer("hi", "T1T2")
+        place = session.save(tmp_path / "talk")
+        before = place.read_bytes()
+        with pytest.raises(UserError, match="No such file or directory"):
+            session.save(tmp_path / "no" / "talk")
+
+        def full(number: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        session.answer("more", "T1T2")
+        with pytest.raises(UserError, match="No space left on device"):
+            session.save(place)
+    assert place.read_bytes() == before and list(tmp_path.iterdir()) == [place]
+
+
+def test_an_answer_under_way_is_not_saved(lm: SpeechLM, tmp_path: Path) -> None:
+    with lm.session(**TALK) as session:
+        session.answer("hi", "T1T2")
+        events = session.ask("more", "T1A2")
+        next(events)
+        session.save(tmp_path / "talk")
+    with lm.session(**TALK) as session:
+        session.answer("hi", "T1T2")
+        wanted = session.answer("more", "T1A2").tokens
+    with lm.session(history=tmp_path / "talk", **TALK) as session:
+        assert len(session.history) == 2 and session.answer("more", "T1A2").tokens == wanted
+
+
+def test_ids_of_another_tokenizer_are_read_by_their_text() -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    history = [Message("user", "hi", tokens=(1, 2)), Message("assistant", "you", tokens=(3,))]
+    with lm.session(history=history) as session:
+        turn = session.turns[0]
+        assert list(turn.question) == Tokenizer.bytes().encode("hi") and list(turn.text or ()) == Tokenizer.bytes().encode(
+            "you"
+        )
+    assert isinstance(lm.codec, EchoCodec)
