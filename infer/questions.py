@@ -151,7 +151,7 @@ def _read(source: AudioSource, name: str, channel: int | None) -> Tensor:
     return read_audio(source, channel="mix" if channel is None else channel, name=name)
 
 
-def _source(path: str, name: str) -> str | bytes:
+def _source(path: str, name: str) -> str | bytearray:
     """The path, or where that can be read only once (a named pipe, the shell's `<(...)`) all that comes out of it."""
     try:
         mode = os.stat(path).st_mode

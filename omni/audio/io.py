@@ -145,9 +145,9 @@ def audio_info(source: AudioSource, *, name: str | None = None) -> AudioInfo:
         return AudioInfo(file.samplerate, file.frames, file.channels, f"{file.format} {file.subtype}")
 
 
-def read_stream(source: BinaryIO, name: str) -> bytes:
+def read_stream(source: BinaryIO, name: str) -> bytearray:
     """All of a pipe, device or socket that gives a sound file. UserError: its beginning is of none, or it does not end."""
-    head = _some(source, HEAD)
+    head = bytes(_some(source, HEAD))
     if head and container(head) is None:
         kind = foreign(head)
         raise UserError(
@@ -155,7 +155,7 @@ def read_stream(source: BinaryIO, name: str) -> bytes:
             if kind
             else f"{name} gives no sound file that can be read: give WAV, FLAC, OGG or MP3 (raw PCM needs its sample rate)"
         )
-    data = head + _some(source, MAX_STREAM_BYTES + 1 - len(head))
+    data = _some(source, MAX_STREAM_BYTES + 1 - len(head), bytearray(head))
     if len(data) > MAX_STREAM_BYTES:
         raise UserError(
             f"{name} goes on after {MAX_STREAM_BYTES >> 20} MiB, the most that is read of a stream: write it to a file"
@@ -163,15 +163,15 @@ def read_stream(source: BinaryIO, name: str) -> bytes:
     return data
 
 
-def _some(source: BinaryIO, count: int) -> bytes:
-    """Up to that many bytes; fewer only at the end."""
-    pieces, held = [], 0
-    while held < count and (piece := source.read(min(count - held, 1 << 20))):
+def _some(source: BinaryIO, count: int, data: bytearray | None = None) -> bytearray:
+    """Up to that many bytes more, behind `data`; fewer only at the end."""
+    data = bytearray() if data is None else data
+    most = len(data) + count
+    while len(data) < most and (piece := source.read(min(most - len(data), 1 << 20))):
         if not isinstance(piece, bytes):
             raise UserError("the sound file is open as text: open it with mode 'rb'")
-        pieces.append(piece)
-        held += len(piece)
-    return b"".join(pieces)
+        data += piece
+    return data
 
 
 def from_pcm16(data: bytes, source_rate: int, sample_rate: int = SAMPLE_RATE) -> Tensor:
@@ -243,7 +243,7 @@ def _checked(
 ) -> tuple[soundfile.SoundFile, str | None]:
     """Refuse what is empty, no sound, cut, or too large to be looked at; then open it at `place`."""
     start = file.tell()
-    head = _some(file, HEAD)
+    head = bytes(_some(file, HEAD))
     if not head:
         raise UserError(f"{name} is empty (0 bytes): record or download it again")
     if (other := foreign(head)) is not None:
