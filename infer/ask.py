@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from infer.checks import PIPE
 from infer.device import cpu_threads, find_device, find_dtype
-from infer.options import DEFAULT_MODEL, AskOptions
+from infer.options import AskOptions
 from infer.playback import Figures, Meter
 from infer.questions import Pending, choose_task, collect
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
@@ -23,9 +24,6 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task
 
-PIPE = "-"
-
-
 @dataclass(frozen=True)
 class TurnReport:
     """What `--json` says about a turn.
@@ -34,7 +32,8 @@ class TurnReport:
         question: the file's name, `-` for standard input, or the text.
         audio: the file that the answer was written to, None where there is none.
         seconds: length of the answer's sound.
-        ended: `end`, `length` (a limit was reached) or `cache` (the conversation is full).
+        ended: `end`, `length` (a limit was reached), `cache` (the conversation is full) or `cancelled` (Ctrl-C or a
+            signal; the rest is then what was delivered before).
     """
 
     task: str
@@ -63,7 +62,6 @@ def ask(options: AskOptions) -> None:
     device, dtype = find_device(options.device), find_dtype(options.dtype)
     asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel)
     places = _places(options, task, len(asked))
-    _check_model(options.model)
     lm = SpeechLM.from_pretrained(options.model, device, dtype, codec_folder=options.codec_folder)
     if task.audio and lm.codec is None:
         raise UserError(
@@ -103,23 +101,42 @@ def ask(options: AskOptions) -> None:
 
 
 def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> None:
-    """Ask one question; its text, its sound and the report."""
+    """Ask one question; its text, its sound and the report, also of an answer that Ctrl-C or a signal breaks off."""
     rate = session.codec.sample_rate if session.codec is not None else 0
-    with Outputs(_outputs(options, place, rate) if task.audio else []) as outputs:
-        asked = question.take()
-        meter = Meter(rate)
-        events = session.ask(asked, task)
-        text, figures, ended = follow(events, meter, outputs, None if options.json else say)
-    spoken = figures.sound > 0
-    file = str(place) if place is not None and spoken else None
+    outputs = Outputs(_outputs(options, place, rate) if task.audio else [])
+    meter, pieces = Meter(rate), list[str]()
+
+    def print_report(figures: Figures, ended: str) -> None:
+        file = str(place) if outputs.kept else None
+        _print_json(report(task, question, "".join(pieces), file, figures, ended))
+
+    try:
+        with outputs:
+            asked = question.take()
+            meter.restart()
+            events = session.ask(asked, task)
+            figures, ended = follow(events, meter, outputs, None if options.json else say, pieces)
+    except (KeyboardInterrupt, SystemExit):
+        if options.json:
+            print_report(meter.figures(), "cancelled")
+        raise
     if options.json:
-        print(json.dumps(asdict(report(task, question, text, file, figures, ended)), ensure_ascii=False), flush=True)
-        return
-    if file is not None:
-        print(f"{file}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
+        return print_report(figures, ended)
+    if outputs.kept:
+        print(f"{place}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
     if ended != "end":
         print(REASONS[ended], file=say)
     print(figures.line(), file=say, flush=True)
+
+
+def _print_json(turn: TurnReport) -> None:
+    """A turn as a line; what the stream's encoding lacks (and bytes of a name that are not UTF-8) as JSON's escapes."""
+    line = json.dumps(asdict(turn), ensure_ascii=False)
+    try:
+        line.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        line = json.dumps(asdict(turn))
+    print(line, flush=True)
 
 
 REASONS = {
@@ -129,13 +146,14 @@ REASONS = {
 }
 
 
-def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None) -> tuple[str, Figures, str]:
-    """Pass an answer on as it comes: text to `live`, sound to `outputs`. Returns the text, the figures and why it
-    ended.
+def follow(
+    events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
+) -> tuple[Figures, str]:
+    """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the figures
+    and why it ended.
 
     The meter's clock is held while text and sound are being written.
     """
-    pieces: list[str] = []
     figures, ended = meter.figures(), "cancelled"
     try:
         for event in events:
@@ -155,7 +173,7 @@ def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, liv
     finally:
         if live is not None and pieces:
             print(file=live, flush=True)
-    return "".join(pieces), figures, ended
+    return figures, ended
 
 
 def report(task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: str) -> TurnReport:
@@ -195,6 +213,8 @@ def _text_sampling(o: AskOptions) -> Sampling:
 def _places(options: AskOptions, task: Task, questions: int) -> list[Path | None]:
     """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
     file."""
+    if (options.json or options.out == PIPE) and sys.__stdout__ is None:
+        raise UserError(f"{'--json' if options.json else '--out -'} wants standard output, but that was closed; leave it open")
     if options.json and options.out == PIPE:
         raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
     if options.speaker:
@@ -230,8 +250,3 @@ def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]
 
 def _paced(output: Output, rate: int | None) -> Output:
     return output if rate is None else Paced(output, rate)
-
-
-def _check_model(folder: str) -> None:
-    if folder == DEFAULT_MODEL and not Path(folder).exists():
-        raise UserError(f"there is no model in {folder} yet; `make demo` trains one, or give --model FOLDER")

@@ -17,12 +17,10 @@ from typing import BinaryIO
 
 from torch import Tensor
 
+from infer.checks import PIPE
 from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, audio_info, from_pcm16, read_audio
 from omni.errors import UserError
 from omni.tasks import Task, find_task
-
-PIPE = "-"
-
 
 @dataclass(frozen=True)
 class Pending:
@@ -41,8 +39,6 @@ class PipeReader:
     """Drains raw PCM (s16le, mono) from a pipe in the background."""
 
     def __init__(self, pipe: BinaryIO, rate: int) -> None:
-        if rate < 1:
-            raise UserError(f"--input_rate is {rate}; it must be at least 1 sample per second")
         self._read, self._rate = _reader(pipe), rate
         self._limit = int(MAX_SECONDS * rate * 2)
         self._data = bytearray()
@@ -111,16 +107,7 @@ def collect(
     rate: int = SAMPLE_RATE,
     channel: int | None = None,
 ) -> list[Pending]:
-    """The questions in order. UserError: none or both kinds, a bad file, an empty text, or `-` twice."""
-    if files and texts:
-        raise UserError("sound files and --text were given together; ask in one way at a time")
-    if not files and not texts:
-        raise UserError("there is no question; give a sound file, - for raw PCM on standard input, or --text '...'")
-    if list(files).count(PIPE) > 1:
-        raise UserError("- was given twice, but standard input can be read only once")
-    for text in texts:
-        if not text.strip():
-            raise UserError("--text is empty; write a question")
+    """The questions in order (`infer.checks` has looked at what was given). UserError: a bad file."""
     if texts:
         return [Pending(text, lambda text=text: text) for text in texts]  # type: ignore[misc]
     pipe = PipeReader(stdin, rate) if PIPE in files else None

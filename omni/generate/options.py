@@ -9,6 +9,7 @@ from typing import Literal, TypedDict
 from omni.audio.codec import AudioCodec
 from omni.edit.deltas import Edits
 from omni.errors import UserError
+from omni.generate.bounds import check_number
 from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.tasks import Task
 
@@ -60,10 +61,8 @@ class Options:
     edits: Edits | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_seconds < float("inf"):
-            raise UserError(f"max_seconds is {self.max_seconds}; it must be positive")
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        for name in ("seed", "max_seconds", "max_tokens"):
+            check_number(name, getattr(self, name))
         if self.overflow not in ("end", "forget"):
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
 
