@@ -11,7 +11,9 @@ writes better so. Row 1 leaves as soon as its text has ended.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -19,6 +21,7 @@ import torch
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
+from omni.generate.bounds import Bound, check_number
 from omni.generate.history import Exchange, Key, common_prefix, lay_out, written_key
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
@@ -68,9 +71,12 @@ class Session:
         self._asked = 0
         self._last: Running | None = None
         self._lock = threading.RLock()  # over what the history and the last answer are
+        self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
+        self._closing = False
         self._fed: list[Key] = []  # columns that row 0 of the cache holds
         self._everywhere: tuple[str, ...] = ()  # the edits of every row (`SpeechLM.edited`) that they were fed under
         self._high = 0  # positions ever written there since it was last empty
+        _OPEN.add(self)
 
     # --- what a caller does -----------------------------------------------------------------------------------
 
@@ -158,7 +164,13 @@ class Session:
             played_seconds: how much of the sound was heard; only its whole frames stay in the history. By
                 default all that was handed over.
             shown_characters: how much of the text was shown; by default all that was handed over.
+
+        Raises:
+            UserError: one of them is negative or no number; nothing is cancelled then.
         """
+        for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
+            if value is not None:
+                check_number(name, value, _HEARD[name])
         with self._lock:
             last = self._last
             if last is None:
@@ -175,8 +187,19 @@ class Session:
         return tuple(exchange.turn for exchange in self._past)
 
     def close(self) -> None:
-        """End the session and give its cache back."""
-        with self._lock:
+        """End the session and give its cache back.
+
+        May be called from any thread. An answer under way is cancelled: what works on it in another thread is waited for (until the
+        next event or the end), and its iterator ends with `Ended("cancelled")`. Called from within that work itself (a signal's
+        handler), the session ends with it.
+        """
+        with self._idle:
+            self._closing = True
+            while (last := self._last) is not None and last.busy:
+                last.cancelled = True
+                if last.worker == threading.get_ident():
+                    return
+                self._idle.wait()
             self._settle(self._last)
             runner, self._runner = self._runner, None
         if runner is not None and self._release is not None:
@@ -211,8 +234,10 @@ class Session:
                 runner.step()
             reason: Reason = "cancelled" if running.cancelled or reply.reason is None else reply.reason
         finally:
-            running.hold()
+            self._pause(running)
             self._settle(running)
+            if self._closing:  # it was closed from within
+                self.close()
         yield Ended(reason, running.timings())
 
     def _begin(self, running: Running, runner: Runner) -> None:
@@ -266,7 +291,7 @@ class Session:
     def _hand_over(self, running: Running, event: TextDelta | AudioChunk) -> Iterator[Event]:
         if not running.cancelled:
             running.count(event)
-            running.hold()
+            self._pause(running)
             yield event
             self._go_on(running)
 
@@ -274,6 +299,12 @@ class Session:
         """Work on an answer begins, or begins again; one that was settled meanwhile is `cancelled`, and is left alone."""
         with self._lock:
             running.go_on()
+
+    def _pause(self, running: Running) -> None:
+        """Work on an answer pauses, or is over."""
+        with self._idle:
+            running.hold()
+            self._idle.notify_all()
 
     # --- the history ------------------------------------------------------------------------------------------
 
@@ -288,7 +319,8 @@ class Session:
                     "another answer of this session is being made in another thread; cancel it, or wait for its end"
                 )
             running.settled = running.cancelled = True
-            runner = self._open()
+            runner = self._runner
+            assert runner is not None  # it is given back after the last answer was settled
             if running.rows:
                 self._high = max(self._high, running.rows[0].position)
                 self._fed += [written_key(column) for column in running.reply.columns[:-1]]
@@ -315,9 +347,25 @@ class Session:
         return columns, keys
 
     def _open(self) -> Runner:
-        if self._runner is None:
+        if self._runner is None or self._closing:
             raise UserError("this session is closed; start a new one")
         return self._runner
+
+
+_HEARD = {
+    "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),
+    "shown_characters": Bound(0, 2**63 - 1, "by default all that was handed over was shown"),
+}
+
+_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter takes its modules apart: an iterator that is still held could not end any more afterwards."""
+    for session in list(_OPEN):
+        if session._last is None or not session._last.busy:
+            session.close()
 
 
 def find_writer(task: Task) -> Task:
