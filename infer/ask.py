@@ -24,6 +24,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task
 
+
 @dataclass(frozen=True)
 class TurnReport:
     """What `--json` says about a turn.
@@ -149,8 +150,8 @@ REASONS = {
 def follow(
     events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
 ) -> tuple[Figures, str]:
-    """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the figures
-    and why it ended.
+    """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
+    figures and why it ended.
 
     The meter's clock is held while text and sound are being written.
     """

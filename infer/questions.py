@@ -22,6 +22,7 @@ from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, audio_info, from_pcm16, read
 from omni.errors import UserError
 from omni.tasks import Task, find_task
 
+
 @dataclass(frozen=True)
 class Pending:
     """One question, which may still be coming in.

@@ -55,7 +55,7 @@ def open_streams() -> None:
                 if nowhere != number:
                     os.dup2(nowhere, number)
                     os.close(nowhere)
-                setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+                setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 (for the whole process)
         elif number and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 

@@ -196,7 +196,7 @@ def _open(source: AudioSource, name: str) -> soundfile.SoundFile:
                     _check(file, name)
             except OSError as error:
                 raise UserError(f"{name}: {error.strerror or error}: check that it may be read") from error
-            return _sound_file(os.fspath(source), name)
+            return _sound_file(os.fsencode(source), name)
         with open(source, "rb") as pipe:
             source = pipe.read()
     if isinstance(source, bytes):
@@ -207,7 +207,7 @@ def _open(source: AudioSource, name: str) -> soundfile.SoundFile:
     return _sound_file(source, name)
 
 
-def _sound_file(file: str | BinaryIO, name: str) -> soundfile.SoundFile:
+def _sound_file(file: bytes | BinaryIO, name: str) -> soundfile.SoundFile:
     try:
         return soundfile.SoundFile(file)
     except soundfile.SoundFileError as error:

@@ -1,4 +1,4 @@
-"""Ending a session or an answer from anywhere: another thread, the consumer's own loop, within a step, the interpreter's exit."""
+"""Ending a session or an answer: from another thread, the consumer's loop, a step itself, at the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_close_within_a_step_waits_for_nobody(lm: SpeechLM, monkeypatch: pytest.
 
 BAD: list[dict[str, Any]] = [
     {"played_seconds": float("nan")}, {"played_seconds": -0.1}, {"played_seconds": float("inf")}, {"played_seconds": "1"},
-    {"played_seconds": True}, {"shown_characters": -1}, {"shown_characters": 1.5}, {"played_seconds": 0.0, "shown_characters": "x"},
+    {"played_seconds": True}, {"shown_characters": -1}, {"shown_characters": 1.5},
+    {"played_seconds": 0.0, "shown_characters": "x"},
 ]  # fmt: skip
 
 
