@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from omni.errors import UserError, in_one_line
-from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, lead, say
+from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, lead, open_streams, say
 
 USER_MISTAKE, INTERRUPTED = 2, 130
 
@@ -21,6 +21,7 @@ USER_MISTAKE, INTERRUPTED = 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (by default this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
     try:
         try:
             run(words)

@@ -1,4 +1,4 @@
-"""Both command lines in real processes: closed and full streams, other encodings, names that are no text, what nobody foresaw."""
+"""Both command lines in real processes: closed and full streams, encodings, odd names, what nobody foresaw."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from omni.errors import UserError, in_one_line
 from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, say
-from train.commands import check_command
+from train.commands import check_command, check_config, config_of
 
 COMMANDS = {
     "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
@@ -28,6 +28,9 @@ COMMANDS = {
     "bench": ("train.bench", "measure the training step and print tables"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
+
+WITH_CONFIG = ("fit", "demo", "plan", "doctor", "balance")
+"""Commands whose first word is a configuration's file."""
 
 HELP = """usage: python -m train COMMAND [options]
 
@@ -52,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     try:
         check_command(arguments[0], COMMANDS)
+        if arguments[0] in WITH_CONFIG and (file := config_of(arguments[1:])) is not None:
+            check_config(file)
         run = importlib.import_module(COMMANDS[arguments[0]][0]).main
         all_imported()
         code: int = run(arguments[1:])

@@ -51,6 +51,7 @@ def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str
     span = f"from {bound.least} to {bound.most}"
     if isinstance(value, bool) or not isinstance(value, types):
         raise UserError(f"{what} is {repr(value)[:80]}; give {kind} {span}")
-    if not bound.least <= value <= bound.most:
-        long = isinstance(value, Integral) and abs(value) >= 10**30
+    number: Any = value
+    if not bound.least <= number <= bound.most:
+        long = isinstance(number, Integral) and abs(number) >= 10**30  # type: ignore[operator]
         raise UserError(f"{what} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")

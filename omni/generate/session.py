@@ -190,8 +190,8 @@ class Session:
         """End the session and give its cache back.
 
         May be called from any thread. An answer under way is cancelled: what works on it in another thread is waited for
-        (until the next event or the end), and its iterator ends with `Ended("cancelled")`. Called from within that work itself (a signal's
-        handler), the session ends with it.
+        (until the next event or the end), and its iterator ends with `Ended("cancelled")`. Called from within that work
+        itself (by a signal's handler), the session ends with it.
         """
         with self._idle:
             self._closing = True

@@ -126,7 +126,7 @@ class SpeechModel(nn.Module):
 
 class Unfilled(TorchFunctionMode):
     """While entered, modules are made without values for their parameters: `torch.empty` gives meta tensors, and what would
-    fill them is left out. As under `torch.device("meta")`, whose random draws would bring the compiler along (over a second)."""
+    fill them is left out. The random draws of `torch.device("meta")` would bring the compiler along (over a second)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -27,8 +27,8 @@ WORDS = {
     "dtype": ["float32", "int4"], "out": ["b.wav", "-", "q.wav", "no/b.wav", "/dev/full/b.wav", "fr\udce9.wav", "a" * 300],
     "adapter": ["nowhere"], "edits": ["q.wav"], "codec_folder": ["."],
 }  # fmt: skip
-QUESTIONS = [["q.wav"], ["q.wav", "q.wav"], ["none.wav"], ["fr\udce9.wav"], ["fr\udce9"], ["--text", "hi"], ["--text", "hi", "x"],
-             ["-", "-"], [], ["notes.txt"], ["a\0b"]]  # fmt: skip
+QUESTIONS = [["q.wav"], ["q.wav", "q.wav"], ["none.wav"], ["fr\udce9.wav"], ["fr\udce9"], ["--text", "hi"],
+             ["--text", "hi", "x"], ["-", "-"], [], ["notes.txt"], ["a\0b"]]  # fmt: skip
 
 
 def line(number: int) -> list[str]:
