@@ -1,74 +1,82 @@
 """`python -m infer`: ask a model on the command line, or measure how fast it answers.
 
-Exit codes: 0; 2 for a mistake of the user's (one line, no traceback without `--debug`); 130 after Ctrl-C; 141 where
-the reader of a pipe went away.
+Exit codes: 0; 1 for an error that is not the user's (a full disk, a fault of this program: one line, no traceback without
+`--debug`); 2 for a mistake of the user's (one line too); 130 after Ctrl-C; 141 where the reader of a pipe went away; 129 and
+143 after SIGHUP and SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from types import FrameType
 
 from infer.messages import in_options
-from omni.errors import UserError
+from omni.errors import UserError, in_one_line
+from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, lead, open_streams, say
 
-USER_MISTAKE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
+USER_MISTAKE, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (by default this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
     try:
-        run(words)
+        try:
+            run(words)
+        except SystemExit:  # after `--help`
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except UserError as error:
-        if "--debug" in words:
-            traceback.print_exc()
-        print(f"error: {in_options(' '.join(str(error).split()))}", file=sys.stderr)
-        return USER_MISTAKE
+        return _refuse(error, in_options(" ".join(str(error).split())), USER_MISTAKE, words)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         _forget_output()
         return BROKEN_PIPE
+    except Exception as error:
+        return _refuse(error, in_one_line(error), FAILED, words)
     return 0
 
 
 def run(words: Sequence[str]) -> None:
     """Parse, then import what the command needs, then do it."""
     from infer.arguments import parse
+    from infer.checks import check
     from infer.options import AskOptions
 
     options = parse(words)
+    check(options)
     if isinstance(options, AskOptions):
         from infer.ask import ask
 
+        all_imported()
         ask(options)
     else:
         from infer.bench import bench
 
+        all_imported()
         bench(options)
+
+
+def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:
+    """Say what went wrong in a line, below the traceback where that was asked for."""
+    if "--debug" in words:
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exception(error)
+    say(f"error: {line}")
+    return code
 
 
 def _forget_output() -> None:
     """Nobody reads standard output any more: let Python's last flush go nowhere instead of complaining."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """Leave by an exception, so that what was written so far is closed properly."""
-    raise SystemExit(TERMINATED)
+        forget(sys.stdout.fileno())
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(main())
+    lead(main)

@@ -51,8 +51,13 @@ def add_options(parser: ArgumentParser, kind: type[Any]) -> None:
         elif several:
             more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
         else:
-            more |= {"type": hints[f.name], "default": f.default}
+            more |= {"type": _given(hints[f.name]), "default": f.default}
         parser.add_argument(f.name if positional else f"--{f.name}", **more)
+
+
+def _given(hint: Any) -> Any:
+    """The type of a value that is given: `X` of `X | None`."""
+    return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
 
 
 def parse(words: Sequence[str]) -> Command:
@@ -87,8 +92,9 @@ def explain(message: str, words: Sequence[str]) -> str:
     if value := re.match(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL):
         name = value[1].split(".")[-1]
         reason = " ".join(value[2].split())
-        if kind := re.search(r"Expected an? <class '(\w+)'>. Got value: (.*)", reason):
-            return f"--{name} is {kind[2]!r}; it must be of type {kind[1]}"
+        if kind := re.search(r"Expected an? <class '(\w+)'>. Got value: ?(.*)", reason):
+            given = kind[2] if len(kind[2]) <= 40 else f"{kind[2][:30]}..."
+            return f"--{name} is {given!r}; it must be of type {kind[1]}"
         return f"--{name}: {reason}"
     return " ".join(message.removeprefix("argument ").split())
 

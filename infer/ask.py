@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from infer.checks import PIPE
 from infer.device import cpu_threads
-from infer.options import DEFAULT_MODEL, AskOptions
+from infer.options import AskOptions
 from infer.playback import Figures, Meter
 from infer.questions import Pending, choose_tasks, collect, remarked
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
@@ -24,8 +25,6 @@ from omni.generate.speech_lm import SpeechLM
 from omni.hardware import find_device, find_dtype
 from omni.tasks import Task
 
-PIPE = "-"
-
 
 @dataclass(frozen=True)
 class TurnReport:
@@ -35,7 +34,8 @@ class TurnReport:
         question: the file's name, `-` for standard input, or the text.
         audio: the file that the answer was written to, None where there is none.
         seconds: length of the answer's sound.
-        ended: `end`, `length` (a limit was reached) or `cache` (the conversation is full).
+        ended: `end`, `length` (a limit was reached), `cache` (the conversation is full) or `cancelled` (Ctrl-C or a
+            signal; the rest is then what was delivered before).
         warnings: what makes the question doubtful (silent, very short, perhaps cut short), none where it is empty.
     """
 
@@ -66,7 +66,6 @@ def ask(options: AskOptions) -> None:
     asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel, options.order)
     tasks = choose_tasks(options.task, [question.spoken for question in asked], options.chat)
     places = _places(options, tasks)
-    _check_model(options.model)
     lm = SpeechLM.from_pretrained(options.model, device, dtype, codec_folder=options.codec_folder)
     if any(task.audio for task in tasks) and lm.codec is None:
         raise UserError(
@@ -107,28 +106,46 @@ def ask(options: AskOptions) -> None:
 
 
 def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> None:
-    """Ask one question; its text, its sound and the report."""
+    """Ask one question; its text, its sound and the report, also of an answer that Ctrl-C or a signal breaks off."""
     rate = session.codec.sample_rate if session.codec is not None else 0
-    with Outputs(_outputs(options, place, rate) if task.audio else []) as outputs:
-        with remarked() as remarks:
-            asked = question.take()
-            meter = Meter(rate)
-            events = session.ask(asked, task)
-        remarks = [f"{question.name}: {remark}" if remark.startswith("the question") else remark for remark in remarks]
-        remarks = [*question.remarks, *remarks]
-        for remark in remarks:
-            print(f"warning: {remark}", file=sys.stderr, flush=True)
-        text, figures, ended = follow(events, meter, outputs, None if options.json else say)
-    spoken = figures.sound > 0
-    file = str(place) if place is not None and spoken else None
+    outputs = Outputs(_outputs(options, place, rate) if task.audio else [])
+    meter, pieces, told = Meter(rate), list[str](), list(question.remarks)
+
+    def print_report(figures: Figures, ended: str) -> None:
+        file = str(place) if outputs.kept else None
+        _print_json(report(task, question, "".join(pieces), file, figures, ended, told))
+
+    try:
+        with outputs:
+            with remarked() as remarks:
+                asked = question.take()
+                meter.restart()
+                events = session.ask(asked, task)
+            told += [f"{question.name}: {remark}" if remark.startswith("the question") else remark for remark in remarks]
+            for remark in told:
+                print(f"warning: {remark}", file=sys.stderr, flush=True)
+            figures, ended = follow(events, meter, outputs, None if options.json else say, pieces)
+    except (KeyboardInterrupt, SystemExit):
+        if options.json:
+            print_report(meter.figures(), "cancelled")
+        raise
     if options.json:
-        print(json.dumps(asdict(report(task, question, text, file, figures, ended, remarks)), ensure_ascii=False), flush=True)
-        return
-    if file is not None:
-        print(f"{file}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
+        return print_report(figures, ended)
+    if outputs.kept:
+        print(f"{place}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
     if ended != "end":
         print(REASONS[ended], file=say)
     print(figures.line(), file=say, flush=True)
+
+
+def _print_json(turn: TurnReport) -> None:
+    """A turn as a line; what the stream's encoding lacks (and bytes of a name that are not UTF-8) as JSON's escapes."""
+    line = json.dumps(asdict(turn), ensure_ascii=False)
+    try:
+        line.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        line = json.dumps(asdict(turn))
+    print(line, flush=True)
 
 
 REASONS = {
@@ -138,13 +155,14 @@ REASONS = {
 }
 
 
-def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None) -> tuple[str, Figures, str]:
-    """Pass an answer on as it comes: text to `live`, sound to `outputs`. Returns the text, the figures and why it
-    ended.
+def follow(
+    events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
+) -> tuple[Figures, str]:
+    """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
+    figures and why it ended.
 
     The meter's clock is held while text and sound are being written.
     """
-    pieces: list[str] = []
     figures, ended = meter.figures(), "cancelled"
     try:
         for event in events:
@@ -164,7 +182,7 @@ def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, liv
     finally:
         if live is not None and pieces:
             print(file=live, flush=True)
-    return "".join(pieces), figures, ended
+    return figures, ended
 
 
 def report(
@@ -210,6 +228,8 @@ def _text_sampling(o: AskOptions) -> Sampling:
 def _places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
     """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
     file."""
+    if (options.json or options.out == PIPE) and sys.__stdout__ is None:
+        raise UserError(f"{'--json' if options.json else '--out -'} wants standard output, but that was closed; leave it open")
     spoken, several = [task.audio for task in tasks], len(tasks) > 1
     if options.json and options.out == PIPE:
         raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
@@ -246,8 +266,3 @@ def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]
 
 def _paced(output: Output, rate: int | None) -> Output:
     return output if rate is None else Paced(output, rate)
-
-
-def _check_model(folder: str) -> None:
-    if folder == DEFAULT_MODEL and not Path(folder).exists():
-        raise UserError(f"there is no model in {folder} yet; `make demo` trains one, or give --model FOLDER")

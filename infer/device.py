@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 
 SMALL_MODEL = 64 << 20
@@ -25,8 +24,6 @@ def bytes_of(model: SpeechModel) -> int:
 def cpu_threads(wanted: int | None, model: SpeechModel) -> Iterator[int]:
     """Compute with `wanted` CPU threads, or as many as suit the model; the number before is set again afterwards."""
     before = torch.get_num_threads()
-    if wanted is not None and wanted < 1:
-        raise UserError(f"--threads is {wanted}; it must be at least 1")
     count = wanted or (1 if bytes_of(model) < SMALL_MODEL and model.device.type == "cpu" else before)
     torch.set_num_threads(count)
     try:

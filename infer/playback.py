@@ -67,7 +67,7 @@ class Figures:
 
 
 class Meter:
-    """Takes the figures of one answer; made when the question has ended."""
+    """Takes the figures of one answer; made, or started again, when the question has ended."""
 
     def __init__(self, sample_rate: int) -> None:
         self.clock = Clock()
@@ -75,6 +75,10 @@ class Meter:
         self._first_text: float | None = None
         self._first_audio: float | None = None
         self._samples = 0
+
+    def restart(self) -> None:
+        """The question has ended now."""
+        self.clock = Clock()
 
     def text(self) -> None:
         """Some text was handed out just now."""

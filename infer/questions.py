@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
+from infer.checks import PIPE
 from infer.given import SOUND, TEXT
 from omni.audio.io import (
     MAX_SECONDS,
@@ -36,8 +37,6 @@ from omni.audio.io import (
 from omni.audio.sniff import HEAD, container, foreign
 from omni.errors import SoundWarning, UserError
 from omni.tasks import TASKS, Task, find_task
-
-PIPE = "-"
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,6 @@ class PipeReader:
     """
 
     def __init__(self, pipe: BinaryIO, rate: int, channel: int | None = None) -> None:
-        if rate < 1:
-            raise UserError(f"--input_rate is {rate}; it must be at least 1 sample per second")
         self._read, self._rate, self._channel = _reader(pipe), rate, channel
         self._limit = min(int(MAX_SECONDS * rate * 2), MAX_STREAM_BYTES)
         self._kind: str | None = None
@@ -177,18 +174,11 @@ def collect(
     channel: int | None = None,
     order: str = "",
 ) -> list[Pending]:
-    """The questions in order. UserError: none, a bad file, an empty text, or `-` twice.
+    """The questions in order. `infer.checks` has looked at what was given. UserError: a bad file.
 
     Args:
         order: the kind of each, `s` for sound and `t` for text; by default the files come first.
     """
-    if not files and not texts:
-        raise UserError("there is no question; give a sound file, - for sound on standard input, or --text '...'")
-    if list(files).count(PIPE) > 1:
-        raise UserError("- was given twice, but standard input can be read only once")
-    for text in texts:
-        if not text.strip():
-            raise UserError("--text is empty; write a question")
     written = iter([Pending(text, lambda text=text: text, spoken=False) for text in texts])  # type: ignore[misc]
     pipe = PipeReader(stdin, rate, channel) if PIPE in files else None
     spoken = iter([_spoken(name, pipe, channel) for name in files])

@@ -25,7 +25,14 @@ stays)."""
 
 
 class Output(Protocol):
-    """Takes chunks [S] of one answer as they come."""
+    """Takes chunks [S] of one answer as they come.
+
+    Attributes:
+        kept: it has ended, and left a file.
+    """
+
+    @property
+    def kept(self) -> bool: ...
 
     def write(self, samples: Tensor) -> None: ...
 
@@ -37,6 +44,7 @@ class WavOutput:
 
     def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
         self._writer = WavWriter(path, sample_rate)
+        self.kept = False
 
     def write(self, samples: Tensor) -> None:
         self._writer.append(samples)
@@ -44,12 +52,15 @@ class WavOutput:
     def end(self, how: How) -> None:
         if self._writer.samples and how != "failed":
             self._writer.close()
+            self.kept = True
         else:
             self._writer.abort()
 
 
 class PipeOutput:
     """Raw PCM (s16le) into a stream, each chunk at once; answers follow one another, so the stream stays open."""
+
+    kept = False
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -68,6 +79,8 @@ class SpeakerOutput:
     Raises:
         UserError: the package or its PortAudio library is missing, or no loudspeaker plays this rate.
     """
+
+    kept = False
 
     def __init__(self, sample_rate: int) -> None:
         device = load_sounddevice()
@@ -119,6 +132,10 @@ class Paced:
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
         self._thread.start()
 
+    @property
+    def kept(self) -> bool:
+        return self._output.kept
+
     def write(self, samples: Tensor) -> None:
         self._check()
         self._queue.put(samples)
@@ -160,6 +177,11 @@ class Outputs:
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self._outputs = outputs
+
+    @property
+    def kept(self) -> bool:
+        """Whether one of them has left a file."""
+        return any(output.kept for output in self._outputs)
 
     def write(self, samples: Tensor) -> None:
         for output in self._outputs:

@@ -1,4 +1,4 @@
-"""The one error that a user's mistake raises, and the warning that goes with an answer all the same."""
+"""The one error that a user's mistake raises, a line for every other, and the warning that goes with an answer all the same."""
 
 from __future__ import annotations
 
@@ -15,3 +15,17 @@ class SoundWarning(UserWarning):
 
     The command lines print it as a line of its own.
     """
+
+
+def in_one_line(error: BaseException) -> str:
+    """What to tell a user of an error that nobody foresaw, in one line."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in text:
+        return f"memory ran out ({text or kind}); give less at a time, or a machine with more memory"
+    if isinstance(error, RecursionError):
+        return "something is nested too deeply to be read; run with --debug for the traceback"
+    if isinstance(error, OSError) and error.strerror:
+        what = repr(error.filename) if error.filename is not None else "standard output, or a file,"
+        return f"{what} cannot be read or written: {error.strerror}"
+    return f"{kind}: {text or 'no message'}; run with --debug for the traceback; please report"

@@ -6,6 +6,7 @@ from pathlib import Path
 if __name__ == "__main__":
     if __package__ in (None, ""):  # started by path: this folder is no place to import from, its parent is
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from omni.process import lead
     from train.cli import main
 
-    sys.exit(main())
+    lead(main)

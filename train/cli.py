@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
-from omni.errors import UserError
-from train.commands import check_command
+from omni.errors import UserError, in_one_line
+from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, say
+from train.commands import check_command, check_config, config_of
 
 COMMANDS = {
     "fit": ("train.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
@@ -30,6 +29,9 @@ COMMANDS = {
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
 
+WITH_CONFIG = ("fit", "demo", "plan", "doctor", "balance")
+"""Commands whose first word is a configuration's file."""
+
 HELP = """usage: python -m train COMMAND [options]
 
 {commands}
@@ -40,8 +42,11 @@ HELP = """usage: python -m train COMMAND [options]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. A user's mistake is one line and exit code 2; an interrupt is 130, and
-    141 where nobody reads what is printed any more."""
+    """Run a command; the exit code.
+
+    A user's mistake, and what the system refuses of a file, is one line and 2; any other error one line and 1 (`--debug`: both
+    are raised). An interrupt is 130; 141 where nobody reads what is printed any more.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
@@ -50,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     try:
         check_command(arguments[0], COMMANDS)
-        code: int = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+        if arguments[0] in WITH_CONFIG and (file := config_of(arguments[1:])) is not None:
+            check_config(file)
+        run = importlib.import_module(COMMANDS[arguments[0]][0]).main
+        all_imported()
+        code: int = run(arguments[1:])
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -58,19 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if _helper():  # all processes of a run fail alike; the first one reports
             return 0
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 2
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the exit flushes what is left
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if debug or (error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)):
-            raise
-        what = error.filename or "a file"
-        print(f"error: {what} cannot be read or written ({error.strerror}); mend that and run again", file=sys.stderr)
-        return 2
+        forget(sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if debug:
+            raise
+        if isinstance(error, OSError) and error.filename is not None:
+            say(f"error: {error.filename} cannot be read or written ({error.strerror}); mend that and run again")
+            return 2
+        say(f"error: {in_one_line(error)}")
+        return FAILED
 
 
 def _helper() -> bool:

@@ -1,9 +1,10 @@
-"""The names of commands."""
+"""What can be said of a command line before anything heavy is imported: its command, its configuration's file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 from omni.errors import UserError
 
@@ -15,3 +16,17 @@ def check_command(name: str, known: Iterable[str], of: str = "") -> None:
         close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(f"{of} command {name!r} is unknown; {hint}known: {', '.join(names)}".strip())
+
+
+def check_config(file: Path) -> None:
+    """UserError, with the closest name, where a configuration's file is not there."""
+    if not file.is_file():
+        near = sorted(str(p) for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
+        close = get_close_matches(str(file), near, n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]}?" if close else "give a YAML file such as configs/nano.yaml"
+        raise UserError(f"configuration {file} does not exist; {hint}")
+
+
+def config_of(words: Sequence[str]) -> Path | None:
+    """The configuration that a command is given as its first word; None where it comes later, or not at all."""
+    return Path(words[0]) if words and not words[0].startswith("-") else None

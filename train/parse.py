@@ -16,6 +16,7 @@ import jsonargparse
 import yaml
 
 from omni.errors import UserError
+from train.commands import check_config
 from train.config import FitConfig
 
 
@@ -140,11 +141,7 @@ def _takes(argument: str) -> bool:
 
 
 def _read_yaml(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        near = sorted(str(p) for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
-        close = get_close_matches(str(file), near, n=1, cutoff=0.3)
-        hint = f"did you mean {close[0]}?" if close else "give a YAML file such as configs/nano.yaml"
-        raise UserError(f"configuration {file} does not exist; {hint}")
+    check_config(file)
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM and Ctrl-C are noted, and the loop leaves after the step it is in."""
+"""Being asked to stop: SIGTERM, SIGHUP and Ctrl-C are noted, and the loop leaves after the step it is in."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from omni.process import ENDING
+
+SIGNALS = (*ENDING, signal.SIGINT)
 
 
 class Stop:
     """While entered, the first signal is only noted in `number`; a second Ctrl-C interrupts at once.
 
-    Data workers that are forked meanwhile inherit the handler: they leave Ctrl-C to their parent, and die of SIGTERM as ever.
+    Data workers that are forked meanwhile inherit the handler: they leave Ctrl-C to their parent, and die of others as ever.
     """
 
     def __init__(self) -> None:
@@ -22,7 +24,8 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
+        heeded = [s for s in SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # `nohup` ignores it
+        self._before = {s: signal.signal(s, self._note) for s in heeded}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -31,7 +34,7 @@ class Stop:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            if number == signal.SIGTERM:
+            if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return

@@ -66,7 +66,6 @@ class Packing:
     """`[sum frames]`: the frames asked for, clips in the caller's order."""
 
 
-@torch.compiler.disable  # host arithmetic on lengths that differ in every batch
 def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, ratio: float, device: torch.device) -> Packing:
     """Plan a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out `mel_stride`
     frames apart.

@@ -9,6 +9,7 @@ Dimensions: I inputs, O outputs.
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from omni.model.linears import checksum_of, crc_of
@@ -119,4 +119,5 @@ def checksum(module: nn.Module) -> int:
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered, any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # half a second to import
+    return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 from omni.audio.codec import AudioCodec
 from omni.edit.deltas import Edits
 from omni.errors import UserError
+from omni.generate.bounds import check_number
 from omni.generate.results import brief
 from omni.generate.sampling import GREEDY, Sampling, SamplingPlan
 from omni.tasks import Task
@@ -97,14 +98,12 @@ class Options:
     system: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_seconds < float("inf"):
-            raise UserError(f"max_seconds is {self.max_seconds}; it must be positive")
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        for name in ("seed", "max_seconds", "max_tokens"):
+            check_number(name, getattr(self, name))
         if self.overflow not in ("end", "forget"):
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.max_new_tokens is not None:
+            check_number("max_new_tokens", self.max_new_tokens)
         stops = self.stops
         if not all(isinstance(text, str) and text for text in stops):
             raise UserError(f"stop is {self.stop!r}; it must be a text, or several, none of them empty")

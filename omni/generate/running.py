@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ class Running:
         reply: what has been written.
         key: of the random draws.
         rows: the answer's rows, the speaking one first; none before it has begun.
-        busy: some thread is at work on it just now.
+        busy: some thread is at work on it just now: `worker`.
         cancelled, settled: it is to stop; it is in the history.
         characters, samples: handed over so far.
         played, shown: seconds that were heard and characters that were seen, where an interruption said so.
@@ -42,6 +43,7 @@ class Running:
     prefill: float = 0.0
     rows: list[Row] = field(default_factory=list)
     busy: bool = False
+    worker: int = 0
     cancelled: bool = False
     settled: bool = False
     characters: int = 0
@@ -57,7 +59,7 @@ class Running:
 
     def go_on(self) -> None:
         """Work begins, or begins again."""
-        self.busy = True
+        self.busy, self.worker = True, threading.get_ident()
         self.clock.go_on()
 
     def hold(self) -> None:

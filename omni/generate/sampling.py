@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.generate.bounds import check_number
 from omni.generate.results import brief
 from omni.layout import Layout
 
@@ -46,14 +47,8 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"sampling: temperature {self.temperature} must be at least 0; 0 is greedy")
-        if self.top_k < 0:
-            raise UserError(f"sampling: top_k {self.top_k} is negative; use 0 for no limit")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"sampling: top_p {self.top_p} is outside (0, 1]; use 1 for no limit")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise UserError(f"sampling: repetition_penalty {self.repetition_penalty} must be positive; 1 is off")
+        for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
+            check_number(name, getattr(self, name), as_what=f"sampling: {name}")
 
     def __repr__(self) -> str:
         return brief(self)

@@ -11,8 +11,10 @@ writes better so. Row 1 leaves as soon as its text has ended.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
+from omni.generate.bounds import Bound, check_number
 from omni.generate.history import Exchange, Key, common_prefix, lay_out, written_key
 from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
@@ -72,9 +75,12 @@ class Session:
         self._asked = 0
         self._last: Running | None = None
         self._lock = threading.RLock()  # over what the history and the last answer are
+        self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
+        self._closing = False
         self._fed: list[Key] = []  # columns that row 0 of the cache holds
         self._everywhere: tuple[str, ...] = ()  # the edits of every row (`SpeechLM.edited`) that they were fed under
         self._high = 0  # positions ever written there since it was last empty
+        _OPEN.add(self)
 
     # --- what a caller does -----------------------------------------------------------------------------------
 
@@ -164,7 +170,13 @@ class Session:
             played_seconds: how much of the sound was heard; only its whole frames stay in the history. By
                 default all that was handed over.
             shown_characters: how much of the text was shown; by default all that was handed over.
+
+        Raises:
+            UserError: one of them is negative or no number; nothing is cancelled then.
         """
+        for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
+            if value is not None:
+                check_number(name, value, _HEARD[name])
         with self._lock:
             last = self._last
             if last is None:
@@ -206,8 +218,19 @@ class Session:
         return f"Session({turns} turn{'' if turns == 1 else 's'}, {place}{adapter})"
 
     def close(self) -> None:
-        """End the session and give its cache back."""
-        with self._lock:
+        """End the session and give its cache back.
+
+        May be called from any thread. An answer under way is cancelled: what works on it in another thread is waited for
+        (until the next event or the end), and its iterator ends with `Ended("cancelled")`. Called from within that work
+        itself (by a signal's handler), the session ends with it.
+        """
+        with self._idle:
+            self._closing = True
+            while (last := self._last) is not None and last.busy:
+                last.cancelled = True
+                if last.worker == threading.get_ident():
+                    return
+                self._idle.wait()
             self._settle(self._last)
             runner, self._runner = self._runner, None
         if runner is not None and self._release is not None:
@@ -242,8 +265,10 @@ class Session:
                 runner.step()
             reason: Reason = "cancelled" if running.cancelled or reply.reason is None else reply.reason
         finally:
-            running.hold()
+            self._pause(running)
             self._settle(running)
+            if self._closing:  # it was closed from within
+                self.close()
         yield Ended(reason, running.timings())
 
     def _begin(self, running: Running, runner: Runner) -> None:
@@ -297,7 +322,7 @@ class Session:
     def _hand_over(self, running: Running, event: TextDelta | AudioChunk) -> Iterator[Event]:
         if not running.cancelled:
             running.count(event)
-            running.hold()
+            self._pause(running)
             yield event
             self._go_on(running)
 
@@ -305,6 +330,12 @@ class Session:
         """Work on an answer begins, or begins again; one that was settled meanwhile is `cancelled`, and is left alone."""
         with self._lock:
             running.go_on()
+
+    def _pause(self, running: Running) -> None:
+        """Work on an answer pauses, or is over."""
+        with self._idle:
+            running.hold()
+            self._idle.notify_all()
 
     # --- the history ------------------------------------------------------------------------------------------
 
@@ -334,7 +365,8 @@ class Session:
                     "another answer of this session is being made in another thread; cancel it, or wait for its end"
                 )
             running.settled = running.cancelled = True
-            runner = self._open()
+            runner = self._runner
+            assert runner is not None  # it is given back after the last answer was settled
             if running.rows:
                 self._high = max(self._high, running.rows[0].position)
                 self._fed += [written_key(column) for column in running.reply.columns[:-1]]
@@ -361,9 +393,25 @@ class Session:
         return columns, keys
 
     def _open(self) -> Runner:
-        if self._runner is None:
+        if self._runner is None or self._closing:
             raise UserError("this session is closed; start a new one")
         return self._runner
+
+
+_HEARD = {
+    "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),
+    "shown_characters": Bound(0, 2**63 - 1, "by default all that was handed over was shown"),
+}
+
+_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter takes its modules apart: an iterator that is still held could not end any more afterwards."""
+    for session in list(_OPEN):
+        if session._last is None or not session._last.busy:
+            session.close()
 
 
 def find_writer(task: Task) -> Task:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from omni.audio.encoder import SpeechEncoder
 from omni.config import ModelConfig
@@ -38,7 +40,7 @@ class SpeechModel(nn.Module):
         Raises:
             UserError: a tensor is missing, of another shape, or not part of the configuration.
         """
-        with torch.device("meta"):
+        with Unfilled():
             model = cls(config)
         check_state(state, model.state_dict(), where)
         model.load_state_dict(state, assign=True)
@@ -120,6 +122,25 @@ class SpeechModel(nn.Module):
             dtype=dtype or self.decoder.norm.weight.dtype,
             device=self.device,
         )
+
+
+class Unfilled(TorchFunctionMode):
+    """While entered, modules are made without values for their parameters: `torch.empty` gives meta tensors, and what would
+    fill them is left out. The random draws of `torch.device("meta")` would bring the compiler along (over a second)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        values = dict(kwargs or {})
+        tensor = args[0] if args else values.get("tensor")  # `nn.init` names it
+        if func is torch.empty and values.get("device") is None:
+            values["device"] = "meta"
+        elif isinstance(tensor, Tensor) and tensor.is_meta and getattr(func, "__name__", "") in _FILLING:
+            return tensor
+        return func(*args, **values)
+
+
+_FILLING = ("normal_", "uniform_", "kaiming_uniform_", "fill_", "zero_", "ones_", "zeros_")
 
 
 def check_state(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:

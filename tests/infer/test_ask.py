@@ -213,12 +213,13 @@ def test_every_chunk_is_written_before_the_next_is_made(tmp_path, capsys):
         yield Ended("end", Timings())
 
     with Outputs([WavOutput(tmp_path / "a.wav", 8000), PipeOutput(pipe)]) as outputs:
-        text, figures, ended = follow(events(), Meter(8000), outputs, sys.stdout)
+        pieces: list[str] = []
+        figures, ended = follow(events(), Meter(8000), outputs, sys.stdout, pieces)
     assert [pipe for _, pipe, _ in seen] == [2 * 8192 * n for n in (1, 2, 3, 4)]
     sizes = [file for file, _, _ in seen]
     assert sizes == sorted(set(sizes)) and sizes[0] > 44  # the file grows with every chunk
     assert [out for _, _, out in seen] == [f"word{n} " for n in range(4)]
-    assert (text, ended, figures.sound) == ("word0 word1 word2 word3 ", "end", 4 * 8192 / 8000)
+    assert ("".join(pieces), ended, figures.sound) == ("word0 word1 word2 word3 ", "end", 4 * 8192 / 8000)
     assert read_audio(tmp_path / "a.wav", 8000).tolist() == [n / 8 for n in range(4) for _ in range(8192)]
 
 
@@ -244,6 +245,46 @@ def test_ctrl_c_leaves_the_part_that_was_heard(run, lm, tmp_path, monkeypatch):
     monkeypatch.undo()
     whole = lm.generate("hello", "T1A2", max_seconds=2)
     assert samples_of(tmp_path / "answer.wav") == pcm16(whole.audio[: 3 * 320])
+
+
+@pytest.mark.parametrize("way_out", [KeyboardInterrupt(), SystemExit(143)])
+def test_ctrl_c_under_json_says_what_was_delivered(way_out, run, lm, tmp_path, monkeypatch, capsysbinary):
+    monkeypatch.setattr(Session, "ask", broken_off(way_out, after=3))
+    words = ("ask", "--text", "hello", "--max_seconds", "2", "--json")
+    if isinstance(way_out, SystemExit):
+        with pytest.raises(SystemExit):
+            run(*words)
+        out = capsysbinary.readouterr().out
+    else:
+        done = run(*words)
+        assert (done.code, done.err) == (130, "interrupted\n")
+        out = done.out
+    (line,) = out.decode().splitlines()
+    turn = json.loads(line)
+    assert (turn["ended"], turn["audio"], turn["seconds"], turn["question"]) == ("cancelled", "answer.wav", 0.12, "hello")
+    assert len(samples_of(tmp_path / "answer.wav")) == 2 * 3 * 320
+    monkeypatch.undo()
+    assert turn["text"] and lm.generate("hello", "T1A2", max_seconds=2).text.startswith(turn["text"])
+
+
+def test_ctrl_c_before_any_sound_names_no_file(run, tmp_path, monkeypatch):
+    (tmp_path / "answer.wav").write_bytes(b"an older answer")
+    monkeypatch.setattr(Session, "ask", broken_off(KeyboardInterrupt(), after=0))
+    done = run("ask", "--text", "hello", "--json")
+    turn = json.loads(done.text)
+    assert (done.code, turn["ended"], turn["audio"], turn["seconds"]) == (130, "cancelled", None, 0)
+    assert (tmp_path / "answer.wav").read_bytes() == b"an older answer"
+
+
+def test_a_name_that_is_no_text_is_asked_written_and_told_in_json(run, tmp_path):
+    name = "fr\udce9.wav"
+    (tmp_path / name).write_bytes(write_question(tmp_path / "q.wav").read_bytes())
+    done = run("ask", name, "--out", "b\udce9.wav", "--max_seconds", "0.08", "--json")
+    turn = json.loads(done.text)
+    assert done.code == 0 and (turn["question"], turn["audio"]) == (name, "b\udce9.wav")
+    assert (tmp_path / "b\udce9.wav").stat().st_size > 44
+    plain = run("ask", name, "--out", "b\udce9.wav", "--max_seconds", "0.08")
+    assert plain.code == 0 and "b\\udce9.wav: 0.08 s" in plain.text
 
 
 def test_an_error_on_the_way_leaves_nothing(run, tmp_path, monkeypatch):

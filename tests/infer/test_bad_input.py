@@ -103,6 +103,16 @@ WORDS = {
     "model is a file": (["ask", "q.wav", "--model", "q.wav"], "q.wav", "a file, not a folder"),
     "codec folder": (["ask", "q.wav", "--codec_folder", "."], "codec2 has no weights"),
     "surrogate": (["ask", "--text", "\udc80"], "half of a surrogate pair"),
+    "threads beyond the cores": (["ask", "q.wav", "--threads", "5000"], "--threads is 5000", "for each of"),
+    "bench threads": (["bench", "--threads", "5000"], "--threads is 5000", "for each of"),
+    "temperature beyond": (["ask", "q.wav", "--temperature", "1e300"], "--temperature is 1e+300", "from 0 to 1000"),
+    "seconds beyond": (["ask", "q.wav", "--max_seconds", "1e308"], "--max_seconds is 1e+308", "86400"),
+    "tokens beyond": (["ask", "q.wav", "--max_tokens", "1" + "0" * 30], "--max_tokens is of more than 30 digits"),
+    "context beyond": (["ask", "q.wav", "--context", "1" + "0" * 30], "--context"),
+    "top_k beyond": (["ask", "q.wav", "--top_k", "1" + "0" * 30], "--top_k"),
+    "seed beyond": (["ask", "q.wav", "--seed", str(2**64)], "--seed is 18446744073709551616", "64 bits"),
+    "bench seconds": (["bench", "--seconds", "nan"], "--seconds is nan"),
+    "device of many digits": (["ask", "q.wav", "--device", "cuda:" + "9" * 30], "--device", "unknown"),
     "bench repeat": (["bench", "--repeat", "0"], "--repeat is 0"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 import threading
@@ -181,6 +183,27 @@ def test_a_pipe_into_a_pipe(folder, lm, tmp_path):
     assert b"first audio" in err
 
 
+def test_asking_brings_no_compiler_along(folder, lm, tmp_path):
+    """Which takes longer to import than a small model takes to answer."""
+    write_question(tmp_path / "q.wav")
+    code = (
+        "import sys; from infer.__main__ import main; code = main(sys.argv[1:]);"
+        "print([m for m in ('torch._dynamo', 'torch.distributed.tensor') if m in sys.modules]); sys.exit(code)"
+    )
+    line = [sys.executable, "-c", code, "ask", "q.wav", "--max_seconds", "0.08", "--model", str(folder)]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_a_full_standard_output_ends_the_answer_in_one_line(folder, tmp_path):
+    with open("/dev/full", "wb") as full, start(folder, tmp_path, "--text", "hi", stdout=full) as process:
+        err = process.stderr.read().decode()
+        process.wait(timeout=120)
+    assert process.returncode == 1 and err.startswith("error: ") and "No space left" in err and err.count("\n") == 1, err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_error_does_not_wait_for_the_pipe_to_end(tmp_path):
     with start("nowhere", tmp_path, "-", stdin=subprocess.PIPE) as process:
         err = process.stderr.read().decode()
@@ -198,14 +221,16 @@ def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
     assert process.returncode == 141 and b"Traceback" not in err and b"Exception" not in err, err
 
 
-def test_a_process_that_is_told_to_stop_leaves_a_whole_file(folder, tmp_path):
-    with start(folder, tmp_path, "--text", "hi", "--realtime", "--max_seconds", "15") as process:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_process_that_is_told_to_stop_leaves_a_whole_file_and_its_report(folder, tmp_path, number):
+    with start(folder, tmp_path, "--text", "hi", "--realtime", "--max_seconds", "15", "--json") as process:
         deadline = time.monotonic() + 120
         while not any(p.stat().st_size > 44 for p in tmp_path.glob(".answer.wav.part-*")):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.05)
-        process.terminate()
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 143 and b"Traceback" not in err, err
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number and err == (b"interrupted\n" if number == signal.SIGINT else b"")
+    assert json.loads(out)["ended"] == "cancelled" and json.loads(out)["audio"] == "answer.wav"
     assert [p.name for p in tmp_path.iterdir()] == ["answer.wav"]
     assert 0 < soundfile.info(tmp_path / "answer.wav").duration < 15

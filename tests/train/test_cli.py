@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from omni.errors import UserError
-from train.cli import COMMANDS, main
+from train.cli import COMMANDS, WITH_CONFIG, main
 from train.parse import read_fit_config
 
 YAML = """
@@ -36,6 +36,14 @@ def test_help_is_quick_and_names_the_commands() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [*WITH_CONFIG, "fti"])
+def test_a_missing_file_and_an_unknown_command_are_quick(command: str) -> None:
+    """Nothing heavy is imported for them."""
+    code = "import sys; from train.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, command, "nowhere.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0 and ("nowhere.yaml does not exist" in done.stderr) == (command != "fti"), done.stderr
 
 
 @pytest.mark.parametrize("letters", [10, 1_000_000])

@@ -32,6 +32,7 @@ from train.config import (
 from train.data.config import DataConfig
 from train.fit import fit
 from train.logs import METRICS, read_table
+from train.stop import Stop
 
 OPTIMIZERS = {
     "adamw": OptimizerConfig(lr=1e-2),
@@ -242,3 +243,18 @@ def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
     toy_fit(replace(again, budget=replace(config.budget, steps=4)))
     assert [p.name for p in shelf.checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000004"]
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1, 2, 3, 4]
+
+
+def test_a_hang_up_is_noted_unless_it_is_ignored() -> None:
+    """As under `nohup`."""
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.number == signal.SIGHUP
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

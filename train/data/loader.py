@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from omni.errors import UserError
+from omni.process import ENDING
 from train.data.batch import Batch
 from train.data.lanes import Lane, States, lane_key, remember
 from train.data.pipeline import Pipeline
@@ -185,7 +186,7 @@ def _as_it_is(item: Any) -> Any:
 def _begin_worker(_: int) -> None:
     """A worker uses one thread, leaves signals to the run (which saves first), and ends when the run does, however it ended."""
     torch.set_num_threads(1)
-    for name in (signal.SIGINT, signal.SIGTERM):
+    for name in (signal.SIGINT, *ENDING):
         signal.signal(name, signal.SIG_IGN)
     info = get_worker_info()
     assert info is not None and isinstance(info.dataset, _Steps) and info.dataset.end is not None

@@ -1,0 +1,91 @@
+"""What can be refused before anything heavy is imported: numbers out of their bounds, questions that are not there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions
+from omni.errors import UserError
+from omni.generate.bounds import BOUNDS, Bound, check_number
+
+PIPE = "-"
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16")
+
+THREADS_PER_CORE = 4
+"""More threads than that only wait for each other, and each takes a stack."""
+
+BENCH = {
+    "seconds": Bound(1e-3, 30, "the longest question", whole=False),
+    "answer_seconds": Bound(1e-3, 3600, "an hour is the longest answer", whole=False),
+    "repeat": Bound(1, 1000, "3 is the default"),
+}
+"""Bounds of the bench's own options."""
+
+
+def check(options: AskOptions | BenchOptions) -> None:
+    """UserError for what is wrong with the options by themselves."""
+    bounds = BENCH if isinstance(options, BenchOptions) else {**BOUNDS, **_of_text()}
+    cores = os.cpu_count() or 1
+    bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
+    for name, bound in bounds.items():
+        value = getattr(options, name)
+        if value is not None:
+            check_number(name, value, bound, f"--{name}")
+    check_device(options.device)
+    if isinstance(options, AskOptions):
+        check_dtype(options.dtype)
+        check_questions(options.files, options.text, options.chat)
+        check_model(options.model)
+    elif options.question is not None:
+        check_file(options.question)
+
+
+def _of_text() -> dict[str, Bound]:
+    return {f"text_{name}": BOUNDS[name] for name in ("temperature", "top_k", "top_p", "repetition_penalty")}
+
+
+def check_device(name: str) -> None:
+    """UserError for what is no device's name on any machine."""
+    if not re.fullmatch(r"auto|(cpu|cuda|mps)(:(0|[1-9]\d{0,2}))?", name):
+        raise UserError(f"--device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps")
+
+
+def check_dtype(name: str | None) -> None:
+    """UserError for an unknown number format."""
+    if name is not None and name not in DTYPES:
+        raise UserError(f"--dtype {name!r} is unknown; use {', '.join(DTYPES[:4])}")
+
+
+def check_questions(files: Sequence[str], texts: Sequence[str], chat: bool) -> None:
+    """UserError for no questions, those of both kinds where they are no chat, an empty text, `-` twice, or a missing file."""
+    if files and texts and not chat:
+        raise UserError("sound files and --text were given together; add --chat to make them turns of one conversation")
+    if not files and not texts:
+        raise UserError("there is no question; give a sound file, - for sound on standard input, or --text '...'")
+    if list(files).count(PIPE) > 1:
+        raise UserError("- was given twice, but standard input can be read only once")
+    for text in texts:
+        if not text.strip():
+            raise UserError("--text is empty; write a question")
+    for file in files:
+        if file != PIPE:
+            check_file(file)
+
+
+def check_file(file: str) -> None:
+    """UserError for a sound file that is not there."""
+    try:
+        os.stat(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{file!r}: {reason}: check the path of the sound file") from error
+
+
+def check_model(folder: str) -> None:
+    """UserError where the default model was not made yet."""
+    if folder == DEFAULT_MODEL and not Path(folder).exists():
+        raise UserError(f"there is no model in {folder} yet; `make demo` trains one, or give --model FOLDER")

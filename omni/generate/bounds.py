@@ -1,0 +1,58 @@
+"""What the numbers of an answer's options may be, for the Python door and the command line alike.
+
+Nothing heavy is imported here: a number that is refused is refused before a model is read.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from omni.errors import UserError
+
+
+class Bound(NamedTuple):
+    """Least and greatest value; `way` says what to give instead."""
+
+    least: float
+    most: float
+    way: str
+    whole: bool = True
+
+
+BOUNDS = {
+    "temperature": Bound(0, 1000, "0 is greedy, 1 draws as the model was trained", whole=False),
+    "top_k": Bound(0, 2**31 - 1, "0 is no limit"),
+    "top_p": Bound(1e-6, 1, "1 is no limit", whole=False),
+    "repetition_penalty": Bound(1e-3, 1000, "1 is off", whole=False),
+    "seed": Bound(-(2**63), 2**64 - 1, "a seed has 64 bits"),
+    "max_seconds": Bound(1e-3, 86_400, "a day is the longest answer", whole=False),
+    "max_tokens": Bound(1, 2**20, "512 is the default"),
+    "max_new_tokens": Bound(1, 2**20, "each is a time step"),
+    "context": Bound(1, 2**31 - 1, "more positions than the model's are never taken"),
+    "input_rate": Bound(1, 768_000, "samples per second, such as 16000"),
+    "channel": Bound(0, 1023, "channels are counted from 0"),
+}
+"""Name of an option to its bound."""
+
+
+def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str | None = None) -> None:
+    """Refuse what is no number within the option's bound (nan is within none).
+
+    Args:
+        bound: by default that of the name.
+        as_what: what the error calls it, by default its name.
+
+    Raises:
+        UserError: naming the option, the value and the bound.
+    """
+    bound = bound or BOUNDS[name]
+    what, kind = as_what or name, "a whole number" if bound.whole else "a number"
+    types = Integral if bound.whole else Real
+    span = f"from {bound.least} to {bound.most}"
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise UserError(f"{what} is {repr(value)[:80]}; give {kind} {span}")
+    number: Any = value
+    if not bound.least <= number <= bound.most:
+        long = isinstance(number, Integral) and abs(number) >= 10**30  # type: ignore[operator]
+        raise UserError(f"{what} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")

@@ -1,0 +1,132 @@
+"""Ending a session or an answer: from another thread, the consumer's loop, a step itself, at the interpreter's exit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni.checkpoint.folder import save_folder
+from omni.errors import UserError
+from omni.generate.results import Ended, Event
+from omni.generate.speech_lm import SpeechLM
+from omni.generate.step import Runner
+from omni.layout import Layout
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, make_lm, make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def lm() -> SpeechLM:
+    return make_lm(LAYOUTS["pad"], context=2000)
+
+
+def ended(events: list[Event]) -> str:
+    assert isinstance(events[-1], Ended)
+    return events[-1].reason
+
+
+def test_close_from_another_thread_waits_for_the_step_and_frees_the_cache(
+    lm: SpeechLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, step = lm.session(max_seconds=70.0), Runner.step
+    inside, go_on = threading.Event(), threading.Event()
+    events: list[Event] = []
+
+    def waiting(runner: Runner) -> None:
+        if len(events) >= 3:
+            inside.set()
+            assert go_on.wait(30)
+            assert not lm._idle  # nobody has freed it meanwhile
+        step(runner)
+
+    monkeypatch.setattr(Runner, "step", waiting)
+    consumer = threading.Thread(target=lambda: [events.append(event) for event in session.ask("go on", "T1A2")])
+    consumer.start()
+    assert inside.wait(30)
+    closer = threading.Thread(target=session.close)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    go_on.set()
+    closer.join(30)
+    consumer.join(30)
+    assert not closer.is_alive() and not consumer.is_alive()
+    assert ended(events) == "cancelled" and len(lm._idle) == 1 and len(session.history) == 1
+    with pytest.raises(UserError, match="closed"):
+        session.ask("again", "T1A2")
+
+
+def test_close_within_the_consumer_s_loop_ends_it(lm: SpeechLM) -> None:
+    session, events = lm.session(max_seconds=70.0), []
+    for event in session.ask("go on", "T1A2"):
+        events.append(event)
+        if len(events) == 3:
+            session.close()
+    assert ended(events) == "cancelled" and len(events) == 4 and len(lm._idle) == 1
+
+
+def test_close_within_a_step_waits_for_nobody(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal's handler may."""
+    session, step = lm.session(max_seconds=70.0), Runner.step
+
+    def closing(runner: Runner) -> None:
+        session.close()
+        step(runner)
+
+    monkeypatch.setattr(Runner, "step", closing)
+    assert ended(list(session.ask("go on", "T1A2"))) == "cancelled"
+    assert session._runner is None and len(lm._idle) == 1
+
+
+BAD: list[dict[str, Any]] = [
+    {"played_seconds": float("nan")}, {"played_seconds": -0.1}, {"played_seconds": float("inf")}, {"played_seconds": "1"},
+    {"played_seconds": True}, {"shown_characters": -1}, {"shown_characters": 1.5},
+    {"played_seconds": 0.0, "shown_characters": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_a_bad_cancel_is_refused_and_the_answer_goes_on(lm: SpeechLM, bad: dict[str, Any]) -> None:
+    with lm.session(max_seconds=0.4, max_tokens=30) as session:
+        whole = session.answer("go on", "T1A2", seed=1)
+        kept = session.history[-1]
+        with pytest.raises(UserError, match=[*bad][-1]):
+            session.cancel(**bad)
+        assert session.history[-1] is kept
+        events = session.ask("go on", "T1A2", seed=1)
+        taken = [next(events)]
+        with pytest.raises(UserError, match=[*bad][-1]):
+            session.cancel(**bad)
+        taken += events
+        assert ended(taken) == whole.ended != "cancelled" and len(session.history) == 2
+
+
+def test_more_than_was_played_is_all_of_it(lm: SpeechLM) -> None:
+    with lm.session(max_seconds=0.4) as session:
+        whole = session.answer("go on", "T1A2")
+        session.cancel(played_seconds=1e8, shown_characters=2**62)
+        codes = session.history[-1].codes
+        assert whole.codes is not None and codes is not None and codes.shape == whole.codes.shape
+
+
+def test_iterators_that_are_still_held_at_the_interpreter_s_exit_are_silent(tmp_path: Path) -> None:
+    model = make_model(Layout.preset("codec2"))
+    save_folder(tmp_path / "model", model.config, model.state_dict(), Tokenizer.bytes())
+    code = (
+        "from omni import SpeechLM\n"
+        f"lm = SpeechLM.from_pretrained({str(tmp_path / 'model')!r})\n"
+        "events = lm.stream('hello', 'T1A2')\n"
+        "next(events); next(events)\n"
+        "session = lm.session()\n"
+        "more = session.ask('hello', 'T1A2')\n"
+        "next(more)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
