@@ -5,6 +5,7 @@ Dimensions: S samples, N features of a clip after the adapter, W width.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,15 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_task, prompt
 from omni.text import Tokenizer
+
+LOUDEST = 100.0
+"""Largest sample that is taken for sound. Full scale is 1; sound counted in integers (32768) is far beyond, by mistake."""
+
+NOT_HEARD = (
+    "the encoder makes features of the question that are not finite numbers: leave out the adapter or the edit that acts on "
+    "it, load the model in float32, or fetch the weights again"
+)
+"""Why a question is refused although its sound is right."""
 
 Question = AudioSource | Tensor
 """A text, a waveform [S], or a sound file: its path, its bytes, or the open file."""
@@ -42,12 +52,12 @@ def read_question(
     """Check and read one question.
 
     Args:
-        question: a text where the task asks in writing; else a waveform [S] (floating point, mono) or a sound
-            file.
+        question: a text where the task asks in writing; else a waveform [S] (floating point, mono, from -1 to 1) or a
+            sound file; no sample may be beyond 100 (`LOUDEST`).
         sample_rate: of a waveform, in Hz.
 
     Raises:
-        UserError: the question is not of the task's kind, empty, not finite, or the file cannot be read.
+        UserError: the question is not of the task's kind, empty, not finite or beyond `LOUDEST`, or the file cannot be read.
     """
     task = find_task(task)
     if task.question == "text":
@@ -67,6 +77,7 @@ def read_question(
         clip = _waveform(question, sample_rate)
     elif isinstance(question, (str, bytes, os.PathLike)) or hasattr(question, "read"):
         clip = read_audio(question, SAMPLE_RATE)
+        check_level(clip)
     else:
         raise UserError(
             f"task {task.name} asks by speech, but the question is {_kind(question)}; give a tensor [S] or a sound file"
@@ -93,6 +104,23 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     return [None if a.clip is None else next(heard) for a in asked]
 
 
+def check_level(clip: Tensor) -> None:
+    """Refuse sound with samples that are not finite, or beyond `LOUDEST` (UserError)."""
+    loudest = float(torch.stack(torch.aminmax(clip)).abs().max()) if len(clip) else 0.0
+    if not math.isfinite(loudest):
+        raise UserError("the question holds samples that are not finite numbers; was it divided by a zero level?")
+    if loudest > LOUDEST:
+        raise UserError(
+            f"the question has a sample of {loudest:.4g}, but sound lies between -1 and 1 (at most {LOUDEST:g} is taken); "
+            "divide it by its full scale, which is 32768 for samples of 16 bits"
+        )
+
+
+def is_finite(features: Tensor | None) -> bool:
+    """Whether a question's features are all finite numbers; waits for the device."""
+    return features is None or bool(features.isfinite().all())
+
+
 def _waveform(samples: Tensor, sample_rate: int) -> Tensor:
     if samples.ndim != 1 or not samples.is_floating_point():
         raise UserError(
@@ -102,8 +130,7 @@ def _waveform(samples: Tensor, sample_rate: int) -> Tensor:
         raise UserError("the question has no samples; give at least some milliseconds of sound")
     if sample_rate < 1:
         raise UserError(f"the question's sample rate is {sample_rate} Hz; it must be positive")
-    if not bool(torch.isfinite(samples).all()):
-        raise UserError("the question holds samples that are not finite numbers; was it divided by a zero level?")
+    check_level(samples)  # before resampling, which adds samples up
     return resample(samples.detach().to("cpu", torch.float32), sample_rate, SAMPLE_RATE)
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-Reason = Literal["end", "length", "cache", "cancelled"]
-"""Why an answer ended: the model ended it, a limit was reached, the cache is full, or it was cancelled."""
+Reason = Literal["end", "length", "cache", "cancelled", "error"]
+"""Why an answer ended: the model ended it, a limit was reached, the cache is full, it was cancelled, or it broke."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,16 @@ class AudioChunk:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last event of an answer."""
+    """The last event of an answer.
+
+    Attributes:
+        error: what happened and what to do, where the reason is `error`; what was handed over before is no answer then, and
+            the conversation goes on as if the question had not been asked.
+    """
 
     reason: Reason
     timings: Timings
+    error: str | None = None
 
 
 Event = TextDelta | AudioChunk | Ended
@@ -77,6 +83,7 @@ class Answer:
         tokens: ids of the text.
         codes: the frames, [A, F]; None where the task does not speak.
         ended: why it ended.
+        error: what happened and what to do, where that is `error`; the other fields hold what was made before.
     """
 
     text: str
@@ -86,6 +93,7 @@ class Answer:
     codes: Tensor | None
     timings: Timings
     ended: Reason
+    error: str | None = None
 
 
 class Clock:
