@@ -1,7 +1,7 @@
 """`python -m infer`: ask a model on the command line, or measure how fast it answers.
 
-Exit codes: 0; 2 for a mistake of the user's (one line, no traceback without `--debug`); 130 after Ctrl-C; 141 where
-the reader of a pipe went away.
+Exit codes: 0; 1 where an answer broke (`Ended.error`); 2 for a mistake of the user's (one line, no traceback without
+`--debug`); 130 after Ctrl-C; 141 where the reader of a pipe went away.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from types import FrameType
 
 from omni.errors import UserError
 
-USER_MISTAKE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
+BROKE, USER_MISTAKE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (by default this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        run(words)
+        whole = run(words)
         sys.stdout.flush()
     except UserError as error:
         if "--debug" in words:
@@ -36,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_output()
         return BROKEN_PIPE
-    return 0
+    return 0 if whole else BROKE
 
 
-def run(words: Sequence[str]) -> None:
-    """Parse, then import what the command needs, then do it."""
+def run(words: Sequence[str]) -> bool:
+    """Parse, then import what the command needs, then do it; whether no answer broke."""
     from infer.arguments import parse
     from infer.options import AskOptions
 
@@ -48,11 +48,11 @@ def run(words: Sequence[str]) -> None:
     if isinstance(options, AskOptions):
         from infer.ask import ask
 
-        ask(options)
-    else:
-        from infer.bench import bench
+        return ask(options)
+    from infer.bench import bench
 
-        bench(options)
+    bench(options)
+    return True
 
 
 def _forget_output() -> None:

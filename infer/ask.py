@@ -17,7 +17,7 @@ from infer.questions import Pending, choose_task, collect
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
 from omni.edit.storage import load_edits
 from omni.errors import UserError
-from omni.generate.results import AudioChunk, Event, TextDelta
+from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
@@ -34,7 +34,8 @@ class TurnReport:
         question: the file's name, `-` for standard input, or the text.
         audio: the file that the answer was written to, None where there is none.
         seconds: length of the answer's sound.
-        ended: `end`, `length` (a limit was reached) or `cache` (the conversation is full).
+        ended: `end`, `length` (a limit was reached), `cache` (the conversation is full) or `error`.
+        error: what happened and what to do, where that is `error`; there is no sound then.
     """
 
     task: str
@@ -47,10 +48,11 @@ class TurnReport:
     real_time_factor: float | None
     underruns: int
     ended: str
+    error: str | None = None
 
 
-def ask(options: AskOptions) -> None:
-    """Ask every question and hand over the answers.
+def ask(options: AskOptions) -> bool:
+    """Ask every question and hand over the answers; whether none of them broke.
 
     Everything that can be checked without the model is checked first.
 
@@ -73,7 +75,7 @@ def ask(options: AskOptions) -> None:
 
     adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
     edits = load_edits(options.edits, lm.model) if options.edits is not None else None
-    say = sys.stderr if options.out == PIPE else sys.stdout
+    say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))
 
@@ -99,27 +101,33 @@ def ask(options: AskOptions) -> None:
                 session = new_session()
             if len(asked) > 1 and not options.json:
                 print(f"[{number + 1}/{len(asked)}] {question.name}", file=say, flush=True)
-            _turn(session, question, task, place, options, say)
+            whole &= _turn(session, question, task, place, options, say)
+    return whole
 
 
-def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> None:
-    """Ask one question; its text, its sound and the report."""
+def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> bool:
+    """Ask one question; its text, its sound and the report. Whether the answer did not break."""
     rate = session.codec.sample_rate if session.codec is not None else 0
     with Outputs(_outputs(options, place, rate) if task.audio else []) as outputs:
         asked = question.take()
         meter = Meter(rate)
         events = session.ask(asked, task)
         text, figures, ended = follow(events, meter, outputs, None if options.json else say)
-    spoken = figures.sound > 0
+        outputs.broken = ended.error is not None
+    spoken = figures.sound > 0 and ended.error is None
     file = str(place) if place is not None and spoken else None
     if options.json:
         print(json.dumps(asdict(report(task, question, text, file, figures, ended)), ensure_ascii=False), flush=True)
-        return
+    if ended.error is not None:
+        print(f"error: {ended.error}", file=sys.stderr, flush=True)
+    if options.json or ended.error is not None:
+        return ended.error is None
     if file is not None:
         print(f"{file}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
-    if ended != "end":
-        print(REASONS[ended], file=say)
+    if ended.reason != "end":
+        print(REASONS[ended.reason], file=say)
     print(figures.line(), file=say, flush=True)
+    return True
 
 
 REASONS = {
@@ -129,14 +137,14 @@ REASONS = {
 }
 
 
-def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None) -> tuple[str, Figures, str]:
-    """Pass an answer on as it comes: text to `live`, sound to `outputs`. Returns the text, the figures and why it
+def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None) -> tuple[str, Figures, Ended]:
+    """Pass an answer on as it comes: text to `live`, sound to `outputs`. Returns the text, the figures and how it
     ended.
 
     The meter's clock is held while text and sound are being written.
     """
     pieces: list[str] = []
-    figures, ended = meter.figures(), "cancelled"
+    figures, ended = meter.figures(), Ended("cancelled", Timings())
     try:
         for event in events:
             if isinstance(event, TextDelta):
@@ -150,7 +158,7 @@ def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, liv
                 meter.clock.hold()
                 outputs.write(event.samples)
             else:
-                figures, ended = meter.figures(), event.reason
+                figures, ended = meter.figures(), event
             meter.clock.go_on()
     finally:
         if live is not None and pieces:
@@ -158,7 +166,7 @@ def follow(events: Iterable[Event], meter: Meter, outputs: Outputs | Output, liv
     return "".join(pieces), figures, ended
 
 
-def report(task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: str) -> TurnReport:
+def report(task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended) -> TurnReport:
     """The figures of a turn in round numbers."""
 
     def milliseconds(seconds: float | None) -> float | None:
@@ -175,7 +183,8 @@ def report(task: Task, question: Pending, text: str, file: str | None, figures: 
         first_audio_ms=milliseconds(figures.first_audio),
         real_time_factor=None if factor is None else round(factor, 4),
         underruns=figures.underruns,
-        ended=ended,
+        ended=ended.reason,
+        error=ended.error,
     )
 
 
