@@ -1,8 +1,8 @@
 """`python -m infer`: ask a model on the command line, or measure how fast it answers.
 
-Exit codes: 0; 1 for an error that is not the user's (a full disk, a fault of this program: one line, no traceback without
-`--debug`); 2 for a mistake of the user's (one line too); 130 after Ctrl-C; 141 where the reader of a pipe went away; 129 and
-143 after SIGHUP and SIGTERM.
+Exit codes: 0; 1 where an answer broke (`Ended.error`), and for an error that is not the user's (a full disk, a fault of this
+program: one line, no traceback without `--debug`); 2 for a mistake of the user's (one line too); 130 after Ctrl-C; 141 where
+the reader of a pipe went away; 129 and 143 after SIGHUP and SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     try:
         try:
-            run(words)
+            whole = run(words)
         except SystemExit:  # after `--help`
             sys.stdout.flush()
             raise
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         return _refuse(error, in_one_line(error), FAILED, words)
-    return 0
+    return 0 if whole else FAILED
 
 
-def run(words: Sequence[str]) -> None:
-    """Parse, then import what the command needs, then do it."""
+def run(words: Sequence[str]) -> bool:
+    """Parse, then import what the command needs, then do it; whether no answer broke."""
     from infer.arguments import parse
     from infer.checks import check
     from infer.options import AskOptions
@@ -55,12 +55,12 @@ def run(words: Sequence[str]) -> None:
         from infer.ask import ask
 
         all_imported()
-        ask(options)
-    else:
-        from infer.bench import bench
+        return ask(options)
+    from infer.bench import bench
 
-        all_imported()
-        bench(options)
+    all_imported()
+    bench(options)
+    return True
 
 
 def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:

@@ -12,13 +12,14 @@ from typing import TextIO
 
 from infer.checks import PIPE
 from infer.device import cpu_threads
+from infer.messages import in_options
 from infer.options import AskOptions
 from infer.playback import Figures, Meter
 from infer.questions import Pending, choose_tasks, collect, remarked
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
 from omni.edit.storage import load_edits
 from omni.errors import UserError
-from omni.generate.results import AudioChunk, Event, TextDelta
+from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
@@ -34,9 +35,10 @@ class TurnReport:
         question: the file's name, `-` for standard input, or the text.
         audio: the file that the answer was written to, None where there is none.
         seconds: length of the answer's sound.
-        ended: `end`, `length` (a limit was reached), `cache` (the conversation is full) or `cancelled` (Ctrl-C or a
+        ended: `end`, `length` (a limit was reached), `cache` (the conversation is full), `error`, or `cancelled` (Ctrl-C or a
             signal; the rest is then what was delivered before).
         warnings: what makes the question doubtful (silent, very short, perhaps cut short), none where it is empty.
+        error: what happened and what to do, where the answer ended so; there is no sound then.
     """
 
     task: str
@@ -50,10 +52,11 @@ class TurnReport:
     underruns: int
     ended: str
     warnings: tuple[str, ...] = ()
+    error: str | None = None
 
 
-def ask(options: AskOptions) -> None:
-    """Ask every question and hand over the answers.
+def ask(options: AskOptions) -> bool:
+    """Ask every question and hand over the answers; whether none of them broke.
 
     Everything that can be checked without the model is checked first.
 
@@ -75,7 +78,7 @@ def ask(options: AskOptions) -> None:
 
     adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
     edits = load_edits(options.edits, lm.model) if options.edits is not None else None
-    say = sys.stderr if options.out == PIPE else sys.stdout
+    say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))
 
@@ -102,16 +105,18 @@ def ask(options: AskOptions) -> None:
                 session = new_session()
             if len(asked) > 1 and not options.json:
                 print(f"[{number + 1}/{len(asked)}] {question.name}", file=say, flush=True)
-            _turn(session, question, task, place, options, say)
+            whole &= _turn(session, question, task, place, options, say)
+    return whole
 
 
-def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> None:
-    """Ask one question; its text, its sound and the report, also of an answer that Ctrl-C or a signal breaks off."""
+def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> bool:
+    """Ask one question; its text, its sound and the report, also of an answer that Ctrl-C or a signal breaks off. Whether the
+    answer did not end with an error."""
     rate = session.codec.sample_rate if session.codec is not None else 0
     outputs = Outputs(_outputs(options, place, rate) if task.audio else [])
     meter, pieces, told = Meter(rate), list[str](), list(question.remarks)
 
-    def print_report(figures: Figures, ended: str) -> None:
+    def print_report(figures: Figures, ended: Ended) -> None:
         file = str(place) if outputs.kept else None
         _print_json(report(task, question, "".join(pieces), file, figures, ended, told))
 
@@ -125,17 +130,23 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
             for remark in told:
                 print(f"warning: {remark}", file=sys.stderr, flush=True)
             figures, ended = follow(events, meter, outputs, None if options.json else say, pieces)
+            outputs.broken = ended.error is not None
     except (KeyboardInterrupt, SystemExit):
         if options.json:
-            print_report(meter.figures(), "cancelled")
+            print_report(meter.figures(), Ended("cancelled", Timings()))
         raise
     if options.json:
-        return print_report(figures, ended)
+        print_report(figures, ended)
+    if ended.error is not None:
+        print(f"error: {in_options(ended.error)}", file=sys.stderr, flush=True)
+    if options.json or ended.error is not None:
+        return ended.error is None
     if outputs.kept:
         print(f"{place}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
-    if ended != "end":
-        print(REASONS[ended], file=say)
+    if ended.reason != "end":
+        print(REASONS[ended.reason], file=say)
     print(figures.line(), file=say, flush=True)
+    return True
 
 
 def _print_json(turn: TurnReport) -> None:
@@ -157,13 +168,13 @@ REASONS = {
 
 def follow(
     events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
-) -> tuple[Figures, str]:
+) -> tuple[Figures, Ended]:
     """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
-    figures and why it ended.
+    figures and how it ended.
 
     The meter's clock is held while text and sound are being written.
     """
-    figures, ended = meter.figures(), "cancelled"
+    figures, ended = meter.figures(), Ended("cancelled", Timings())
     try:
         for event in events:
             if isinstance(event, TextDelta):
@@ -177,7 +188,7 @@ def follow(
                 meter.clock.hold()
                 outputs.write(event.samples)
             else:
-                figures, ended = meter.figures(), event.reason
+                figures, ended = meter.figures(), event
             meter.clock.go_on()
     finally:
         if live is not None and pieces:
@@ -186,7 +197,7 @@ def follow(
 
 
 def report(
-    task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: str, warnings: Sequence[str] = ()
+    task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended, warnings: Sequence[str] = ()
 ) -> TurnReport:
     """The figures of a turn in round numbers."""
 
@@ -204,8 +215,9 @@ def report(
         first_audio_ms=milliseconds(figures.first_audio),
         real_time_factor=None if factor is None else round(factor, 4),
         underruns=figures.underruns,
-        ended=ended,
+        ended=ended.reason,
         warnings=tuple(warnings),
+        error=ended.error,
     )
 
 

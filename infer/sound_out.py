@@ -173,10 +173,15 @@ class Paced:
 
 
 class Outputs:
-    """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them, an error makes them fail."""
+    """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them, an error makes them fail.
+
+    Attributes:
+        broken: set where the answer was no good, although nothing was raised; they fail then too.
+    """
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self._outputs = outputs
+        self.broken = False
 
     @property
     def kept(self) -> bool:
@@ -192,6 +197,7 @@ class Outputs:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         how: How = "done" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+        how = "failed" if self.broken else how
         with contextlib.ExitStack() as stack:
             for output in self._outputs:
                 stack.callback(output.end, how)

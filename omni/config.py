@@ -7,6 +7,7 @@ it does not know (naming the closest) and values of the wrong type.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union
 from omni.audio.codec import check_codec_name
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.errors import UserError
-from omni.layout import Layout
+from omni.layout import LARGEST, Layout
 from omni.tasks import find_task
 
 T = TypeVar("T")
@@ -33,6 +34,22 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, least in (("factor", 0.0), ("low_freq_factor", 0.0), ("high_freq_factor", self.low_freq_factor)):
+            if not least < getattr(self, name) < math.inf:
+                raise UserError(f"decoder.rope_scaling.{name} is {getattr(self, name)}; it must be a number above {least:g}")
+        if not 1 <= self.original_context <= MOST["context"]:
+            raise UserError(
+                f"decoder.rope_scaling.original_context is {self.original_context}; it must lie from 1 to {MOST['context']}"
+            )
+
+
+MOST = {
+    "width": 1 << 20, "layers": 1000, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "mlp_width": 1 << 24,
+    "context": 1 << 31, "post_layers": 1000, "hidden": 1 << 24, "stack": 1000,
+}  # fmt: skip
+"""Largest sizes of a decoder and of what stands before it: far beyond any model, and small enough to be refused in time."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,13 @@ class DecoderConfig:
         for name in ("head_dim", "post_layers"):
             if getattr(self, name) < 0:
                 raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at least 0")
+        for name, most in MOST.items():
+            if getattr(self, name, 0) > most:
+                raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at most {most}")
+        if not 0 < self.norm_eps <= 1:
+            raise UserError(f"decoder.norm_eps is {self.norm_eps}; it must be above 0 and at most 1, such as 1e-6")
+        if not 1 <= self.rope_base <= 1e15:
+            raise UserError(f"decoder.rope_base is {self.rope_base}; it must lie from 1 to 1e15, such as 10000")
         if self.heads % self.kv_heads:
             raise UserError(f"decoder.heads {self.heads} is not a multiple of decoder.kv_heads {self.kv_heads}")
         if not self.head_dim and self.width % self.heads:
@@ -124,6 +148,8 @@ class AdapterConfig:
         for name in ("hidden", "stack"):
             if getattr(self, name) < 1:
                 raise UserError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
+            if getattr(self, name) > MOST[name]:
+                raise UserError(f"adapter.{name} is {getattr(self, name)}; it must be at most {MOST[name]}")
         if self.kind in ("linear", "mlp", "gated"):
             if self.settings:
                 raise UserError(f"adapter.settings are of kinds whose parts tasks share; {self.kind} has none, leave them out")
@@ -162,6 +188,11 @@ class ModelConfig:
             raise UserError(f"ctc is {self.ctc} and ctc_sounds {self.ctc_sounds}; they must be at least 0")
         if self.ctc_sounds and not self.ctc:
             raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is 0: give a first, or none")
+        if max(self.ctc, self.ctc_sounds) > LARGEST:
+            raise UserError(f"ctc is {self.ctc} and ctc_sounds {self.ctc_sounds}; they must be at most {LARGEST}")
+        delay, context = max(self.layout.delays), self.decoder.context
+        if delay >= context:
+            raise UserError(f"layout: a stream's delay is {delay}, but decoder.context is {context}; it must be less")
 
     def features(self, samples: int) -> int:
         """Decoder positions that a clip of `samples` at 16 kHz takes."""
@@ -192,6 +223,10 @@ def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
         missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if missing and name not in data:
             raise UserError(f"{where}: key {name!r} is missing")
+    for key, value in data.items():
+        most = fields[key].metadata.get("most")
+        if most is not None and isinstance(value, (list, tuple)) and len(value) > most:  # before each of them is read
+            raise UserError(f"{where}.{key} has {len(value)} entries; it must have at most {most}")
     values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in data.items()}
     for key, value in values.items():
         if check := fields[key].metadata.get("check"):

@@ -26,7 +26,7 @@ Dimensions: B batch, K streams, A audio streams (K - 1), C columns, F frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -34,6 +34,9 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
+
+LARGEST, LONGEST_DELAY, MOST_STREAMS = 1 << 28, 10_000, 256
+"""Most ids of a stream, columns of a delay (many minutes of sound), and streams of a layout."""
 
 IGNORE = -100
 """Target of a position that is left out of the loss (the default of `torch.nn.functional.cross_entropy`)."""
@@ -50,7 +53,8 @@ class Stream:
         kind: what its ids are.
         size: number of ordinary ids.
         specials: number of ids kept after them (at least 5); the table has `size + specials` rows, or `rows`.
-        delay: columns between the start of an answer and the stream's first real token.
+        delay: columns between the start of an answer and the stream's first real token (at most 10,000, and less than the
+            decoder's context).
         role: `predicted` by the model, or `given` from outside (a user's stream in a duplex model; for training: `Cursor`
             refuses it).
         rows: rows of the embedding table, where a checkpoint pads it; 0 means `size + specials`.
@@ -70,6 +74,15 @@ class Stream:
             raise UserError(f"layout: a {self.kind} stream keeps {self.specials} special ids; it needs at least 5")
         if self.delay < 0:
             raise UserError(f"layout: delay {self.delay} of a {self.kind} stream is negative; delays count from 0")
+        if self.delay > LONGEST_DELAY:
+            raise UserError(
+                f"layout: delay {self.delay} of a {self.kind} stream is beyond {LONGEST_DELAY}, the longest there is"
+            )
+        if max(self.size, self.specials, self.rows) > LARGEST:
+            raise UserError(
+                f"layout: a {self.kind} stream has size {self.size}, specials {self.specials} and rows {self.rows}; each must "
+                f"be at most {LARGEST}"
+            )
         if self.kind not in ("audio", "text"):
             raise UserError(f"layout: stream kind {self.kind!r} is unknown; use 'audio' or 'text'")
         if self.role not in ("predicted", "given"):
@@ -101,11 +114,13 @@ class Layout:
             after its end is pad in both.
     """
 
-    streams: tuple[Stream, ...]
+    streams: tuple[Stream, ...] = field(metadata={"most": MOST_STREAMS})
     features: Literal["replace", "add"] = "replace"
     fill: Literal["pad", "sampled"] = "pad"
 
     def __post_init__(self) -> None:
+        if len(self.streams) > MOST_STREAMS:
+            raise UserError(f"layout: there are {len(self.streams)} streams; at most {MOST_STREAMS} can be")
         kinds = [s.kind for s in self.streams]
         if kinds.count("text") != 1 or kinds[-1] != "text":
             raise UserError(f"layout: streams are {kinds}; there must be one text stream, and it comes last")

@@ -91,12 +91,11 @@ class SpeechEncoder(nn.Module):
         width 128, one core, forward and backward), and a GPU tunes no kernel for every new length.
         """
         conv1, conv2 = self.whisper.conv1, self.whisper.conv2
-        live = packing.live.to(mels.dtype)
-        x = mels.transpose(1, 2).flatten(0, 1).index_select(0, packing.source) * live  # [slots, M]
+        x = mels.transpose(1, 2).flatten(0, 1).index_select(0, packing.source).masked_fill(packing.gaps, 0)  # [slots, M]
         x = F.pad(x, (0, 0, 1, 1))
         x = torch.cat([x[:-2], x[1:-1], x[2:]], dim=1)  # [slots, 3 M]: before, here, behind
         x = F.gelu(F.linear(x, conv1.weight.transpose(1, 2).flatten(1), conv1.bias))
-        x = x * live.to(x.dtype)
+        x = x.masked_fill(packing.gaps, 0)
         x = x.reshape(x.shape[0] // 2, 2 * x.shape[1])  # [slots / 2, 2 D]: even row, odd row behind it
         before = F.pad(x[:, x.shape[1] // 2 :], (0, 0, 1, 0))[:-1]  # odd row of the pair before
         x = torch.cat([before, x], dim=1)

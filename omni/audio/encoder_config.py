@@ -55,6 +55,10 @@ class EncoderConfig:
             raise UserError(f"encoder.heads={self.heads}, encoder.layers={self.layers}: both start at 1")
         if self.width < 4 or self.width % 2 or self.width % self.heads:
             raise UserError(f"encoder.width={self.width}: it must be even, at least 4 and divisible by heads={self.heads}")
+        if self.layers > 1000 or self.width > 1 << 20:
+            raise UserError(f"encoder.layers={self.layers}, encoder.width={self.width}: at most 1000 and {1 << 20}")
+        if self.window_seconds > 3600:
+            raise UserError(f"encoder.window_seconds={self.window_seconds}: a window lasts at most 3600 s")
         if not 1 <= self.hop <= WINDOW or SAMPLE_RATE % (2 * self.hop):
             raise UserError(
                 f"encoder.hop={self.hop}: it must divide {SAMPLE_RATE // 2} and be at most {WINDOW}, as 160 and 320"

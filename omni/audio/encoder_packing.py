@@ -54,9 +54,9 @@ class Packing:
 
     source: Tensor
     """`[slots]`: row of the flattened features `[N * F max]` under each slot; gaps point at row 0 and are
-    silenced by `live`."""
-    live: Tensor
-    """`[slots, 1]`: 1 where a clip lies, 0 in the gaps."""
+    silenced by `gaps`."""
+    gaps: Tensor
+    """`[slots, 1]` bool: false where a clip lies. Filled, not multiplied: a clip with NaN leaves its neighbours alone."""
     kept: Tensor
     """`[sum T]`: outputs of the second convolution that belong to a clip."""
     positions: Tensor
@@ -87,7 +87,7 @@ def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, 
     wanted = torch.tensor(list(frames), dtype=torch.long)
     plan = Packing(
         source=_to(source * live, device),
-        live=_to(live[:, None].float(), device),
+        gaps=_to(~live[:, None], device),
         kept=_to((begins // 2).repeat_interleave(tokens) + positions, device),
         positions=_to(positions, device),
         groups=_groups(tokens.tolist(), ratio, device),

@@ -1,7 +1,8 @@
 """A model as a folder: `config.json`, `model.safetensors`, `tokenizer.json`, and `codec/` where the codec has weights.
 
 Nothing in it can run code. A folder is written beside its name and renamed when it is whole; `config.json` holds the size and
-the CRC-32 of every other file, so a truncated or mixed-up folder is refused.
+the CRC-32 of every other file, so a truncated or mixed-up folder is refused. What it claims is compared with the header of the
+weights before a model is built (`omni.checkpoint.bounds`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec, load_codec
+from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, check_inside, load_json
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
@@ -150,7 +152,8 @@ def load_folder(
         codec_folder: the codec's weights, where they are not in the folder.
 
     Raises:
-        UserError: a file is missing, truncated or altered, a tensor does not fit the configuration, or it is a pickle.
+        UserError: a file is missing, not listed, truncated or altered, a tensor does not fit the configuration or holds numbers
+            that are not finite, or it is a pickle.
     """
     path = Path(folder)
     data = _read(path)
@@ -158,8 +161,13 @@ def load_folder(
     if _is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
         raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
     extra = stored_extra(data, path / CONFIG)
-    for name, wanted in listed_files(data, path / CONFIG).items():
-        _check(path / name, wanted)
+    listed = listed_files(data, path / CONFIG)
+    for name, (size, _) in listed.items():
+        _check_size(path / name, size)
+    check_header(config, path / WEIGHTS)
+    for name, (_, checksum) in listed.items():
+        if _crc32(path / name) != checksum:
+            raise UserError(f"{path / name} does not match its checksum in {CONFIG}; fetch or save the folder again")
     try:
         state = load_file(path / WEIGHTS)
     except (OSError, SafetensorError, struct.error) as error:
@@ -172,6 +180,7 @@ def load_folder(
     except (RuntimeError, AssertionError) as error:  # PyTorch raises either for a device that is not there
         reason = str(error).partition("\n")[0]
         raise UserError(f"device {device} cannot be had here ({reason}); use cpu, or cuda on a machine with a GPU") from error
+    check_finite(model, path / WEIGHTS, dtype)
     tokenizer = Tokenizer.from_file(path / TOKENIZER)
     if len(tokenizer) > config.layout.text.size:
         raise UserError(
@@ -191,7 +200,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{path} has no {CONFIG}; it is not a model folder (see `python -m train fit`)")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = load_json(file, CONFIG_LONGEST)
     except (ValueError, OSError) as error:
         raise UserError(f"{file} cannot be read ({error}); fetch or save the folder again") from error
     if not isinstance(data, dict) or "model" not in data or data.get("format") != FORMAT_VERSION:
@@ -234,12 +243,14 @@ def stored_extra(data: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def listed_files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of each file that the configuration at `place` lists."""
+    """Size and CRC-32 of each file that the configuration at `place` lists: the weights and the tokenizer among them, and none
+    outside of its folder (UserError)."""
     listed = data.get("files", {})
     if not isinstance(listed, dict):
         raise UserError(f"{place}: files is {listed!r}; it must list the folder's files; fetch or save the folder again")
     out: dict[str, tuple[int, int]] = {}
     for name, entry in listed.items():
+        check_inside(place.parent, name, place)
         match entry:
             case {"bytes": int(size), "crc32": int(checksum)}:
                 out[name] = size, checksum
@@ -248,30 +259,27 @@ def listed_files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, i
                     f"{place}: files: {name} is {entry!r}; it must hold the file's bytes and crc32, two whole numbers; "
                     "fetch or save the folder again"
                 )
+    for name in (WEIGHTS, TOKENIZER):
+        if name not in out:
+            raise UserError(f"{place}: files does not list {name}, whose checksum it must hold; fetch or save the folder again")
     return out
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
     """Refuse a model folder one of whose files is missing or has another size (UserError); none of them is read."""
     path = Path(folder)
-    for name, wanted in listed_files(_read(path), path / CONFIG).items():
-        _check_size(path / name, wanted)
+    for name, (size, _) in listed_files(_read(path), path / CONFIG).items():
+        _check_size(path / name, size)
 
 
-def _check(file: Path, wanted: tuple[int, int]) -> None:
-    """Refuse a file that is missing, or has another size or checksum."""
-    _check_size(file, wanted)
-    if _crc32(file) != wanted[1]:
-        raise UserError(f"{file} does not match its checksum in {CONFIG}; fetch or save the folder again")
-
-
-def _check_size(file: Path, wanted: tuple[int, int]) -> None:
+def _check_size(file: Path, wanted: int) -> None:
+    """Refuse a file that is missing, or has another size."""
     if not file.is_file():
         raise UserError(f"{file} is missing; fetch or save the folder again")
     size = file.stat().st_size
-    if size != wanted[0]:
-        kind = "truncated" if size < wanted[0] else "longer than it was"
-        raise UserError(f"{file} is {kind}: {size} bytes of {wanted[0]}; fetch or save the folder again")
+    if size != wanted:
+        kind = "truncated" if size < wanted else "longer than it was"
+        raise UserError(f"{file} is {kind}: {size} bytes of {wanted}; fetch or save the folder again")
 
 
 def _crc32(file: Path) -> int:

@@ -28,15 +28,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from omni.checkpoint.bounds import LONGEST as HEADER_LIMIT
+from omni.checkpoint.bounds import finite, load_json
 from omni.checkpoint.folder import real_place, replace_folder
-from omni.checkpoint.foreign import FLOATS, Lazy, Watch
+from omni.checkpoint.foreign import Lazy, Watch
 from omni.errors import UserError
 
 PIECE = 8 << 20
 """Bytes that are held at once."""
-
-HEADER_LIMIT = 100_000_000
-"""Longest header of a safetensors file, as the reference implementation has it."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -71,7 +70,7 @@ def read_safetensors(path: Path) -> dict[str, Lazy]:
         entries = {name: (DTYPES[e["dtype"]], e["shape"], e["data_offsets"]) for name, e in header.items()}
     except KeyError as error:
         raise UserError(f"{path}: a tensor's header has no known {error}; fetch the file again") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} has a broken header ({error}); fetch it again") from error
     for name, (_, shape, place) in entries.items():
         _check_place(path, name, shape, place)
@@ -200,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path} is missing; fetch the folder again")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load_json(path)
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is not JSON ({error}); fetch it again") from error
     if not isinstance(data, dict):
@@ -281,13 +280,6 @@ def pieces(tensor: Lazy) -> Iterator[Tensor]:
         wanted = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         assert tuple(piece.shape) == wanted and piece.dtype == tensor.dtype, (piece.shape, wanted, piece.dtype)
         yield piece
-
-
-def finite(piece: Tensor) -> bool:
-    """Whether all numbers of a piece are finite; makes no copy of it, and takes a quarter of its checksum's time."""
-    if piece.dtype not in FLOATS or not piece.numel():
-        return True
-    return all(bool(end.isfinite()) for end in torch.aminmax(piece))
 
 
 def write_file(path: Path, data: bytes) -> Written:

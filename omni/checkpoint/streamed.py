@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from omni.checkpoint import codec_weights
+from omni.checkpoint.bounds import check_header
 from omni.checkpoint.folder import CODEC, CONFIG, TOKENIZER, WEIGHTS, listed_files, read_config, stored_extra
 from omni.checkpoint.foreign import Foreign, Watch, check_tokenizer, match
 from omni.checkpoint.safe import Written, beside, copy_file, read_json, read_safetensors, write_file, write_safetensors
@@ -41,6 +42,7 @@ def read(path: Path) -> Foreign:
         if size != wanted:
             what = "missing" if size is None else f"{size} bytes long instead of {wanted}"
             raise UserError(f"{path / name} is {what}; fetch or save the folder again")
+    check_header(config, path / WEIGHTS)
     shapes = model_shapes(config)
     tensors = match(read_safetensors(path / WEIGHTS), {name: name for name in shapes}, shapes, path / WEIGHTS)
     tokenizer = Tokenizer.from_file(path / TOKENIZER)

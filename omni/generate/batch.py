@@ -16,10 +16,10 @@ from omni.audio.codec import AudioCodec
 from omni.errors import UserError
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill
-from omni.generate.question import Asked, encode_questions
+from omni.generate.question import NOT_HEARD, Asked, encode_questions, is_finite
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
-from omni.generate.rows import Row, Start
+from omni.generate.rows import Row, Start, Written
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
 from omni.hardware import synchronize
@@ -120,7 +120,10 @@ class Batch:
         features = self._encode(asked, acting)
         synchronize(self.model.device)
         encoded = clock.seconds
-        packed = pack(layout, prompts, [f for f in features if f is not None])
+        heard = [is_finite(f) for f in features]
+        packed = pack(
+            layout, prompts, [f if h else torch.zeros_like(f) for f, h in zip(features, heard, strict=True) if f is not None]
+        )
         runner.cache.reset()
         with using(choice_of(self.model, acting, self.model.device)):
             hidden = prefill(self.model, runner.cache, range(len(asked)), packed, runner.chunk)
@@ -131,17 +134,19 @@ class Batch:
         synchronize(self.model.device)
         filled = clock.seconds
         members = {}
-        for row, a in zip(runner.begin(0, hidden, starts), asked, strict=True):
+        for row, a, whole in zip(runner.begin(0, hidden, starts), asked, heard, strict=True):
             frames, columns = self._limits(a)
             stop = self.options.stops
             reply = Reply(layout, a.task, self.tokenizer, None, max_frames=frames, max_columns=columns, stop=stop)
+            if not whole:
+                reply.fail(NOT_HEARD)
             members[row] = _Member(reply, [])
         everyone = list(members.values())
         while members:
             flush = any(row.position >= runner.length for row in members)
             for row, written in runner.results(flush):
-                if row in members:
-                    members[row].events += members[row].reply.write(written)
+                if row in members and members[row].reply.reason is None:
+                    self._take_in(members[row], written)
             for row in [row for row in members if self._ended(row, members[row].reply, runner)]:
                 steps = len(members[row].reply.columns)
                 members[row].timings = Timings(encode=encoded, prefill=filled, total=clock.seconds, steps=steps)
@@ -153,6 +158,14 @@ class Batch:
         return [self._answer(member) for member in everyone]
 
     @staticmethod
+    def _take_in(member: _Member, written: Written) -> None:
+        """What goes wrong in one answer is told with it: its neighbours know nothing of it."""
+        try:
+            member.events += member.reply.write(written)
+        except Exception as error:
+            member.reply.fail(f"the answer's text cannot be decoded ({error}); is it the model's own tokenizer?")
+
+    @staticmethod
     def _ended(row: Row, reply: Reply, runner: Runner) -> bool:
         if reply.reason is None and row.position >= runner.length:
             reply.reason = "cache"
@@ -160,11 +173,15 @@ class Batch:
 
     def _answer(self, member: _Member) -> Answer:
         reply, codec = member.reply, self.codec
-        text = "".join(e.text for e in [*member.events, *reply.finish()] if isinstance(e, TextDelta))
+        last = reply.finish() if reply.error is None else []
+        text = "".join(e.text for e in [*member.events, *last] if isinstance(e, TextDelta))
         codes = reply.codes()
         sound: Tensor | None = None
         if self.sound and codec is not None and codes is not None:
-            sound = codec.decode(codes).cpu() if codes.shape[1] else torch.zeros(0)
+            try:
+                sound = codec.decode(codes).cpu() if codes.shape[1] else torch.zeros(0)
+            except Exception as error:
+                reply.fail(f"codec {codec.name} cannot decode the answer ({error}); ask with sound=False for its codes")
         assert member.timings is not None and reply.reason is not None
         audio = len(sound) / codec.sample_rate if codec is not None and sound is not None else 0.0
         return Answer(
@@ -175,4 +192,5 @@ class Batch:
             codes=codes,
             timings=replace(member.timings, audio=audio),
             ended=reply.reason,
+            error=reply.error,
         )

@@ -5,6 +5,7 @@ Dimensions: S samples, N features of a clip after the adapter, W width.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,15 @@ from omni.errors import SoundWarning, UserError
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_task, prompt
 from omni.text import Tokenizer
+
+LOUDEST = 100.0
+"""Largest sample that is taken for sound. Full scale is 1; sound counted in integers (32768) is far beyond, by mistake."""
+
+NOT_HEARD = (
+    "the encoder makes features of the question that are not finite numbers: leave out the adapter or the edit that acts on "
+    "it, load the model in float32, or fetch the weights again"
+)
+"""Why a question is refused although its sound is right."""
 
 Question = AudioSource | Tensor | np.ndarray | Sequence[Any] | Mapping[str, Any]
 """What can be asked: a text where the task asks in writing; where it asks by speech,
@@ -77,7 +87,7 @@ def read_question(
         sample_rate: of samples that come without their own, in Hz.
 
     Raises:
-        UserError: the question is not of the task's kind, empty, too long, not finite, or the file cannot be read.
+        UserError: the question is not of the task's kind, empty, too long, not finite or beyond `LOUDEST`, or its file cannot be read.
     """
     task = find_task(task)
     if task.question == "text":
@@ -99,6 +109,7 @@ def read_question(
     elif isinstance(sound, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(sound, "read"):
         name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
         clip = read_audio(sound, SAMPLE_RATE, max_seconds=min(MAX_SECONDS, longest(model.config)))
+        check_level(clip)
     else:
         raise UserError(
             f"task {task.name} asks by speech, but the question is {_kind(sound)}; give a tensor [S] or a sound file"
@@ -134,6 +145,23 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     return [None if a.clip is None else next(heard) for a in asked]
 
 
+def check_level(clip: Tensor) -> None:
+    """Refuse sound with samples that are not finite, or beyond `LOUDEST` (UserError)."""
+    loudest = float(torch.stack(torch.aminmax(clip)).abs().max()) if len(clip) else 0.0
+    if not math.isfinite(loudest):
+        raise UserError("the question holds samples that are not finite numbers; was it divided by a zero level?")
+    if loudest > LOUDEST:
+        raise UserError(
+            f"the question has a sample of {loudest:.4g}, but sound lies between -1 and 1 (at most {LOUDEST:g} is taken); "
+            "divide it by its full scale, which is 32768 for samples of 16 bits"
+        )
+
+
+def is_finite(features: Tensor | None) -> bool:
+    """Whether a question's features are all finite numbers; waits for the device."""
+    return features is None or bool(features.isfinite().all())
+
+
 def _waveform(question: Any, sample_rate: Any, config: ModelConfig) -> Tensor:
     rate, samples = whole_rate(sample_rate), as_waveform(question)
     if len(samples) / rate > longest(config):  # before a rate of 1 Hz makes sixteen thousand samples of each
@@ -141,8 +169,7 @@ def _waveform(question: Any, sample_rate: Any, config: ModelConfig) -> Tensor:
             f"the question lasts {len(samples) / rate:.1f} s at {rate} Hz, and at most {longest(config):g} s are heard; cut it "
             "into pieces, or correct the sample rate"
         )
-    if not bool(torch.isfinite(samples).all()):
-        raise UserError("the question holds samples that are not finite numbers; was it divided by a zero level?")
+    check_level(samples)  # before resampling, which adds samples up
     return resample(samples, rate, SAMPLE_RATE, name="the question")
 
 

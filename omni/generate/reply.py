@@ -18,6 +18,12 @@ from omni.layout import Layout
 from omni.tasks import Task
 from omni.text import Tokenizer
 
+NOT_FINITE = (
+    "the model's logits are not finite numbers at time step {} of this answer, so it was dropped: leave out the adapter or the "
+    "edit that acts on it, load the model in float32, or fetch the weights again"
+)
+"""What is said of an answer that broke there."""
+
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What decoding gives for the first bytes of a character whose last are still to come."""
 
@@ -73,6 +79,7 @@ class Reply:
         frames: finished frames, A codes each.
         text: the text written; `text.ids` are its tokens.
         reason: why the answer ended, None while it goes on.
+        error: what broke it, where the reason is `error`.
     """
 
     def __init__(
@@ -93,12 +100,16 @@ class Reply:
         self.text = TextStream(tokenizer)
         self.reason: Reason | None = None
         self._stop = StopText(stop)
+        self.error: str | None = None
         self._sound = codec.stream() if codec is not None and task.audio else None
 
     def write(self, written: Written) -> list[TextDelta | AudioChunk]:
         """Take what a step wrote; the text and the sound that became known with it."""
         events: list[TextDelta | AudioChunk] = []
         if self.reason is not None:  # a step that was under way when the answer ended
+            return events
+        if written.broken:
+            self.fail(NOT_FINITE.format(len(self.columns)))
             return events
         self.columns.append(written.column)
         if written.text is not None:
@@ -117,6 +128,10 @@ class Reply:
         elif full or len(self.columns) >= self.max_columns:
             self.reason = "length"
         return events
+
+    def fail(self, error: str) -> None:
+        """The answer is broken; it ends here."""
+        self.reason, self.error = "error", error
 
     def finish(self) -> list[TextDelta | AudioChunk]:
         """Text and sound that were held back for what might have followed."""

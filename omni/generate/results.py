@@ -13,9 +13,9 @@ from torch import Tensor
 from omni.audio.wav import write_audio
 from omni.errors import UserError
 
-Reason = Literal["end", "stop", "length", "cache", "cancelled"]
-"""Why an answer ended: the model ended it, a stop string was written, a limit was reached, the cache is full, or it was
-cancelled."""
+Reason = Literal["end", "stop", "length", "cache", "cancelled", "error"]
+"""Why an answer ended: the model ended it, a stop string was written, a limit was reached, the cache is full, it was
+cancelled, or it broke."""
 
 LINE = 120
 """Most characters of a `repr`."""
@@ -93,10 +93,16 @@ class AudioChunk:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last event of an answer."""
+    """The last event of an answer.
+
+    Attributes:
+        error: what happened and what to do, where the reason is `error`; what was handed over before is no answer then, and
+            the conversation goes on as if the question had not been asked.
+    """
 
     reason: Reason
     timings: Timings
+    error: str | None = None
 
 
 Event = TextDelta | AudioChunk | Ended
@@ -113,6 +119,7 @@ class Answer:
         tokens: ids of the text.
         codes: the frames, [A, F]; None where the task does not speak.
         ended: why it ended.
+        error: what happened and what to do, where that is `error`; the other fields hold what was made before.
     """
 
     text: str
@@ -122,6 +129,7 @@ class Answer:
     codes: Tensor | None
     timings: Timings
     ended: Reason
+    error: str | None = None
 
     def __repr__(self) -> str:
         sound = "None" if self.audio is None else f"{len(self.audio) / self.sample_rate:.2f} s at {self.sample_rate} Hz"

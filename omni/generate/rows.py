@@ -57,9 +57,11 @@ class Row:
 
 
 class Written(NamedTuple):
-    """What one step wrote on one row: the column that is fed next, a finished frame, a text token, and whether that was all."""
+    """What one step wrote on one row: the column that is fed next, a finished frame, a text token, whether that was all, and
+    whether it means nothing, because logits that it was drawn from are not finite."""
 
     column: tuple[int, ...]
     frame: list[int] | None
     text: int | None
     done: bool
+    broken: bool = False

@@ -22,6 +22,7 @@ class Running:
 
     Attributes:
         exchange: the question.
+        before: the conversation before it was asked.
         columns, keys: the whole conversation up to the end of the question.
         reply: what has been written.
         key: of the random draws.
@@ -33,6 +34,7 @@ class Running:
     """
 
     exchange: Exchange
+    before: list[Exchange]
     columns: Columns
     keys: list[Key]
     reply: Reply

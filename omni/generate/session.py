@@ -2,7 +2,8 @@
 
 The history holds only what was delivered: an answer that was cancelled, or interrupted while it played, is
 kept as the offline layout of the text and the frames that reached the listener. The last column of an answer,
-and whatever the cache does not hold as the history has it, is fed together with the next question.
+and whatever the cache does not hold as the history has it, is fed together with the next question. Of an answer
+that broke (logits that are not finite) nothing is kept: the session goes on as if it had not been asked.
 
 Text assist (mini-omni's batch-parallel decoding, gpt-omni/mini-omni @ 26c31d5 `litgpt/generate/base.py`) is a
 coupling of two rows: row 0 speaks, and its text input is the text of row 1, which was asked for text only and
@@ -28,7 +29,15 @@ from omni.generate.history import Exchange, Key, common_prefix, lay_out, written
 from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
-from omni.generate.question import SAMPLE_RATE, Question, encode_questions, read_question, read_system
+from omni.generate.question import (
+    NOT_HEARD,
+    SAMPLE_RATE,
+    Question,
+    encode_questions,
+    is_finite,
+    read_question,
+    read_system,
+)
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
@@ -103,8 +112,9 @@ class Session:
             seed: of this answer's draws; by default made of the session's seed and the turn's number.
 
         Raises:
-            UserError: a bad question, no room left in the cache (see `Options.overflow`), another answer being
-                made in another thread, an adapter that was removed or merged meanwhile, or a closed session.
+            UserError: a bad question, features of it that are not finite, no room left in the cache (see
+                `Options.overflow`), another answer being made in another thread, an adapter that was removed or
+                merged meanwhile, or a closed session.
         """
         clock = Clock()
         self._open()
@@ -115,6 +125,8 @@ class Session:
             (features,) = encode_questions(self.model, [asked])
         synchronize(self.model.device)
         encoded = clock.seconds
+        if not is_finite(features):
+            raise UserError(NOT_HEARD)
         layout = self.model.layout
         frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
         stop = self.options.stops
@@ -123,11 +135,11 @@ class Session:
             runner = self._open()
             self._settle(self._last)  # once more: another thread may have asked meanwhile
             clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
-            exchange = Exchange(asked.turn, features, self._asked, clip)
+            before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
             columns, keys = self._lay_out(exchange, runner.length)
             key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
             self._asked += 1
-            running = self._last = Running(exchange, columns, keys, reply, self.codec, clock, key, encode=encoded)
+            running = self._last = Running(exchange, before, columns, keys, reply, self.codec, clock, key, encode=encoded)
             running.hold()
         return self._events(running, runner)
 
@@ -139,7 +151,7 @@ class Session:
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
     ) -> Answer:
-        """Ask, and wait for the whole answer."""
+        """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
         text, sound = [], [torch.zeros(0)]
         ended = Ended("cancelled", Timings())
         for event in self.ask(question, task, sample_rate=sample_rate, seed=seed):
@@ -149,7 +161,8 @@ class Session:
                 sound.append(event.samples)
             else:
                 ended = event
-        turn, codec = self.turns[-1], self.codec
+        last, codec = self._last, self.codec
+        turn = last.delivered().turn if ended.reason == "error" and last is not None else self.turns[-1]
         return Answer(
             text="".join(text),
             audio=torch.cat(sound) if codec is not None and turn.codes is not None else None,
@@ -158,6 +171,7 @@ class Session:
             codes=turn.codes,
             timings=ended.timings,
             ended=ended.reason,
+            error=ended.error,
         )
 
     def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
@@ -184,7 +198,7 @@ class Session:
             last.interrupt(played_seconds, shown_characters)
             if not last.settled:
                 last.cancelled = True
-            elif self._past:
+            elif self._past and last.reply.error is None:
                 self._past[-1] = last.delivered()
 
     @property
@@ -259,17 +273,19 @@ class Session:
                 if reply.reason is None and not room:
                     reply.reason = "cache"
                 if reply.reason is not None:
-                    for event in reply.finish():
+                    for event in reply.finish() if reply.error is None else []:
                         yield from self._hand_over(running, event)
                     break
                 runner.step()
-            reason: Reason = "cancelled" if running.cancelled or reply.reason is None else reply.reason
+            reason: Reason = reply.reason or "cancelled"
+            if running.cancelled and reply.error is None:
+                reason = "cancelled"
         finally:
             self._pause(running)
             self._settle(running)
             if self._closing:  # it was closed from within
                 self.close()
-        yield Ended(reason, running.timings())
+        yield Ended(reason, running.timings(), reply.error)
 
     def _begin(self, running: Running, runner: Runner) -> None:
         """Bring the cache to the end of the question and write the answer's first column."""
@@ -374,7 +390,10 @@ class Session:
                 runner.leave(row)
             running.rows = []
             runner.results(flush=True)
-            self._past.append(running.delivered())
+            if running.reply.error is None:
+                self._past.append(running.delivered())
+            else:
+                self._past, self._asked, self._fed = running.before, running.exchange.number, []
 
     def _lay_out(self, exchange: Exchange, length: int) -> tuple[Columns, list[Key]]:
         """The conversation's columns with the new question, after forgetting what finds no room."""

@@ -124,7 +124,7 @@ class Runner:
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
         self._cursor.done.fill_(True)
         self._sampler = Sampler(self.layout, rows, device)
-        self._packed = torch.zeros(rows, k + a + 6, dtype=torch.long, device=device)
+        self._packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
         self._pad = self.layout.ids("pad").to(device)
         self._pending: deque[_Record] = deque()
         self._hosts: list[Tensor] = []  # pinned buffers that wait for a record
@@ -226,6 +226,7 @@ class Runner:
         if not live:
             return
         plan = self._plan(0, max(row.slot for row in live) + 1)
+        self._view(plan).clean(plan.visible or None)
         if self._graph:
             if plan not in self._graphs:
                 self._graphs[plan] = self._capture(plan)
@@ -248,10 +249,10 @@ class Runner:
             for row, values in zip(record.rows, record.host[: len(record.rows)].tolist(), strict=True):
                 if row is None or row.done or not row.live:
                     continue
-                has_frame, text, has_text, done, needs_text, needs_audio = values[k + a :]
+                has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a :]
                 row.done, row.needs_text, row.needs_audio = bool(done), bool(needs_text), bool(needs_audio)
                 frame = values[k : k + a] if has_frame else None
-                out.append((row, Written(tuple(values[:k]), frame, text if has_text else None, row.done)))
+                out.append((row, Written(tuple(values[:k]), frame, text if has_text else None, row.done, bool(broken))))
         return out
 
     def _plan(self, first: int, stop: int) -> _Plan:
@@ -279,17 +280,20 @@ class Runner:
         return min(-(-positions // 64) * 64, self.length)
 
     def _forward(self, plan: _Plan) -> None:
-        rows = slice(plan.first, plan.stop)
-        view = self._views.get((plan.first, plan.stop))
-        if view is None:
-            view = self.cache.select(range(plan.first, plan.stop))
-            self._views[plan.first, plan.stop] = view
+        rows, view = slice(plan.first, plan.stop), self._view(plan)
         view.limit(plan.visible or None)
         column, position = self._column[rows, :, None], self._position[rows, None]
         decode = self.model if plan.acting or plan.everywhere else self._decode  # what is compiled knows of none
         with using(self._choice(plan, plan.first, plan.stop)):
             hidden = decode(column, input_pos=position, cache=view)
         self._write(plan, hidden)
+
+    def _view(self, plan: _Plan) -> KVCache:
+        """The rows of a step in the cache."""
+        rows = plan.first, plan.stop
+        if rows not in self._views:
+            self._views[rows] = self.cache.select(range(*rows))
+        return self._views[rows]
 
     def _choice(self, plan: _Plan, first: int, stop: int) -> Choice | None:
         """What acts on some slots."""
@@ -302,20 +306,24 @@ class Runner:
         rows = slice(plan.first, plan.stop)
         cursor, decoder, a = self._cursor.select(rows), self.model.decoder, self.layout.n_audio
         sampled = self._pad.repeat(plan.stop - plan.first, 1)
+        broken = torch.zeros_like(cursor.done)
         if plan.audio:
             own, here = slice(*plan.audio), slice(plan.audio[0] - plan.first, plan.audio[1] - plan.first)
             with using(self._choice(plan, *plan.audio)):
                 logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             sampled[here, :a] = self._sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
+            broken[here] |= cursor.needs_audio[here] & broken_rows(hidden.audio[here], logits)
         if plan.text:
             own, here = slice(*plan.text), slice(plan.text[0] - plan.first, plan.text[1] - plan.first)
             with using(self._choice(plan, *plan.text)):
                 logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             text = self._sampler.text(logits, own, cursor.step[here], plan.text_mode)
+            odd = broken_rows(hidden.text[here], logits)
             if plan.coupled:
-                sampled[:, a] = text[(self._partner[rows] - own.start).clamp(0, len(text) - 1)]
-            else:
-                sampled[:, a] = text
+                writer = (self._partner[rows] - own.start).clamp(0, len(text) - 1)
+                text, odd = text[writer], odd[writer]
+            sampled[:, a] = text
+            broken |= cursor.needs_text & odd
         after, push = cursor.push(sampled)
         for name in ("step", "text_ended", "audio_end", "history", "done"):
             getattr(cursor, name).copy_(getattr(after, name))
@@ -324,7 +332,7 @@ class Runner:
             self._sampler.remember(push.column, rows)
         position = self._position[rows]
         position.copy_(torch.where(after.done, -1, position + 1))
-        flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio)
+        flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio, broken)
         self._packed[rows] = torch.cat([push.column, push.frame, *(f[:, None] for f in flags)], dim=1)
 
     def _record(self, plan: _Plan) -> None:
@@ -363,6 +371,13 @@ class Runner:
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
         return graph
+
+
+def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
+    """Rows [B] whose logits [B, V] are not all finite numbers, or whose hidden state [B, 1, W] is zero throughout: its norm was
+    infinite. Takes a seventh of the time of an argmax, and makes no copy."""
+    finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
+    return ~finite | (hidden[:, -1] == 0).all(-1)
 
 
 def _all_names(several: Sequence[Acting]) -> list[str]:

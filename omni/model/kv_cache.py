@@ -47,6 +47,9 @@ class KVCache:
     A position of -1 in `input_pos` marks padding or an inactive row: it is written to a spare slot that no mask shows.
     With a sliding window the slots form a ring of `window + chunk - 1`, where `chunk` is the longest piece fed at once.
 
+    A mask alone hides no NaN (0 * NaN is NaN). So a slot that was forgotten is zeroed before it is looked at again, whatever it
+    holds by then: `_clean` counts, on the host, the first slots of each row that were written or zeroed since.
+
     Args:
         layers, rows, heads, head_dim: shape of the cache (`heads` are key/value heads).
         length: positions a row can hold; with a window the positions are unbounded.
@@ -75,6 +78,9 @@ class KVCache:
         self.keys = torch.zeros(layers, rows, self.slots + 1, heads, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.positions = torch.full((rows, self.slots + 1), -1, dtype=torch.long, device=device)
+        self._memory = (self.keys, self.values)  # of all rows, in views too
+        self._clean = [self.slots] * rows
+        self._numbers: Sequence[int] = range(rows)  # the rows of this view among all
         self._visible = self.slots
         self._rows: Tensor | None = None
         self._writes: Tensor | None = None
@@ -92,6 +98,7 @@ class KVCache:
         view = object.__new__(KVCache)
         view.__dict__.update(self.__dict__)
         first, count = rows[0], len(rows)
+        view._numbers = [self._numbers[row] for row in rows]
         if self._rows is None and list(rows) == list(range(first, first + count)):
             view.keys = self.keys[:, first : first + count]
             view.values = self.values[:, first : first + count]
@@ -113,10 +120,19 @@ class KVCache:
         """Forget what the rows (all by default) hold."""
         index = slice(None) if rows is None else torch.tensor(list(rows), device=self.keys.device)
         self.positions[index] = -1
+        for row in range(self.rows) if rows is None else rows:
+            self._clean[self._numbers[row]] = 0
 
     def rewind(self, row: int, length: int) -> None:
         """Keep positions below `length` of one row and forget the rest."""
         held = self.positions[row]
+        if self.ring:
+            gone = (held >= length).nonzero().flatten()
+            self.keys[:, row, gone] = 0
+            self.values[:, row, gone] = 0
+        else:
+            number = self._numbers[row]
+            self._clean[number] = min(self._clean[number], length)
         held[held >= length] = -1
 
     def copy_row(self, source: int, target: int, length: int | None = None) -> None:
@@ -125,6 +141,21 @@ class KVCache:
         self.keys[:, target, used] = self.keys[:, source, used]
         self.values[:, target, used] = self.values[:, source, used]
         self.positions[target] = self.positions[source]
+        clean = self._clean[self._numbers[source]]
+        self._clean[self._numbers[target]] = clean if used.stop is None else min(clean, used.stop)
+
+    def clean(self, positions: int | None = None) -> None:
+        """Zero what these rows forgot of the slots that are looked at (of the first `positions`, where that is given).
+
+        `attend_to` does it too; a step that runs compiled or as a captured graph needs it done before.
+        """
+        high = self._visible if positions is None or self.ring else min(positions, self.slots)
+        for number in self._numbers:
+            low = self._clean[number]
+            if low < high:
+                for memory in self._memory:
+                    memory[:, number, low:high].zero_()
+                self._clean[number] = high
 
     def attend_to(self, input_pos: Tensor) -> Tensor:
         if input_pos.ndim != 2 or input_pos.shape[0] != self.rows:
@@ -135,6 +166,8 @@ class KVCache:
         free = input_pos.device.type == "cpu" and not torch.compiler.is_compiling()  # looking costs no waiting
         if free and not self.ring and int(input_pos.max()) >= self.slots:
             raise UserError(f"position {int(input_pos.max())} does not fit a cache of length {self.slots}; make it longer")
+        if not torch.compiler.is_compiling():
+            self.clean()
         slot = input_pos % self.slots if self.ring else input_pos
         slot = torch.where(input_pos >= 0, slot, self.slots)
         rows = torch.arange(self.rows, device=input_pos.device) if self._rows is None else self._rows

@@ -240,6 +240,8 @@ def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}.{key} is {value!r}; it must be a {'whole ' if whole else ''}number")
         if not abs(value) <= sys.float_info.max:
             raise UserError(f"{where}.{key} is {value}; it must be a finite number")
+        if whole and value > 1000:
+            raise UserError(f"{where}.{key} is {value}; it must be at most 1000")
         if not value >= (1 if whole else 0) or (not whole and value == 0 and key != "keep"):
             raise UserError(f"{where}.{key} is {value}; it must be {'at least 1' if whole else 'above 0'}")
     experts = int(settings.get("experts", 2))

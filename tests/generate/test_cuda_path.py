@@ -14,7 +14,7 @@ from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner
 from omni.layout import Layout
-from tests.generate.conftest import make_lm, tone
+from tests.generate.conftest import LAYOUTS, make_lm, tone
 
 TURNS: list[tuple[Any, str]] = [(tone(0.3), "A1A2"), ("and then?", "T1A2"), ("hm", "T1T2"), ("say", "T1A1")]
 SAMPLINGS = [GREEDY, Sampling(1.0, top_k=40, repetition_penalty=1.2)]
@@ -143,6 +143,23 @@ def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner])
         (runner,) = as_if_on_a_gpu
         assert session._last is not None
         assert int(runner._cursor.step[0]) == len(session._last.reply.columns) + 1
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 9}], ids=["full", "window"])
+def test_a_captured_step_sees_nothing_of_a_slot_s_last_holder(shape: dict[str, Any], as_if_on_a_gpu: list[Runner]) -> None:
+    """A graph that is replayed looks at what the host has cleared before; a row that breaks is noticed a step late."""
+    lm = make_lm(LAYOUTS["pad"], **shape)
+    expected = talk(lm, SAMPLINGS[1], True), batch(lm, SAMPLINGS[1])
+    down = lm.model.decoder.blocks[0].mlp.down.weight
+    kept = down.detach().clone()
+    with torch.no_grad():
+        down.fill_(1e30)
+        assert lm.generate("hello", "T1A2", text_assist=True).ended == "error"
+        assert {a.ended for a in lm.generate_batch(["hello"] * 8, "T1A2")} == {"error"}
+        down.copy_(kept)
+    for runner in as_if_on_a_gpu:
+        runner.cache.values.fill_(float("nan"))
+    assert (talk(lm, SAMPLINGS[1], True), batch(lm, SAMPLINGS[1])) == expected
 
 
 def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:

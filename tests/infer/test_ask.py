@@ -24,6 +24,7 @@ from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
+from omni.generate.step import Runner
 from omni.model.lora import LoRAConfig, add_adapter
 from omni.model.lora_weights import base_checksum, weights_of
 from tests.infer.conftest import tiny_model, write_question
@@ -109,7 +110,7 @@ def test_json_is_one_object_per_turn(run, tmp_path):
         assert turn["task"] == "A1A2" and turn["ended"] == "length" and turn["seconds"] == 0.4
         assert turn["first_audio_ms"] > 0 and turn["real_time_factor"] > 0 and turn["underruns"] >= 0
         assert len(samples_of(tmp_path / turn["audio"])) == 2 * 0.4 * 8000
-    keys = "task question text audio seconds first_text_ms first_audio_ms real_time_factor underruns ended warnings"
+    keys = "task question text audio seconds first_text_ms first_audio_ms real_time_factor underruns ended warnings error"
     assert set(turns[0]) == set(keys.split())
 
 
@@ -219,7 +220,7 @@ def test_every_chunk_is_written_before_the_next_is_made(tmp_path, capsys):
     sizes = [file for file, _, _ in seen]
     assert sizes == sorted(set(sizes)) and sizes[0] > 44  # the file grows with every chunk
     assert [out for _, _, out in seen] == [f"word{n} " for n in range(4)]
-    assert ("".join(pieces), ended, figures.sound) == ("word0 word1 word2 word3 ", "end", 4 * 8192 / 8000)
+    assert ("".join(pieces), ended.reason, figures.sound) == ("word0 word1 word2 word3 ", "end", 4 * 8192 / 8000)
     assert read_audio(tmp_path / "a.wav", 8000).tolist() == [n / 8 for n in range(4) for _ in range(8192)]
 
 
@@ -294,6 +295,27 @@ def test_an_error_on_the_way_leaves_nothing(run, tmp_path, monkeypatch):
     assert (done.code, done.err) == (2, "error: the disk is full\n")
     assert [p.name for p in tmp_path.iterdir()] == ["answer.wav"]
     assert (tmp_path / "answer.wav").read_bytes() == b"an older answer"
+
+
+def test_an_answer_that_breaks_is_an_error_and_the_next_is_answered(run, lm, tmp_path, monkeypatch):
+    """Its logits are no numbers at the fifth time step."""
+    real, asked = Runner.results, []
+
+    def results(self, flush=False):
+        found = real(self, flush)
+        asked.extend(written.column for _, written in found)
+        return [(row, written._replace(broken=len(asked) == 5)) for row, written in found]
+
+    monkeypatch.setattr(Runner, "results", results)
+    done = run("ask", "--text", "hello", "again", "--max_seconds", "0.4", "--json")
+    broken, whole = (json.loads(line) for line in done.text.splitlines())
+    assert done.code == 1 and done.err == f"error: {broken['error']}\n" and "not finite numbers at time step 4" in done.err
+    assert (broken["ended"], broken["audio"]) == ("error", None)
+    assert (whole["ended"], whole["error"], whole["seconds"]) == ("length", None, 0.4)
+    assert [p.name for p in tmp_path.iterdir()] == ["answer-2.wav"]
+    asked.clear()
+    done = run("ask", "--text", "hello", "--out", "-")
+    assert done.code == 1 and "error: the model's logits are not finite" in done.err and "first audio" not in done.err
 
 
 def test_a_reader_that_goes_away_is_no_traceback(run, monkeypatch):

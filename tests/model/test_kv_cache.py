@@ -108,6 +108,37 @@ def test_a_copied_row_goes_on_alike(decoder, layout):
 
 
 @torch.no_grad()
+def test_what_a_slot_held_before_is_never_looked_at(decoder, layout):
+    """0 * NaN is NaN: what a mask hides must be gone. Rows side by side and gathered ones; reset, rewound and copied onto."""
+    tokens, other = random_tokens(layout, 1, 9), random_tokens(layout, 1, 5, 3)
+
+    def spoil(cache, which):
+        for memory in (cache.keys, cache.values):
+            memory.masked_fill_(which[None, :, :, None, None], math.nan)
+
+    for rows in ([0], [2], [2, 0]):
+        both, twice = tokens.expand(len(rows), -1, -1), other.expand(len(rows), -1, -1)
+        clean, cache = (make_cache(decoder, 3, 32, chunk=9) for _ in range(2))
+        cache.reset()
+        spoil(cache, torch.ones_like(cache.positions, dtype=torch.bool))
+        expected, got = (run(decoder, both, c.select(rows).limit(9), [7, 2])[0] for c in (clean, cache))
+        assert torch.equal(got, expected)
+        spoil(cache, cache.positions >= 4)
+        for c in (clean, cache):
+            for row in rows:
+                c.rewind(row, 4)
+        pos = torch.arange(4, 9).expand(len(rows), 5)
+        expected, got = (decoder(twice, input_pos=pos, cache=c.select(rows).limit(20)).text for c in (clean, cache))
+        assert torch.equal(got, expected)
+        spoil(cache, (torch.arange(3) == 1)[:, None].expand_as(cache.positions))
+        for c in (clean, cache):
+            c.copy_row(rows[0], 1, 9)
+        pos = torch.full((1, 1), 9)
+        expected, got = (decoder(other[:, :, :1], input_pos=pos, cache=c.select([1])).text for c in (clean, cache))
+        assert torch.equal(got, expected) and torch.isfinite(got).all()
+
+
+@torch.no_grad()
 def test_a_ring_holds_window_and_chunk_only(layout):
     from .conftest import SHAPES, Decoder
 

@@ -1,0 +1,165 @@
+"""What a model folder claims, looked at before memory is taken for it: how deep its JSON is, whether the weights' header has
+the tensors that the configuration asks for, whether a file it lists lies inside of it, and whether its weights are numbers.
+
+A header of safetensors: https://github.com/huggingface/safetensors#format (8 bytes of length, then JSON).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni.config import ModelConfig
+from omni.errors import UserError
+
+DEEPEST = 100
+"""Levels of nested JSON."""
+
+LONGEST = 100_000_000
+"""Bytes of a JSON file, and of a safetensors header (as the reference implementation has it)."""
+
+CONFIG_LONGEST = 16_000_000
+"""Bytes of a `config.json` of ours."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+AGAIN = "fetch or save the folder again"
+
+
+def load_json(path: Path, longest: int = LONGEST) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: it is no JSON, longer than `longest` bytes, or nested more than `DEEPEST` deep.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    if size > longest:
+        raise ValueError(f"it has {size} bytes, and at most {longest} are read")
+    deep = ValueError(f"it is nested more than {DEEPEST} deep")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise deep from None
+    level = [data]
+    for _ in range(DEEPEST + 1):
+        inner = (value.values() if isinstance(value, dict) else value for value in level if isinstance(value, (dict, list)))
+        level = [value for values in inner for value in values]
+        if not level:
+            return data
+    raise deep
+
+
+def check_header(config: ModelConfig, path: Path) -> None:
+    """Compare what makes a model large with the shapes in the header of its weights, in milliseconds and without building it.
+
+    Raises:
+        UserError: the header cannot be read, or has other layers, tables or widths than the configuration.
+    """
+    shapes = _header(path, most=1_000_000 + 16_000 * _layers(config))
+    for prefix, count in _stacks(config).items():
+        found = {name.removeprefix(prefix).partition(".")[0] for name in shapes if name.startswith(prefix)}
+        if len(found) != count:
+            raise UserError(
+                f"{path}: the configuration asks for {count} layers {prefix}*, the weights have {len(found)}; they belong to "
+                "another configuration"
+            )
+    for name, wanted in _key_shapes(config).items():
+        if name in shapes and shapes[name] != wanted:  # what is missing is named when all tensors are compared
+            raise UserError(
+                f"{path}: tensor {name} has shape {shapes[name]}, the configuration asks for {wanted}; the weights belong to "
+                "another configuration"
+            )
+
+
+def _stacks(config: ModelConfig) -> dict[str, int]:
+    decoder, encoder = config.decoder, config.encoder
+    return {
+        "decoder.blocks.": decoder.layers,
+        "decoder.post_blocks.": decoder.post_layers,
+        "encoder.whisper.blocks.": encoder.layers,
+    }
+
+
+def _layers(config: ModelConfig) -> int:
+    return sum(_stacks(config).values())
+
+
+def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
+    """Shapes in which every size of decoder, encoder and layout takes part."""
+    d, e, layout = config.decoder, config.encoder, config.layout
+    first = "decoder.blocks.0"
+    return {
+        "decoder.text_embedding.weight": [layout.text.vocabulary, d.width],
+        "decoder.audio_embedding.weight": [sum(s.vocabulary for s in layout.audio), d.width],
+        f"{first}.attention.q.weight": [d.heads * d.head_size, d.width],
+        f"{first}.attention.k.weight": [d.kv_heads * d.head_size, d.width],
+        f"{first}.mlp.up.weight": [d.mlp_width, d.width],
+        "encoder.whisper.positional_embedding": [e.positions, e.width],
+        "encoder.whisper.conv1.weight": [e.width, e.n_mels, 3],
+    }
+
+
+def _header(path: Path, most: int) -> dict[str, list[int]]:
+    """Names and shapes of the tensors of a safetensors file whose header has at most so many bytes."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {AGAIN}")
+    with path.open("rb") as handle:
+        start = handle.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if most < length <= path.stat().st_size - 8:
+            raise UserError(
+                f"{path}: its header of {length} bytes lists far more tensors than the configuration asks for; the weights "
+                "belong to another configuration"
+            )
+        data = handle.read(min(length, most))
+    try:
+        header: Mapping[str, Any] = json.loads(data)
+        shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = "its header is nested too deep" if isinstance(error, RecursionError) else f"no header: {error}"
+        raise UserError(f"weights {path} cannot be read ({reason}); {AGAIN}") from error
+    return shapes
+
+
+def check_inside(folder: Path, name: str, where: Path) -> None:
+    """Refuse the name of a file that is not below the folder, links followed (UserError). A snapshot in a Hugging Face cache
+    links its files to the `blobs` beside the snapshots; those belong to it."""
+    out = UserError(f"{where}: files: {name!r:.100} lies outside of the folder; {AGAIN}")
+    if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise out
+    try:
+        home, place = folder.resolve(), (folder / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{where}: files: {name!r:.100} cannot be followed ({error}); {AGAIN}") from error
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(place.is_relative_to(one) for one in homes):
+        raise out
+
+
+def finite(piece: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite; makes no copy of it, and takes a quarter to a half of its checksum's time."""
+    if piece.dtype not in FLOATS or not piece.numel():
+        return True
+    return all(bool(end.isfinite()) for end in torch.aminmax(piece))
+
+
+def check_finite(model: nn.Module, where: Path, dtype: torch.dtype | None) -> None:
+    """Refuse a model with weights that are not finite numbers (UserError naming the first tensor).
+
+    Args:
+        dtype: what the weights were converted to, None where they were not.
+    """
+    for name, tensor in model.state_dict().items():
+        if not finite(tensor):
+            way = f"load it in another type than {dtype}, or " if dtype is not None else ""
+            raise UserError(
+                f"{where}: tensor {name} holds numbers that are not finite, so the model can answer nothing; {way}take the "
+                "weights of an earlier step, or fetch them again"
+            )

@@ -1,0 +1,232 @@
+"""Folders that claim too much are refused before anything is made of them, and what they list is listed and lies inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.audio.encoder_config import EncoderConfig
+from omni.checkpoint import bounds, streamed
+from omni.checkpoint import folder as module
+from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS, load_folder, read_config, save_folder
+from omni.checkpoint.safe import read_json, read_safetensors
+from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+
+CONFIGURATION = ModelConfig(
+    Layout.preset("codec2"),
+    EncoderConfig(width=16, heads=2, layers=2, window_seconds=2.0),
+    AdapterConfig("ltb"),
+    DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, post_layers=1),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("made") / "model"
+    torch.manual_seed(0)
+    save_folder(place, CONFIGURATION, SpeechModel(CONFIGURATION).state_dict(), Tokenizer.bytes())
+    return place
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "model")
+
+
+def edit(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((place / CONFIG).read_text())
+    change(config)
+    (place / CONFIG).write_text(json.dumps(config))
+
+
+def forge(place: Path, data: bytes) -> None:
+    """Put other weights into a folder, with a size and checksum that fit."""
+    (place / WEIGHTS).write_bytes(data)
+    stamp = {"bytes": len(data), "crc32": module._crc32(place / WEIGHTS)}
+    edit(place, lambda c: c["files"].update({WEIGHTS: stamp}))
+
+
+def refused(place: Path, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both readers, and before a model is built or the weights are read."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("that was too late")
+
+    for what in ("load_file", "_crc32"):
+        monkeypatch.setattr(module, what, never)
+    monkeypatch.setattr(SpeechModel, "__init__", never)
+    monkeypatch.setattr(streamed, "read_safetensors", never)
+    for read in (load_folder, streamed.read):
+        with pytest.raises(UserError, match=says):
+            read(place)
+
+
+@pytest.mark.parametrize(
+    "section, change, says",
+    [
+        ("decoder", {"layers": 10**6}, "decoder.layers is 1000000; it must be at most 1000"),
+        ("decoder", {"layers": 1000}, r"asks for 1000 layers decoder.blocks.\*, the weights have 2"),
+        ("decoder", {"layers": 1}, r"asks for 1 layers decoder.blocks.\*, the weights have 2"),
+        ("decoder", {"post_layers": 900}, r"asks for 900 layers decoder.post_blocks.\*, the weights have 1"),
+        ("decoder", {"width": 4096}, r"embedding.weight has shape \[264, 32\], the configuration asks for \[264, 4096\]"),
+        ("decoder", {"heads": 4096, "head_dim": 256}, r"q.weight has shape \[32, 32\].* \[1048576, 32\]"),
+        ("decoder", {"mlp_width": 1 << 24}, r"up.weight has shape \[48, 32\].* \[16777216, 32\]"),
+        ("encoder", {"layers": 10**6}, "encoder.layers=1000000"),
+        ("encoder", {"layers": 999}, r"asks for 999 layers encoder.whisper.blocks.\*, the weights have 2"),
+        ("encoder", {"window_seconds": 3000}, r"positional_embedding has shape \[100, 16\].* \[150000, 16\]"),
+        ("encoder", {"window_seconds": 1e12}, "a window lasts at most 3600 s"),
+        ("adapter", {"settings": {"layers": 10**6}}, "adapter.settings.layers is 1000000; it must be at most 1000"),
+    ],
+)  # fmt: skip
+def test_more_than_the_weights_hold_is_refused_at_once(
+    place: Path, section: str, change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(place, lambda c: c["model"][section].update(change))
+    refused(place, says, monkeypatch)
+
+
+def test_streams_and_delays_have_bounds(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(place, lambda c: c["model"]["layout"].update(streams=c["model"]["layout"]["streams"] * 2000))
+    refused(place, "layout.streams has 10000 entries; it must have at most 256", monkeypatch)
+    with pytest.raises(UserError, match="there are 257 streams; at most 256"):
+        Layout.build([8] * 256, 8)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"delay": 10**9}, "delay 1000000000 of a audio stream is beyond 10000"),
+        ({"delay": 2048}, "a stream's delay is 2048, but decoder.context is 2048; it must be less"),
+        ({"size": 1 << 40}, "has size 1099511627776, .* each must be at most 268435456"),
+        ({"size": 1 << 20}, r"audio_embedding.weight has shape \[1136, 32\], the configuration asks for \[\d{7}, 32\]"),
+        ({"specials": 10**12}, "specials 1000000000000 and rows 0; each must be at most"),
+    ],
+)
+def test_a_stream_of_impossible_size_is_refused(
+    place: Path, change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(place, lambda c: c["model"]["layout"]["streams"][0].update(change))
+    refused(place, says, monkeypatch)
+
+
+@pytest.mark.parametrize("nested", ["[", '{"a": '])
+@pytest.mark.parametrize("levels", [101, 900, 200_000])
+def test_a_deep_configuration_is_one_clear_error(place: Path, nested: str, levels: int) -> None:
+    end = {"[": "]", '{"a": ': "}"}[nested]
+    inner = nested * levels + ("" if nested == "[" else "1") + end * levels
+    text = (place / CONFIG).read_text().replace('"extra": {}', f'"extra": {{"x": {inner}}}')
+    (place / CONFIG).write_text(text)
+    for read in (load_folder, read_config, streamed.read, lambda folder: read_json(folder / CONFIG)):
+        with pytest.raises(UserError, match="is nested more than 100 deep"):
+            read(place)  # type: ignore[operator]
+
+
+def test_a_configuration_without_end_is_not_read(place: Path) -> None:
+    with (place / CONFIG).open("a") as file:
+        file.write(" " * bounds.CONFIG_LONGEST)
+    with pytest.raises(UserError, match=r"bytes, and at most 16000000 are read"):
+        load_folder(place)
+
+
+def test_more_tensors_than_a_model_has_are_not_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"empty{i}": entry for i in range(20_000)}).encode()
+    forge(place, struct.pack("<Q", len(header)) + header)
+    with monkeypatch.context() as patch:
+        refused(place, f"its header of {len(header)} bytes lists far more tensors than the configuration asks for", patch)
+
+
+@pytest.mark.parametrize("header", [b"[1]", b'{"a": 1}', b'{"a": {}}', b"[" * 100_000, b'{"a": {"shape": ' + b"[" * 100_000])
+def test_a_header_that_is_none_is_refused(place: Path, header: bytes) -> None:
+    forge(place, struct.pack("<Q", len(header)) + header)
+    for read in (load_folder, streamed.read, lambda folder: read_safetensors(folder / WEIGHTS)):
+        with pytest.raises(UserError, match="cannot be read|broken header|no known|no safetensors|shape"):
+            read(place)  # type: ignore[operator]
+
+
+# --- the list of files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda c: c.update(files={}), "files does not list model.safetensors, whose checksum it must hold"),
+        (lambda c: c.pop("files"), "files does not list model.safetensors"),
+        (lambda c: c["files"].pop(TOKENIZER), "files does not list tokenizer.json"),
+        (lambda c: c["files"].update({"../../etc/passwd": {"bytes": 1, "crc32": 1}}), "'../../etc/passwd' lies outside"),
+        (lambda c: c["files"].update({"/etc/passwd": {"bytes": 1, "crc32": 1}}), "'/etc/passwd' lies outside"),
+        (lambda c: c["files"].update({"out/secret": {"bytes": 1, "crc32": 1}}), "'out/secret' lies outside"),
+        (lambda c: c["files"].update({"a\0b": {"bytes": 1, "crc32": 1}}), "lies outside"),
+        (lambda c: c["files"].update({"": {"bytes": 1, "crc32": 1}}), "lies outside"),
+        (lambda c: c["files"].update({"loop": {"bytes": 1, "crc32": 1}}), "loop"),
+    ],
+)
+def test_files_are_listed_and_lie_inside(place: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
+    (place.parent / "elsewhere").mkdir()
+    (place.parent / "elsewhere" / "secret").write_text("x")
+    (place / "out").symlink_to(place.parent / "elsewhere")
+    (place / "loop").symlink_to("loop")
+    edit(place, change)
+    for read in (load_folder, streamed.read):
+        with pytest.raises(UserError, match=says):
+            read(place)
+
+
+def test_a_snapshot_of_a_cache_links_to_its_blobs(made: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--us--omni" / "snapshots" / "abc", tmp_path / "models--us--omni" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in made.iterdir():
+        shutil.copy(file, blobs / f"sha-{file.name}")
+        (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", f"sha-{file.name}"))
+    load_folder(snapshot)
+    (snapshot / WEIGHTS).unlink()
+    (snapshot / WEIGHTS).symlink_to(made / WEIGHTS)
+    with pytest.raises(UserError, match="'model.safetensors' lies outside of the folder"):
+        load_folder(snapshot)
+
+
+# --- weights that are no numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["decoder.blocks.1.mlp.down.weight", "encoder.whisper.ln_post.bias"])
+def test_weights_that_are_not_finite_are_refused_by_name(made: Path, tmp_path: Path, name: str, value: float) -> None:
+    state = {key: tensor.clone() for key, tensor in load_folder(made).model.state_dict().items()}
+    state[name].view(-1)[3] = value
+    save_folder(tmp_path / "odd", CONFIGURATION, state, Tokenizer.bytes())
+    with pytest.raises(UserError, match=rf"model.safetensors: tensor {name} holds numbers that are not finite"):
+        SpeechLM.from_pretrained(tmp_path / "odd")
+
+
+@pytest.mark.parametrize("dtype", bounds.FLOATS)
+def test_large_numbers_are_finite(dtype: torch.dtype) -> None:
+    large = torch.full((3, 50), torch.finfo(dtype).max, dtype=dtype)
+    assert bounds.finite(large) and bounds.finite(-large) and bounds.finite(large[:0])
+    for value in (float("nan"), float("inf"), -float("inf")):
+        odd = large.clone()
+        odd[1, 7] = value
+        assert not bounds.finite(odd)
+    assert not bounds.finite(torch.tensor([float("inf"), -float("inf"), 1.0], dtype=dtype))
+
+
+def test_weights_that_do_not_fit_the_type_are_refused(made: Path, tmp_path: Path) -> None:
+    state = load_folder(made).model.state_dict()
+    state["decoder.norm.weight"] = torch.full((32,), 1e6)
+    save_folder(tmp_path / "large", CONFIGURATION, state, Tokenizer.bytes())
+    load_folder(tmp_path / "large", dtype=torch.bfloat16)
+    with pytest.raises(UserError, match="decoder.norm.weight holds .*; load it in another type than torch.float16"):
+        load_folder(tmp_path / "large", dtype=torch.float16)

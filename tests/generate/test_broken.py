@@ -1,0 +1,295 @@
+"""Answers whose numbers are not finite end with an error, and nobody else ever notices: neither rows beside them, nor whoever
+has their slots next, nor the turns before and after them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from torch import Tensor
+
+from omni.edit.deltas import Delta, Edits
+from omni.errors import UserError
+from omni.generate.results import Answer, Ended
+from omni.generate.speech_lm import SpeechLM
+from omni.generate.step import broken_rows
+from omni.model.lora import activate, add_adapter
+from omni.model.low_rank import LoRAConfig
+from tests.generate.conftest import LAYOUTS, make_lm, tone
+from tests.generate.session_toys import ASKED, TALKATIVE
+
+NAN = float("nan")
+SHORT: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.3, "max_tokens": 6}
+DEEP = ("decoder.blocks.1.mlp.down",)
+
+
+def huge_adapter(lm: SpeechLM, targets: tuple[str, ...] = DEEP) -> str:
+    """An adapter that is finite, and too large for the model."""
+    add_adapter(lm.model, LoRAConfig(targets, rank=2), "huge")
+    with torch.no_grad():
+        for name, p in lm.model.named_parameters():
+            if ".lora.huge." in name:
+                p.normal_().mul_(1e25)
+    activate(lm.model)
+    return "huge"
+
+
+def huge_edits(lm: SpeechLM) -> Edits:
+    linear = lm.model.get_submodule(DEEP[0])
+    torch.manual_seed(1)
+    return Edits({DEEP[0]: Delta(1e25 * torch.randn(2, linear.out_features), 1e25 * torch.randn(2, linear.in_features))})
+
+
+def said(answer: Answer) -> tuple[Any, ...]:
+    listed = [None if x is None else x.tolist() for x in (answer.codes, answer.audio)]
+    return answer.text, answer.tokens, listed, answer.ended, answer.error
+
+
+def broke(answer: Answer) -> bool:
+    return answer.ended == "error" and answer.error is not None and "not finite" in answer.error
+
+
+def poison(lm: SpeechLM) -> int:
+    """Fill the caches that nobody holds."""
+    for runner in lm._idle:
+        runner.cache.keys.fill_(NAN)
+        runner.cache.values.fill_(NAN)
+    return len(lm._idle)
+
+
+# --- slots --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("assist", [False, True])
+def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool) -> None:
+    def talk(lm: SpeechLM) -> list[Any]:
+        with lm.session(seed=2, text_assist=assist, **SHORT) as session:
+            answers = [session.answer(*asked) for asked in ASKED]
+            session.cancel(played_seconds=0.1, shown_characters=1)  # cut, and a fork, in a cache that is partly used
+            return [said(answer) for answer in (*answers, session.answer(*ASKED[1]), session.answer(*ASKED[0]))]
+
+    def batch(lm: SpeechLM) -> list[Any]:
+        questions, tasks = zip(*ASKED, strict=True)
+        return [said(answer) for answer in lm.generate_batch(questions, tasks, batch_size=2, **SHORT)]
+
+    expected = talk(chatty), batch(chatty)
+    assert poison(chatty)
+    assert (talk(chatty), batch(chatty)) == expected
+
+
+def test_a_row_that_moves_up_finds_nothing_of_its_slot_s_last_holder() -> None:
+    """The first rows break at once, and those behind them move into their slots."""
+    lm = make_lm(LAYOUTS["pad"])
+    huge = huge_adapter(lm)
+    questions = ["a rather long question", "hi", "and then?", "say that again"]
+    options: dict[str, Any] = {"task": "T1A2", "max_seconds": 1.5, "sampling": TALKATIVE}
+    alone = [said(lm.generate(question, **options)) for question in questions[:3]]
+    answers = lm.generate_batch(questions, adapter=[None, None, None, huge], **options)
+    assert broke(answers[3]) and [said(answer) for answer in answers[:3]] == alone
+    adapters = [None, huge, huge, None]
+    answers = lm.generate_batch(questions, adapter=adapters, **options)
+    assert [broke(answer) for answer in answers] == [name is not None for name in adapters]
+    assert said(answers[0]) == alone[0] and answers[3].ended != "error"
+
+
+# --- neighbours ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by", ["adapter", "edit", "head"])
+def test_a_broken_row_ends_alone(by: str, dtype: torch.dtype) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    lm.model.to(dtype)
+    targets = ("decoder.audio_head", "decoder.text_head") if by == "head" else DEEP
+    if by == "edit":  # one that is a number in float16 too: others are refused
+        wrong: dict[str, Any] = {"edits": huge_edits(lm).map(lambda t: t / 1e21 if dtype == torch.float16 else t)}
+    else:
+        wrong = {"adapter": huge_adapter(lm, targets)}
+    questions: list[Any] = [tone(0.3), "what now?", tone(0.3, 330.0)]
+    tasks = ["A1A2", "T1T2", "A1A2"]
+    clean = [said(lm.generate(q, t, **SHORT)) for q, t in zip(questions, tasks, strict=True)]
+    assert all(answer[3] != "error" for answer in clean)
+    ((name, value),) = wrong.items()
+    for broken in range(3):
+        given = [value if i == broken else None for i in range(3)]
+        answers = lm.generate_batch(questions, tasks, **{name: given}, **SHORT)
+        for i, answer in enumerate(answers):
+            assert broke(answer) and answer.text == "" if i == broken else said(answer) == clean[i]
+    assert broke(lm.generate(questions[0], **wrong, **SHORT))
+    assert said(lm.generate(questions[0], **SHORT)) == clean[0]
+
+
+def test_features_that_are_not_finite_are_refused_and_spoil_no_clip_beside_them() -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    huge = huge_adapter(lm, ("adapter.project",))
+    clips = [tone(0.3), tone(0.31, 330.0), tone(0.5)]
+    clean = [said(lm.generate(clip, **SHORT)) for clip in clips]
+    with lm.session(adapter=huge, **SHORT) as session:
+        with pytest.raises(UserError, match="features of the question that are not finite"):
+            session.ask(clips[0])
+        assert not session.history
+    answers = lm.generate_batch(clips, adapter=[None, huge, None], **SHORT)
+    assert broke(answers[1]) and [said(answers[i]) for i in (0, 2)] == [clean[0], clean[2]]
+
+
+def test_clips_with_nan_leave_those_beside_them_alone() -> None:
+    """The encoder lays clips one behind the other; what lies between them is silence, whatever is in them."""
+    encoder = make_lm(LAYOUTS["pad"]).model.encoder
+    torch.manual_seed(0)
+    lengths = [9, 20, 20, 31, 12]
+    mels = torch.randn(5, 80, 31)
+    frames = [(n + 1) // 2 for n in lengths]
+    with torch.no_grad():
+        clean = encoder(mels, lengths, frames).split(frames)
+        for odd in range(5):
+            spoilt = mels.clone()
+            spoilt[odd] = NAN
+            for i, heard in enumerate(encoder(spoilt, lengths, frames).split(frames)):
+                assert heard.isnan().all() if i == odd else torch.equal(heard, clean[i])
+
+
+def test_a_codec_that_fails_for_one_answer_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    questions = ["one", "two", "three"]
+    clean = lm.generate_batch(questions, "T1A2", **SHORT)
+    assert lm.codec is not None
+    decode, bad = lm.codec.decode, clean[1].codes
+    assert bad is not None
+
+    def failing(codes: Tensor) -> Tensor:
+        if codes.shape == bad.shape and torch.equal(codes, bad):
+            raise RuntimeError("no such code")
+        return decode(codes)
+
+    monkeypatch.setattr(lm.codec, "decode", failing)
+    answers = lm.generate_batch(questions, "T1A2", **SHORT)
+    assert [said(answers[i]) for i in (0, 2)] == [said(clean[i]) for i in (0, 2)]
+    assert answers[1].ended == "error" and answers[1].audio is None and answers[1].text == clean[1].text
+    assert answers[1].error is not None and "codec echo cannot decode the answer (no such code)" in answers[1].error
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("assist, seed", [(False, None), (True, 7)])
+def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
+    chatty: SpeechLM, assist: bool, seed: int | None
+) -> None:
+    edits = huge_edits(chatty)
+
+    def talk(between: bool) -> tuple[list[Any], Any]:
+        with chatty.session(context=90, overflow="forget", text_assist=assist, **SHORT) as session:
+            out = []
+            for turn, (question, task) in enumerate(ASKED):
+                if between and turn in (1, 4):
+                    kept = session.history
+                    with chatty.edited(edits):
+                        events = list(session.ask("what breaks, and is so long that turns are forgotten", "T1A2", seed=seed))
+                    assert isinstance(events[-1], Ended) and events[-1].reason == "error" and events[-1].error
+                    session.cancel(played_seconds=0.0)  # too late for a listener to cut what is not there
+                    assert len(session.history) == len(kept)
+                out.append(said(session.answer(question, task, seed=seed)))
+            return out, [(turn.text, turn.task) for turn in session.history]
+
+    assert talk(True) == talk(False)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.parametrize("task", ["T1A2", "T1T2", "T1A1"])
+def test_one_logit_is_enough(task: str, value: float, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever head it is of, and at whichever step: what was handed over before is in the answer, not in the history."""
+    lm = make_lm(LAYOUTS["pad"])
+    decoder, steps = lm.model.decoder, {"text": 0, "audio": 0}
+    whole = lm.generate("hello", task, **SHORT)
+    for kind in ("text", "audio"):
+        head = getattr(decoder, f"{kind}_logits")
+
+        def spoilt(hidden: Any, kind: str = kind, head: Any = head) -> Tensor:
+            logits = head(hidden).clone()
+            steps[kind] += 1
+            if steps[kind] == 1 + 2 * late:
+                logits[..., 5] = value
+            return logits
+
+        monkeypatch.setattr(decoder, f"{kind}_logits", spoilt)
+    with lm.session(**SHORT) as session:
+        answer = session.answer("hello", task)
+        assert broke(answer) and answer.error is not None and f"at time step {2 * late} " in answer.error
+        assert answer.timings.steps == 2 * late and answer.tokens == whole.tokens[: len(answer.tokens)]
+        assert session.history == ()
+        assert said(session.answer("hello", task)) == said(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_makes_a_row_a_broken_one(dtype: torch.dtype) -> None:
+    logits, hidden = (
+        torch.full((6, 1031), 6e4).to(dtype),
+        torch.ones(6, 1, 32),
+    )  # their sum is infinite in float16; they are not
+    for row, value in enumerate((NAN, float("inf"), -float("inf"))):
+        logits[row, 517 + row] = value
+    hidden[3], hidden[4, 0, :31] = 0, 0
+    assert broken_rows(hidden.to(dtype), logits).tolist() == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("strength", [1e15, 1e25, 1e35])
+def test_an_edit_breaks_an_answer_or_lets_it_be_finite(strength: float) -> None:
+    """Beyond 1e19 the square of a state is infinite, its norm leaves zeros, and all logits are 0: that is no answer either."""
+    lm = make_lm(LAYOUTS["pad"])
+    edits = huge_edits(lm).map(lambda t: t / 1e25 * strength**0.5)
+    answer = lm.generate("hello", "T1A2", edits=edits, **SHORT)
+    assert broke(answer) == (strength > 1e19) and (broke(answer) or answer.ended == "length")
+
+
+def test_text_that_a_broken_row_writes_for_another_breaks_it_too() -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    decoder = lm.model.decoder
+    text_logits = decoder.text_logits
+    with pytest.MonkeyPatch.context() as patch, lm.session(text_assist=True, **SHORT) as session:
+        patch.setattr(decoder, "text_logits", lambda hidden: text_logits(hidden) * NAN)
+        answer = session.answer("hello", "T1A2")
+    assert broke(answer) and answer.tokens == ()
+
+
+# --- sound --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scale, says",
+    [
+        (
+            1e18,
+            "has a sample of 3e.17, but sound lies between -1 and 1 .at most 100 is taken.; divide it by .* 32768",
+        ),
+        (32768.0, "has a sample of 9830, but"),
+        (1e38, "has a sample of 3e.37, but"),
+        (NAN, "not finite numbers"),
+        (float("inf"), "not finite numbers"),
+    ],
+)
+def test_sound_beyond_the_bound_is_refused_before_it_is_heard(scale: float, says: str, tmp_path: Path) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    before = said(lm.generate(tone(0.3), **SHORT))
+    sound = tone(0.3) * scale
+    soundfile.write(tmp_path / "loud.wav", sound.numpy().astype(np.float32), 16000, subtype="FLOAT")
+    with lm.session(**SHORT) as session:
+        first = said(session.answer(tone(0.3)))
+        for question in (sound, tmp_path / "loud.wav"):
+            with pytest.raises(UserError, match=says if question is sound else "NaN or inf|has a sample of"):
+                session.ask(question)
+        with pytest.raises(UserError, match=says):
+            session.ask(sound, sample_rate=8000)
+        assert len(session.history) == 1
+    with pytest.raises(UserError, match=says):
+        lm.generate_batch([tone(0.3), sound], **SHORT)
+    assert first == before == said(lm.generate(tone(0.3), **SHORT))
+
+
+def test_sound_up_to_the_bound_is_heard() -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    assert lm.generate(tone(0.3) * (99.9 / 0.3), **SHORT).ended != "error"
