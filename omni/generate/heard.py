@@ -71,10 +71,8 @@ def heard_characters(
         text: all that is known of it.
         played: how much of the sound was heard.
         speech: stretches of speech in the sound that is known, see `Loudness.speech`.
-        end: length of the whole sound, where the text is whole and said to its end.
+        end: where speech ends, once the text is whole and said to its end.
     """
-    if end is not None and speech:
-        end = min(end, speech[-1][1])
     if end is not None and played >= end:
         return len(text)
     times = place(text, time, speech, end)

@@ -31,6 +31,7 @@ from omni.generate.question import SAMPLE_RATE, Question, read_question
 from omni.generate.results import Answer, Event
 from omni.generate.sampling import GREEDY, SamplingPlan
 from omni.generate.session import Session
+from omni.generate.speech_time import SpeechTime
 from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.acting import Acting
@@ -59,6 +60,7 @@ class SpeechLM:
         codec: turns frames into sound; None gives answers without sound.
         graph: capture decoding steps as CUDA graphs; by default on CUDA.
         compile: run decoding steps through `torch.compile`.
+        speech_time: how long the model's voice takes for a text; by default English at some 15 characters a second.
 
     Raises:
         UserError: the tokenizer has more ids than the text stream, or the codec's codebooks are not the
@@ -73,6 +75,7 @@ class SpeechLM:
         *,
         graph: bool | None = None,
         compile: bool = False,
+        speech_time: SpeechTime | None = None,
     ) -> None:
         layout = model.layout
         if len(tokenizer) > layout.text.size:
@@ -86,6 +89,7 @@ class SpeechLM:
                 f"{layout.codebook_sizes}; use the codec that the model was made with"
             )
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
+        self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
         self._idle: list[Runner] = []
         self._lock = threading.Lock()
@@ -107,7 +111,8 @@ class SpeechLM:
         from omni.checkpoint.folder import load_folder
 
         loaded = load_folder(folder, device=device, dtype=dtype, codec_folder=codec_folder)
-        return cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile)
+        time = SpeechTime.read(loaded.extra, f"{folder}/config.json")
+        return cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=time)
 
     @property
     def config(self) -> ModelConfig:
@@ -183,7 +188,7 @@ class SpeechLM:
                     take_back(self.model, name)
                 self._give(runner)
 
-            session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name)
+            session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name, self.speech_time)
             undo.pop_all()
         return session
 
