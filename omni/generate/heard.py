@@ -13,8 +13,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ _PAUSE = 0.1  # seconds of silence that make a pause
 _SPREAD, _LEAST = 0.14, 0.1  # error of an estimated time: a part that grows with its root, and one that is always there
 _SKIP = {"comma": 1.0, "stop": 3.0}  # cost of punctuation without a pause
 _SKIP_PAUSE = 2.0  # cost of a pause without punctuation
-_PATIENCE = 3.0  # standard deviations for which a pause is waited for
+_WAIT, _PATIENCE = 0.2, 1.0  # seconds of a pause that is waited for, and for how many standard deviations
 _BACK = 4  # how many marks, and pauses, may be without one another in a row
 
 
@@ -97,9 +96,7 @@ def words(text: str) -> list[tuple[int, int]]:
     return out
 
 
-def place(
-    text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None
-) -> list[float]:
+def place(text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None) -> list[float]:
     """When each character begins, and when the last ends: one more than there are characters, never decreasing.
 
     Arguments as for `heard_characters`.
@@ -114,18 +111,20 @@ def place(
     begins = [start + t for t in begins]
     places = [i for i, kind in enumerate(kinds[: len(text.rstrip())]) if kind in PAUSES and time.seconds[kind] >= _PAUSE]
     marks = [(begins[i], begins[i + 1], _SKIP[kinds[i]]) for i in places]
-    pauses = [(one[1], two[0]) for one, two in zip(speech, speech[1:], strict=False)]
+    pauses = [(one[1], two[0]) for one, two in pairwise(speech)]
     known, last = [(start, start)], -1
     for last, pause in matched(start, marks, pauses):
         known += [(marks[last][0], pauses[pause][0]), (marks[last][1], pauses[pause][1])]
     if end is not None:
         known.append((max(begins[len(text.rstrip())], known[-1][0]), max(end, known[-1][1])))
-    elif speech and last + 1 < len(marks):  # no pause has come since: the next mark is still to be reached, or was passed by
-        mark = marks[last + 1][0]
-        reached = _between(known, mark)
-        latest = reached + _PATIENCE * _error(mark - known[-1][0])
-        if reached < speech[-1][1]:
-            known.append((mark, min(speech[-1][1], latest)))
+    elif speech:  # a long pause that has not come since: its mark may still be to be reached
+        for i in places[last + 1 :]:
+            if time.seconds[kinds[i]] >= _WAIT:
+                reached = _between(known, begins[i])
+                latest = reached + _PATIENCE * _error(begins[i] - known[-1][0])
+                if reached < speech[-1][1]:
+                    known.append((begins[i], min(speech[-1][1], latest)))
+                break
     return [_between(known, t) for t in begins]
 
 

@@ -110,9 +110,7 @@ class Session:
         encoded = clock.seconds
         layout = self.model.layout
         frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
-        reply = Reply(
-            layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, time=self.time
-        )
+        reply = Reply(layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, time=self.time)
         with self._lock:
             runner = self._open()
             self._settle(self._last)  # once more: another thread may have asked meanwhile

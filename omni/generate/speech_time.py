@@ -35,8 +35,8 @@ DEFAULT = {
 
 PAUSES = ("comma", "stop")
 
-_COMMAS, _STOPS = ",;:\u2013\u2014", ".!?\u2026"
-_WIDE_COMMAS, _WIDE_STOPS = "\uff0c\u3001\uff1b\uff1a", "\u3002\uff01\uff1f"
+_COMMAS, _STOPS = frozenset(",;:\u2013\u2014"), frozenset(".!?\u2026")
+_WIDE_COMMAS, _WIDE_STOPS = frozenset("\uff0c\u3001\uff1b\uff1a"), frozenset("\u3002\uff01\uff1f")
 _WIDE = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 _HOLD = 20.0  # how firmly a class is held to its default, at the voice's own pace
 _FAR = 5.0  # medians of the error beyond which a row is left out
@@ -67,7 +67,7 @@ class Reader:
         if character.isspace():
             if self._last.isspace():
                 return "other"
-            return "stop" if self._mark and self._mark in _STOPS else "comma" if self._mark and self._mark in _COMMAS else "space"
+            return "stop" if self._mark in _STOPS else "comma" if self._mark in _COMMAS else "space"
         if character in _WIDE_STOPS:
             return "stop"
         if character in _WIDE_COMMAS:
