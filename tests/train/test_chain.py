@@ -16,6 +16,7 @@ from snac import SNAC
 from omni.audio.codec import load_codec
 from omni.audio.snac import SNAC_24KHZ
 from omni.checkpoint.folder import load_folder
+from omni.generate.speech_time import EXTRA, SpeechTime
 from tests.checkpoint.hub_toys import VOCABULARY, save_text, stirred, text_model
 from tests.train.reader_toys import snac_frames, voice_assistant, write_parquet
 from train.cli import main
@@ -87,6 +88,8 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
     trained = load_folder("runs/voiceassistant-stage1/model")
     learnt = ("adapter.", "decoder.audio_embedding.", "decoder.audio_head.")
     assert trained.model.state_dict().keys() == base.keys()
+    spoken = SpeechTime.read(trained.extra, "the trained model")  # of the rows' answers; the converted base has none
+    assert trained.extra[EXTRA] == spoken.plain() != SpeechTime().plain()
     for name, tensor in trained.model.state_dict().items():
         assert torch.equal(tensor, base[name].float()) == (not name.startswith(learnt)), name
     known = load_file(weights / "Qwen2.5-0.5B" / "model.safetensors")["model.embed_tokens.weight"]
