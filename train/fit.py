@@ -15,6 +15,7 @@ from torch import Tensor
 from omni.checkpoint.folder import save_folder
 from omni.config import AdapterConfig, preset
 from omni.errors import UserError
+from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.model.lora_weights import merged_state
 from omni.model.sharing import SHARING
 from omni.tasks import TASKS, find_task
@@ -30,6 +31,7 @@ from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
 from train.data.recorded import speak_ahead
+from train.data.speech_time import estimate_speech_time
 from train.flops import StepFlops
 from train.held_out import build_held_out
 from train.initial import Initial, build_initial
@@ -118,7 +120,10 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
             adapter = adapters.save(folder, model, weights, base, config.model.init_from)
             if not lora.merged:
                 return adapter
-        codec, extra = initial.codec_folder, initial.extra
+        codec, extra = initial.codec_folder, dict(initial.extra)
+        time = estimate_speech_time(pipeline.mixture, initial.codec) if initial.codec is not None else None
+        if time is not None:
+            extra[SPEECH_TIME] = time.plain()
         kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32  # a base and what learnt may differ
         plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)

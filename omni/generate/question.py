@@ -87,7 +87,7 @@ def read_question(
         sample_rate: of samples that come without their own, in Hz.
 
     Raises:
-        UserError: the question is not of the task's kind, empty, too long, not finite or beyond `LOUDEST`, or its file cannot be read.
+        UserError: the question is not of the task's kind, empty, too long, not finite, too loud, or its file cannot be read.
     """
     task = find_task(task)
     if task.question == "text":

@@ -13,6 +13,7 @@ from torch import Tensor
 from omni.audio.codec import AudioCodec
 from omni.generate.results import AudioChunk, Reason, TextDelta
 from omni.generate.rows import Written
+from omni.generate.speech_time import Reader, SpeechTime
 from omni.generate.stop import StopText
 from omni.layout import Layout
 from omni.tasks import Task
@@ -73,6 +74,7 @@ class Reply:
         max_frames: frames after which a spoken answer is cut.
         max_columns: columns after which any answer is cut.
         stop: texts that end the answer; its text ends before them.
+        time: how long the model's voice takes for a text.
 
     Attributes:
         columns: all columns written, K ids each.
@@ -92,6 +94,7 @@ class Reply:
         max_frames: int,
         max_columns: int,
         stop: Sequence[str] = (),
+        time: SpeechTime | None = None,
     ) -> None:
         self.layout, self.task = layout, task
         self.max_frames, self.max_columns = max_frames, max_columns
@@ -102,6 +105,9 @@ class Reply:
         self._stop = StopText(stop)
         self.error: str | None = None
         self._sound = codec.stream() if codec is not None and task.audio else None
+        self._sample_rate = codec.sample_rate if codec is not None else 0
+        self._samples = 0  # given out so far
+        self.time, self._reader, self._said = time or SpeechTime(), Reader(), 0.0
 
     def write(self, written: Written) -> list[TextDelta | AudioChunk]:
         """Take what a step wrote; the text and the sound that became known with it."""
@@ -155,12 +161,16 @@ class Reply:
         chosen = self.frames[:frames]
         return torch.tensor(chosen).T if chosen else torch.zeros(self.layout.n_audio, 0, dtype=torch.long)
 
-    @staticmethod
-    def _say(events: list[TextDelta | AudioChunk], text: str) -> None:
-        if text:
+    def _say(self, events: list[TextDelta | AudioChunk], text: str) -> None:
+        if text and self.task.audio:
+            start = self._said
+            self._said += sum(self.time.durations(text, self._reader))
+            events.append(TextDelta(text, start, self._said))
+        elif text:
             events.append(TextDelta(text))
 
-    @staticmethod
-    def _play(events: list[TextDelta | AudioChunk], samples: Tensor) -> None:
+    def _play(self, events: list[TextDelta | AudioChunk], samples: Tensor) -> None:
         if len(samples):
-            events.append(AudioChunk(samples.cpu()))
+            start, self._samples = self._samples, self._samples + len(samples)
+            rate = self._sample_rate
+            events.append(AudioChunk(samples.cpu(), start=start / rate, end=self._samples / rate))

@@ -75,17 +75,31 @@ class Timings:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the answer's text; the pieces, joined, are the text."""
+    """A piece of the answer's text; the pieces, joined, are the text.
+
+    Attributes:
+        start, end: when it is spoken, in seconds of the answer's sound, as the model's speaking time has it: text is written
+            ahead of its sound. None where the answer is not spoken.
+    """
 
     text: str
+    start: float | None = None
+    end: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class AudioChunk:
-    """The next samples [S] of the answer. `exact`: no later frame changes them (always so for our codecs)."""
+    """The next samples [S] of the answer.
+
+    Attributes:
+        exact: no later frame changes them (always so for our codecs).
+        start, end: where they stand in the answer's sound, in seconds.
+    """
 
     samples: Tensor
     exact: bool = True
+    start: float = 0.0
+    end: float = 0.0
 
     def __repr__(self) -> str:
         return brief(self)

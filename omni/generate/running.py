@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from omni.audio.codec import AudioCodec
+from omni.generate.heard import Loudness, heard_characters
 from omni.generate.history import Exchange, Key
 from omni.generate.reply import Reply
 from omni.generate.results import AudioChunk, Clock, TextDelta, Timings
@@ -30,6 +31,7 @@ class Running:
         busy: some thread is at work on it just now: `worker`.
         cancelled, settled: it is to stop; it is in the history.
         characters, samples: handed over so far.
+        loudness: of the sound that was handed over.
         played, shown: seconds that were heard and characters that were seen, where an interruption said so.
     """
 
@@ -50,6 +52,7 @@ class Running:
     settled: bool = False
     characters: int = 0
     samples: int = 0
+    loudness: Loudness | None = None
     first_text: float | None = None
     first_audio: float | None = None
     played: float | None = None
@@ -76,6 +79,9 @@ class Running:
             self.first_text = self.first_text or self.clock.seconds
         else:
             self.samples += len(event.samples)
+            if self.codec is not None:
+                self.loudness = self.loudness or Loudness(self.codec.sample_rate)
+                self.loudness.push(event.samples)
             self.first_audio = self.first_audio or self.clock.seconds
 
     def interrupt(self, played: float | None, shown: int | None) -> None:
@@ -94,15 +100,33 @@ class Running:
         )
 
     def delivered(self) -> Exchange:
-        """The exchange with the part of the answer that reached the listener: whole tokens and whole frames."""
+        """The exchange with the part of the answer that reached the listener: whole tokens and whole frames.
+
+        Where an interruption said how much was played, the text is cut to the words that were heard; where it said how much was
+        shown, to that.
+        """
         reply, frames = self.reply, len(self.reply.frames)
         if self.codec is not None:
             frames = min(frames, self.samples // self.codec.frame_samples)
             if self.played is not None:
                 frames = min(frames, int(self.played * self.codec.frame_rate + 1e-6))
-        characters = self.characters if self.shown is None else min(self.characters, self.shown)
+        characters = min(self.characters, self._heard() if self.shown is None else self.shown)
         text = tuple(reply.text.ids[: reply.text.tokens_of(characters)]) if self.task.text else None
         return replace(self.exchange, turn=replace(self.exchange.turn, text=text, codes=reply.codes(frames)))
+
+    def _heard(self) -> int:
+        """Characters of the text that were heard, by the placement of `omni.generate.heard`; all where nothing says less."""
+        reply, codec = self.reply, self.codec
+        if self.played is None or codec is None or not (self.task.text and self.task.audio):
+            return self.characters
+        speech = self.loudness.speech() if self.loudness is not None else []
+        end = None
+        if reply.reason == "end":  # silence after the last word is known when all of the sound was handed over
+            whole = self.samples == len(reply.frames) * codec.frame_samples
+            end = speech[-1][1] if whole and speech else len(reply.frames) / codec.frame_rate
+        played = min(self.played, self.samples / codec.sample_rate)
+        text = reply.text.tokenizer.decode(reply.text.ids)
+        return heard_characters(text, reply.time, played, speech, end)
 
 
 def _least(a: N | None, b: N | None) -> N | None:

@@ -43,6 +43,7 @@ from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reaso
 from omni.generate.rows import Start
 from omni.generate.running import Running
 from omni.generate.sampling import per_stream, seed_key
+from omni.generate.speech_time import SpeechTime
 from omni.generate.step import Runner
 from omni.hardware import synchronize
 from omni.model.acting import Acting, using
@@ -60,6 +61,7 @@ class Session:
     Args:
         release: takes the runner back when the session ends.
         edits: the name under which its edits are lent to the model (`omni.edit.lend`).
+        time: how long the model's voice takes for a text.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Session:
         options: Options,
         release: Callable[[Runner], None] | None = None,
         edits: str | None = None,
+        time: SpeechTime | None = None,
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
-        self.options = options
+        self.options, self.time = options, time
         self._acting: Acting = options.adapter if edits is None else (options.adapter, edits)
         self._choice = choice_of(model, [self._acting])
         self.settings = per_stream(model.layout, options.sampling)
@@ -130,7 +133,9 @@ class Session:
         layout = self.model.layout
         frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
         stop = self.options.stops
-        reply = Reply(layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop)
+        reply = Reply(
+            layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop, time=self.time
+        )
         with self._lock:
             runner = self._open()
             self._settle(self._last)  # once more: another thread may have asked meanwhile
@@ -181,9 +186,10 @@ class Session:
         is still playing). An answer under way ends with `Ended("cancelled")`.
 
         Args:
-            played_seconds: how much of the sound was heard; only its whole frames stay in the history. By
-                default all that was handed over.
-            shown_characters: how much of the text was shown; by default all that was handed over.
+            played_seconds: how much of the sound was heard; only its whole frames stay in the history, and of the
+                text the words that were heard by then, placed by the model's speaking time (`omni.generate.heard`).
+                By default all that was handed over, of sound and text.
+            shown_characters: how much of the text was shown: it then stays, whatever was heard.
 
         Raises:
             UserError: one of them is negative or no number; nothing is cancelled then.

@@ -34,6 +34,7 @@ from omni.generate.question import SAMPLE_RATE, Question, read_question, read_sy
 from omni.generate.results import Answer, Event
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
+from omni.generate.speech_time import SpeechTime
 from omni.generate.step import Runner
 from omni.hardware import find_device, find_dtype
 from omni.layout import Layout
@@ -68,6 +69,7 @@ class SpeechLM:
         codec: turns frames into sound; None gives answers without sound.
         graph: capture decoding steps as CUDA graphs; by default on CUDA.
         compile: run decoding steps through `torch.compile`.
+        speech_time: how long the model's voice takes for a text; by default English at some 15 characters a second.
 
     Raises:
         UserError: the tokenizer has more ids than the text stream, or the codec's codebooks are not the
@@ -82,6 +84,7 @@ class SpeechLM:
         *,
         graph: bool | None = None,
         compile: bool = False,
+        speech_time: SpeechTime | None = None,
     ) -> None:
         layout = model.layout
         if len(tokenizer) > layout.text.size:
@@ -95,6 +98,7 @@ class SpeechLM:
                 f"{layout.codebook_sizes}; use the codec that the model was made with"
             )
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
+        self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
         self._idle: list[Runner] = []
         self._lock = threading.Lock()
@@ -126,7 +130,8 @@ class SpeechLM:
         start = time.perf_counter()
         place, numbers = find_device(device), find_dtype(dtype)
         loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
-        lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile)
+        spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
+        lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
         LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, repr(lm))
         return lm
 
@@ -235,7 +240,7 @@ class SpeechLM:
                     take_back(self.model, name)
                 self._give(runner)
 
-            session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name)
+            session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name, self.speech_time)
             session._remember(past)
             undo.pop_all()
         LOG.debug("a session begins, of %d positions and %d earlier turns", runner.length, len(past.turns))

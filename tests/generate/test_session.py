@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -107,6 +107,27 @@ def interrupt_what_still_plays(session: Session, events: Iterator[Event]) -> Non
     assert ended != "cancelled" and whole is not None and cut is not None and torch.equal(cut, whole[:, :3])
 
 
+def hear_half_of_what_was_handed_over(session: Session, events: Iterator[Event]) -> None:
+    taken = first_frames(events, 8)
+    handed = [e for e in taken if isinstance(e, AudioChunk)][-1].end
+    session.cancel(played_seconds=handed / 2)
+    assert reason(events) == "cancelled"
+    turn = session.history[-1]
+    text, whole = session.tokenizer.decode(turn.text or ()), "".join(e.text for e in taken if isinstance(e, TextDelta))
+    assert turn.codes is not None and turn.codes.shape[1] == int(handed / 2 * 25 + 1e-6)
+    assert whole.startswith(text) and len(text) < len(whole)
+
+
+def hear_some_of_what_still_plays(session: Session, events: Iterator[Event]) -> None:
+    reason(events)
+    whole = session.history[-1].text or ()
+    lengths = []
+    for played in (9.0, 0.3, 0.1, 0.0):
+        session.cancel(played_seconds=played)
+        lengths.append(len(session.history[-1].text or ()))
+    assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 0 < lengths[0] <= len(whole)
+
+
 def cancel_at_once(session: Session, events: Iterator[Event]) -> None:
     events = session.ask("never mind", "T1A2")
     session.cancel()
@@ -133,6 +154,8 @@ CUTS: list[Callable[[Session, Iterator[Event]], None]] = [
     leave_it_unread,
     hear_two_frames_and_read_three_letters,
     interrupt_what_still_plays,
+    hear_half_of_what_was_handed_over,
+    hear_some_of_what_still_plays,
     cancel_at_once,
 ]
 
@@ -147,6 +170,36 @@ def test_only_what_was_delivered_is_remembered(
         cut(session, ask(chatty, session, begun, 1))
         list(ask(chatty, session, begun, 2))
         list(ask(chatty, session, begun, 4))
+
+
+@pytest.mark.parametrize("played", [0.0, 0.13, 0.3])
+def test_after_a_cut_the_answer_is_that_of_a_conversation_in_which_only_this_was_said(chatty: SpeechLM, played: float) -> None:
+    kwargs: dict[str, Any] = {"sampling": TALKATIVE, "seed": 11, "max_seconds": 1.0, "max_tokens": 24}
+    with chatty.session(**kwargs) as session:
+        first_frames(session.ask(*ASKED[0]), 9)
+        session.cancel(played_seconds=played)
+        second = session.ask(*ASKED[1])
+        cut = session._past[0]
+        list(second)
+        interrupted = session.history[-1]
+    with chatty.session(**kwargs) as fresh:
+        fresh._past, fresh._asked = [cut], 1
+        fresh.answer(*ASKED[1])
+        assert fresh.history[-1].text == interrupted.text
+        assert torch.equal(fresh.history[-1].codes, interrupted.codes)  # type: ignore[arg-type]
+
+
+def test_events_say_when_they_are_spoken(chatty: SpeechLM) -> None:
+    with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=24) as session:
+        events = list(session.ask(*ASKED[0]))
+        sound, text = ([e for e in events if isinstance(e, kind)] for kind in (AudioChunk, TextDelta))
+        for pieces in (sound, text):
+            assert pieces and pieces[0].start == 0
+            assert all(one.end == two.start for one, two in pairwise(pieces))
+        assert sound[-1].end == sum(len(e.samples) for e in sound) / 100  # exact: samples handed over
+        assert text[-1].end == pytest.approx(sum(chatty.speech_time.durations("".join(e.text for e in text))))
+        written = [e for e in session.ask(*ASKED[2]) if isinstance(e, TextDelta)]
+        assert written and all(e.start is None and e.end is None for e in written)  # nobody speaks it
 
 
 def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(

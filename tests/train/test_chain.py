@@ -18,6 +18,7 @@ from omni.audio.codec import load_codec
 from omni.audio.io import read_audio
 from omni.audio.snac import SNAC_24KHZ
 from omni.checkpoint.folder import load_folder
+from omni.generate.speech_time import EXTRA, SpeechTime
 from tests.checkpoint.hub_toys import VOCABULARY, save_text, stirred, text_logits, text_model
 from tests.train.reader_toys import flac, snac_frames, voice_assistant, write_parquet
 from train.cli import main
@@ -108,6 +109,8 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
             learns = name in parameters and name.startswith(parts)
             assert torch.equal(tensor, before[name].float()) == (not learns), (number, name)
         before = after
+    spoken = SpeechTime.read(trained.extra, "the trained model")  # of the rows' answers; the converted base has none
+    assert trained.extra[EXTRA] == spoken.plain() != SpeechTime().plain()
     known = load_file(weights / "Qwen2.5-0.5B" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(trained.model.decoder.text_embedding.weight[:VOCABULARY], known)
     heard = load_file(weights / "whisper-small" / "model.safetensors")["model.encoder.conv1.weight"]

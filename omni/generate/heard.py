@@ -1,0 +1,177 @@
+"""How much of an answer's text was heard: words placed in the sound.
+
+Text is written ahead of its sound, so the columns do not tell when a word is spoken. It is placed by the time its characters
+take (`omni.generate.speech_time`), and held to what the sound itself shows: where speech begins, pauses in it, which are
+matched with the punctuation, and, once the answer has ended, its end. A word counts as heard when its middle was played.
+
+Times are in seconds of the answer's sound.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from omni.generate.speech_time import PAUSES, Reader, SpeechTime, is_wide
+
+WINDOW = 0.01
+"""Seconds over which loudness is measured."""
+
+_QUIET = 0.03  # of the loudest window: below it is silence
+_PAUSE = 0.1  # seconds of silence that make a pause
+_SPREAD, _LEAST = 0.14, 0.1  # error of an estimated time: a part that grows with its root, and one that is always there
+_SKIP = {"comma": 1.0, "stop": 3.0}  # cost of punctuation without a pause
+_SKIP_PAUSE = 2.0  # cost of a pause without punctuation
+_WAIT, _PATIENCE = 0.2, 1.0  # seconds of a pause that is waited for, and for how many standard deviations
+_BACK = 4  # how many marks, and pauses, may be without one another in a row
+
+
+class Loudness:
+    """Loudness of the sound handed over so far, window by window."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self.window = max(1, round(sample_rate * WINDOW))
+        self.step = self.window / sample_rate
+        self.levels: list[float] = []
+        self._rest = torch.zeros(0)
+
+    def push(self, samples: Tensor) -> None:
+        """The next samples [S]."""
+        known = torch.cat([self._rest, samples.detach().float()])
+        whole = len(known) // self.window * self.window
+        self.levels += known[:whole].view(-1, self.window).square().mean(1).sqrt().tolist()
+        self._rest = known[whole:].clone()
+
+    def speech(self) -> list[tuple[float, float]]:
+        """Stretches of speech, start and end, with a pause between each and the next."""
+        limit = _QUIET * max(self.levels, default=0.0)
+        out: list[tuple[float, float]] = []
+        for i, level in enumerate(self.levels):
+            if level > limit:
+                start, end = i * self.step, (i + 1) * self.step
+                if out and start - out[-1][1] < _PAUSE:
+                    start = out.pop()[0]
+                out.append((start, end))
+        return out
+
+
+def heard_characters(
+    text: str, time: SpeechTime, played: float, speech: Sequence[tuple[float, float]] = (), end: float | None = None
+) -> int:
+    """How many of a text's characters were heard: whole words, with their punctuation.
+
+    Args:
+        text: all that is known of it.
+        played: how much of the sound was heard.
+        speech: stretches of speech in the sound that is known, see `Loudness.speech`.
+        end: where speech ends, once the text is whole and said to its end.
+    """
+    if end is not None and played >= end:
+        return len(text)
+    times = place(text, time, speech, end)
+    heard = 0
+    for first, last in words(text):
+        if (times[first] + times[last]) / 2 > played:
+            break
+        heard = last
+    return heard
+
+
+def words(text: str) -> list[tuple[int, int]]:
+    """First character of each word and the one after its last. A character of a script without spaces is a word."""
+    out: list[tuple[int, int]] = []
+    for found in re.finditer(r"\S+", text):
+        start = found.start()
+        for i in range(found.start() + 1, found.end()):
+            if is_wide(text[i]):
+                out.append((start, i))
+                start = i
+        out.append((start, found.end()))
+    return out
+
+
+def place(text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None) -> list[float]:
+    """When each character begins, and when the last ends: one more than there are characters, never decreasing.
+
+    Arguments as for `heard_characters`.
+    """
+    kinds = Reader().classes(text)
+    begins = [0.0, *accumulate(time.seconds[kind] for kind in kinds)]
+    length = begins[len(text.rstrip())]  # the space after the last word is no speech
+    start = speech[0][0] if speech else 0.0
+    if end is not None and length > 0:
+        pace = max(end - start, 0.0) / length
+        begins = [pace * t for t in begins]
+    begins = [start + t for t in begins]
+    places = [i for i, kind in enumerate(kinds[: len(text.rstrip())]) if kind in PAUSES and time.seconds[kind] >= _PAUSE]
+    marks = [(begins[i], begins[i + 1], _SKIP[kinds[i]]) for i in places]
+    pauses = [(one[1], two[0]) for one, two in pairwise(speech)]
+    known, last = [(start, start)], -1
+    for last, pause in matched(start, marks, pauses):
+        known += [(marks[last][0], pauses[pause][0]), (marks[last][1], pauses[pause][1])]
+    if end is not None:
+        known.append((max(begins[len(text.rstrip())], known[-1][0]), max(end, known[-1][1])))
+    elif speech:  # a long pause that has not come since: its mark may still be to be reached
+        for i in places[last + 1 :]:
+            if time.seconds[kinds[i]] >= _WAIT:
+                reached = _between(known, begins[i])
+                latest = reached + _PATIENCE * _error(begins[i] - known[-1][0])
+                if reached < speech[-1][1]:
+                    known.append((begins[i], min(speech[-1][1], latest)))
+                break
+    return [_between(known, t) for t in begins]
+
+
+def matched(
+    start: float, marks: Sequence[tuple[float, float, float]], pauses: Sequence[tuple[float, float]]
+) -> list[tuple[int, int]]:
+    """Which punctuation mark is which pause: the pairs that fit best, both in order.
+
+    Args:
+        start: where speech begins, by estimate and in the sound.
+        marks: by estimate, begin and end of each mark's pause, and what it costs if it has none.
+        pauses: begin and end of those in the sound.
+    """
+    best: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {(-1, -1): (0.0, (-1, -1))}
+    for m, mark in enumerate(marks):
+        for p, pause in enumerate(pauses):
+            ways = []
+            for i in range(max(-1, m - 1 - _BACK), m):
+                for j in range(max(-1, p - 1 - _BACK), p):
+                    if (i, j) in best:
+                        guess = mark[0] - (marks[i][1] if i >= 0 else start)
+                        real = pause[0] - (pauses[j][1] if j >= 0 else start)
+                        cost = (guess - real) ** 2 / (2 * _error(guess) ** 2)
+                        cost += sum(one[2] for one in marks[i + 1 : m]) + _SKIP_PAUSE * (p - 1 - j)
+                        ways.append((best[i, j][0] + cost, (i, j)))
+            if ways:
+                best[m, p] = min(ways)
+    if not pauses:
+        return []
+    at = min(best, key=lambda pair: best[pair][0] + _SKIP_PAUSE * (len(pauses) - 1 - pair[1]))
+    out = []
+    while at != (-1, -1):
+        out.append(at)
+        at = best[at][1]
+    return out[::-1]
+
+
+def _error(seconds: float) -> float:
+    """What an estimate of so many seconds may be wrong by, one standard deviation."""
+    return math.hypot(_SPREAD * math.sqrt(max(seconds, 0.0)), _LEAST)
+
+
+def _between(known: Sequence[tuple[float, float]], t: float) -> float:
+    """The time that belongs to an estimated one: on the line between the known ones, at the estimated pace after the last."""
+    after = bisect_right(known, (t, math.inf))
+    if after == 0 or after == len(known):
+        near = known[max(after - 1, 0)]
+        return near[1] + t - near[0]
+    (a, x), (b, y) = known[after - 1], known[after]
+    return x + (t - a) / (b - a) * (y - x)

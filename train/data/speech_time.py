@@ -1,0 +1,38 @@
+"""How long the answering voice of a run's data takes for a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omni.audio.codec import AudioCodec
+from omni.errors import UserError
+from omni.generate.speech_time import SpeechTime, estimate
+from train.data.mixture import Mixture
+
+DRAWS = 512
+"""First draws of a run that are looked at: the same ones at every start of it, and in any number of processes."""
+
+
+def estimate_speech_time(mixture: Mixture, codec: AudioCodec) -> SpeechTime | None:
+    """The speaking time of a run's answers, by their texts and the lengths of their sound; None where none has both."""
+    return estimate(_spoken(mixture, codec))
+
+
+def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
+    """Text and seconds of each answer of these draws; a row that cannot be read is passed by, as training has had its say."""
+    seen = set()
+    for number in range(DRAWS):
+        draw = mixture.draw(number)
+        source = mixture.sources[draw.source]
+        where = (draw.source, source.identity(draw.index))
+        if where in seen:
+            continue
+        seen.add(where)
+        try:
+            for turn in source.row(draw.index).turns:
+                if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
+                    yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
+                elif turn.answer_audio is not None and turn.answer_text.strip():
+                    yield turn.answer_text, len(turn.answer_audio.load(codec.sample_rate)) / codec.sample_rate
+        except UserError:
+            continue
