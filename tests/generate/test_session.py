@@ -112,7 +112,7 @@ def hear_half_of_what_was_handed_over(session: Session, events: Iterator[Event])
     handed = [e for e in taken if isinstance(e, AudioChunk)][-1].end
     session.cancel(played_seconds=handed / 2)
     assert reason(events) == "cancelled"
-    turn = session.history[-1]
+    turn = session.turns[-1]
     text, whole = session.tokenizer.decode(turn.text or ()), "".join(e.text for e in taken if isinstance(e, TextDelta))
     assert turn.codes is not None and turn.codes.shape[1] == int(handed / 2 * 25 + 1e-6)
     assert whole.startswith(text) and len(text) < len(whole)
@@ -120,11 +120,11 @@ def hear_half_of_what_was_handed_over(session: Session, events: Iterator[Event])
 
 def hear_some_of_what_still_plays(session: Session, events: Iterator[Event]) -> None:
     reason(events)
-    whole = session.history[-1].text or ()
+    whole = session.turns[-1].text or ()
     lengths = []
     for played in (9.0, 0.3, 0.1, 0.0):
         session.cancel(played_seconds=played)
-        lengths.append(len(session.history[-1].text or ()))
+        lengths.append(len(session.turns[-1].text or ()))
     assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 0 < lengths[0] <= len(whole)
 
 
@@ -181,12 +181,12 @@ def test_after_a_cut_the_answer_is_that_of_a_conversation_in_which_only_this_was
         second = session.ask(*ASKED[1])
         cut = session._past[0]
         list(second)
-        interrupted = session.history[-1]
+        interrupted = session.turns[-1]
     with chatty.session(**kwargs) as fresh:
         fresh._past, fresh._asked = [cut], 1
         fresh.answer(*ASKED[1])
-        assert fresh.history[-1].text == interrupted.text
-        assert torch.equal(fresh.history[-1].codes, interrupted.codes)  # type: ignore[arg-type]
+        assert fresh.turns[-1].text == interrupted.text
+        assert torch.equal(fresh.turns[-1].codes, interrupted.codes)  # type: ignore[arg-type]
 
 
 def test_events_say_when_they_are_spoken(chatty: SpeechLM) -> None:
@@ -311,11 +311,11 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
 
         threads: list[threading.Thread] = []
         monkeypatch.setattr(session_module, "lay_out", slowly)
-        before = session.turns
+        before = list(session._past)
         events = session.ask(*ASKED[4])
         for thread in threads:
             thread.join(30)
-        assert all(a is b for a, b in zip(before, session.turns, strict=True))
+        assert all(a is b for a, b in zip(before, session._past, strict=True))
         assert reason(events) == "cancelled"
 
 
