@@ -111,6 +111,8 @@ class Turn:
         question: token ids of the written question (text in).
         text: token ids of the answer, without an end.
         codes: frames of the answer, [A, F].
+        cut: text and codes are what was heard of an answer that was cut: its columns are those of an answer that ended there
+            (`omni/layout.py` draws them), but nobody learns to end there.
     """
 
     task: Task | str
@@ -118,6 +120,7 @@ class Turn:
     question: Sequence[int] = ()
     text: Sequence[int] | None = None
     codes: Tensor | None = None
+    cut: bool = False
 
 
 def prompt(layout: Layout, turn: Turn) -> Columns:
@@ -160,7 +163,7 @@ def answer(layout: Layout, turn: Turn) -> Columns:
     if task.audio and turn.codes is None:
         raise UserError(f"task {task.name} answers in speech, but the row has no answer codes")
     text = torch.as_tensor(turn.text, dtype=torch.long) if task.text else None
-    tokens, valid = layout.delayed(text, turn.codes if task.audio else None)
+    tokens, valid = layout.delayed(text, turn.codes if task.audio else None, cut=turn.cut)
     return Columns(
         tokens=tokens,
         targets=torch.where(valid, tokens, IGNORE),
