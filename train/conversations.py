@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from omni.generate.speech_lm import SpeechLM
-from train.data.interrupt import heard
 from train.data.keys import dice
 from train.data.row import Row
 from train.data.synthetic import SpokenDigits
@@ -72,7 +71,7 @@ def _converse(lm: SpeechLM, row: Row, task: str, cut: tuple[int, int] | None = N
             right.append(normalise(answer.text) == normalise(turn.answer_text))
             if cut is not None and answer.audio is not None and number < len(row.turns) - 1:
                 seconds = len(answer.audio) / answer.sample_rate * dice(*cut, number).random()
-                session.cancel(played_seconds=seconds, shown_characters=heard(turn, seconds))
+                session.cancel(played_seconds=seconds)
     return right
 
 

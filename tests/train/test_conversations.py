@@ -60,8 +60,8 @@ class Talk:
         lost = self.answered == 4 or (SOURCE.follows(turn) and self.cut > 0)
         return said("" if lost else turn.answer_text)
 
-    def cancel(self, played_seconds: float, shown_characters: int) -> None:
-        assert 0 <= played_seconds < 0.2 and shown_characters >= 0
+    def cancel(self, played_seconds: float) -> None:
+        assert 0 <= played_seconds < 0.2
         self.cut += 1
 
 
