@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -17,8 +18,8 @@ from omni.generate.results import AudioChunk, Ended, Event, TextDelta
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner
-from omni.layout import Layout
-from omni.tasks import example
+from omni.layout import IGNORE, Layout
+from omni.tasks import example, prompt
 from tests.generate.conftest import make_lm
 from tests.generate.session_toys import ASKED, TALKATIVE, WARM, plain_hidden
 
@@ -200,6 +201,25 @@ def test_events_say_when_they_are_spoken(chatty: SpeechLM) -> None:
         assert text[-1].end == pytest.approx(sum(chatty.speech_time.durations("".join(e.text for e in text))))
         written = [e for e in session.ask(*ASKED[2]) if isinstance(e, TextDelta)]
         assert written and all(e.start is None and e.end is None for e in written)  # nobody speaks it
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda f: f.__name__)
+def test_training_writes_a_cut_answer_as_a_session_feeds_it(
+    chatty: SpeechLM, begun: list[tuple[Tensor, int]], cut: Callable[[Session, Iterator[Event]], None]
+) -> None:
+    layout = chatty.layout
+    with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=12) as session:
+        cut(session, ask(chatty, session, begun, 1))
+        events = ask(chatty, session, begun, 2)
+        assert session._last is not None
+        fed = torch.tensor([key[: len(layout)] for key in session._fed]).T
+        asked = replace(session._last.exchange.turn, text=(1,))
+        whole = example(layout, [*(replace(turn, cut=True) for turn in session.turns), asked])
+        assert torch.equal(whole.tokens[:, : fed.shape[1]], fed)
+        before = fed.shape[1] - len(prompt(layout, asked))
+        ends = (whole.targets[:, : before - 1] == layout.ids("end")[:, None]).any(1)
+        assert not ends.any() and (whole.targets[-1, fed.shape[1] - 1 :] != IGNORE).any()
+        list(events)
 
 
 def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(
