@@ -68,7 +68,8 @@ def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch
 
 def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """Also after a start that goes on within a row of the log."""
-    objective, team = toy_parts().objective, SimpleNamespace(world=1, first=True, sum=lambda values: values.double())
+    objective = toy_parts().objective
+    team = SimpleNamespace(world=1, rank=0, first=True, sum=lambda values: values.double(), gather=lambda value: [value])
     losses = [objective(toy_batch(lane, 0), torch.ones(3)) for lane in range(3)]
     meter = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", team)  # type: ignore[arg-type]
     for each in losses:
