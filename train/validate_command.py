@@ -12,6 +12,7 @@ from omni.generate.speech_lm import SpeechLM
 from train.data.build import held_out_rows
 from train.evaluate import evaluate, items_of, write_answers
 from train.parse import read_fit_config
+from train.progress import shown
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec, lm.model.config.encoder)
     report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
     for name, value in report.figures.items():
-        print(f"{name.replace('_', ' '):<28}{value:.4f}")
+        print(f"{name.replace('_', ' '):<28}{shown(name, value)}")
     if chosen.answers is not None:
         write_answers(report, chosen.answers)
     return 0

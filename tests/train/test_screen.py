@@ -19,7 +19,7 @@ from train.cli import main
 from train.config import BudgetConfig, LogConfig
 from train.logs import METRICS, read_table
 from train.meter import Meter
-from train.progress import Progress, losses_line
+from train.progress import Progress, figures_line, losses_line
 
 LINES = LogConfig(every=5, progress="lines")
 
@@ -36,6 +36,13 @@ def test_losses_are_told_by_target_text_and_audio_apart() -> None:
     assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
     assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
     assert losses_line({"loss": 1.5}) == "loss 1.50"
+
+
+def test_shares_and_error_rates_are_told_in_per_cent() -> None:
+    """Losses are not; and that there are more errors than words is all that a rate beyond 1 says."""
+    figures = {"exact_match": 0.98, "wer": 0.00952, "exact_match/A1T1": 1.0, "ended": 0.5, "loss/text": 2.3456}
+    assert figures_line(figures) == "exact match 98.0 %, wer 1.0 %, exact match/A1T1 100.0 %, ended 50.0 %, loss/text 2.35"
+    assert figures_line({"wer": 1.25, "loss": 1.25}) == "wer > 100 %, loss 1.25"
 
 
 def test_the_first_three_steps_of_every_start_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from train.data.prepare.report import REPORT
 from train.data.prepare.shards import ShardWriter, notes
 from train.data.prepare.tally import Tally
 from train.data.row import Row, Sound, features
-from train.progress import Kind
+from train.progress import Kind, percent
 
 DROPPED = "dropped.jsonl"
 UNREADABLE = "unreadable"
@@ -119,9 +119,8 @@ class Judge:
                 heard = self.hearing.hear(audio, row.language)
                 rate = error_rate(text, heard, row.language)
                 if rate > most:
-                    out.append(
-                        ("max_wer", f"{side} {number}: word error rate {rate:.3f}, the most is {most:g}; heard {heard!r}")
-                    )
+                    said = f"word error rate {percent(rate)}, the most is {100 * most:g} %"
+                    out.append(("max_wer", f"{side} {number}: {said}; heard {heard!r}"))
         return out
 
     def _audio(self, row: Row, number: int, side: str) -> Any:
