@@ -16,6 +16,7 @@ import jsonargparse
 import yaml
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from train.config import FitConfig
 
 
@@ -140,6 +141,7 @@ def _takes(argument: str) -> bool:
 
 
 def _read_yaml(file: Path) -> Mapping[str, Any]:
+    refuse_remote(file, "configuration")
     if not file.is_file():
         near = sorted(str(p) for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
         close = get_close_matches(str(file), near, n=1, cutoff=0.3)

@@ -27,6 +27,7 @@ from omni.audio.codec import AudioCodec, load_codec
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.remote import refuse_remote
 from omni.text import Tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
@@ -93,6 +94,7 @@ def save_folder(
 
 def real_place(folder: str | os.PathLike[str]) -> Path:
     """Where a folder that is to be written stands, links followed; UserError where it has no name to be renamed to."""
+    refuse_remote(folder, "folder", write=True)
     try:
         place = Path(folder).resolve()
     except (OSError, RuntimeError) as error:
@@ -202,6 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _no_folder(path: Path) -> str:
     """Why there is no folder of that name, and what to do."""
+    refuse_remote(path, "model folder")
     wanted = f"a folder with {CONFIG} and {WEIGHTS}"
     if path.is_file():
         kind = "a pickle, which could run code; convert it to safetensors, and" if _is_pickle(path) else "a file, not a folder;"

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from train.data.inspect.checks import Bounds, Checked, check_row
 from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, watched
@@ -170,6 +171,7 @@ def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progre
 
 def _place(out: Path) -> Path:
     """Where the finished folder goes: at the end of links. UserError where it would replace the folder we are in."""
+    refuse_remote(out, "output", write=True)
     place = Path(os.path.realpath(out))
     if place == Path.cwd():
         raise UserError(f"output {out} is the folder that this runs in, which a new one would replace: name another")
