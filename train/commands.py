@@ -1,4 +1,4 @@
-"""The names of commands."""
+"""The names of commands, and of options that had others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from omni.errors import UserError
+
+RENAMED = {"eval": {"questions": "limit"}, "validate": {"questions": "limit"}}
+"""Options by command that have another name now."""
+
+
+def check_renamed(command: str, names: Iterable[str], mark: str = "") -> None:
+    """UserError, with the name of now, for an option (`mark` stands before it) or key of before."""
+    for name in names:
+        now = RENAMED.get(command, {}).get(name.partition("=")[0].removeprefix(mark)) if name.startswith(mark) else None
+        if now is not None:
+            raise UserError(f"{command}: {name.partition('=')[0]} is now called {mark}{now}: give that instead")
 
 
 def check_command(name: str, known: Iterable[str], of: str = "") -> None:
