@@ -218,7 +218,8 @@ def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> t
                     return _checked(file, os.fsencode(source), name, bounded, ends)
                 source = read_stream(file, name)
         except OSError as error:
-            refuse_remote(source, "sound file")
+            if isinstance(source, (str, os.PathLike)):
+                refuse_remote(source, "sound file")
             raise UserError(
                 f"{name}: {error.strerror or error}: check the path of the sound file, and that it may be read"
             ) from error
