@@ -30,6 +30,7 @@ from omni.checkpoint.safe import Written
 from omni.config import AdapterConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout
+from omni.remote import refuse_remote
 from train.convert_target import check_in_place, check_target
 from train.progress import LINE_SECONDS, Screen, duration, short
 
@@ -145,6 +146,7 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
         UserError: anything that does not fit; nothing is left at TARGET then.
     """
     check_target(source, target, options)
+    refuse_remote(source, "model")
     if not source.exists():
         raise UserError(f"{source} does not exist; give a model's file or folder")
     if options.kind is not None and options.kind not in FORMATS:

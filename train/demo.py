@@ -31,6 +31,7 @@ from train.evaluate import Judged, Report, evaluate, items_of, write_answers
 from train.fit import MODEL, fit
 from train.logs import VALIDATION, read_table
 from train.parse import read_fit_config
+from train.progress import percent
 
 CONFIG = Path(__file__).parent.parent / "configs" / "nano.yaml"
 GOAL = 0.9
@@ -250,4 +251,4 @@ def _conversed(found: Conversed | None) -> list[tuple[str, str]]:
 
 
 def _percent(value: float | None) -> str:
-    return "not measured" if value is None else f"{100 * value:.1f} %"
+    return "not measured" if value is None else percent(value)

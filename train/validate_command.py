@@ -12,6 +12,7 @@ from omni.generate.speech_lm import SpeechLM
 from train.data.build import held_out_rows
 from train.evaluate import evaluate, items_of, write_answers
 from train.parse import read_fit_config
+from train.progress import shown
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m train validate", description=main.__doc__)
     parser.add_argument("model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
-    parser.add_argument("--questions", type=int, help="how many (default: as the configuration says)")
+    parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
     parser.add_argument("--tasks", nargs="+", help="what they are asked as, such as A1A2 A1T1")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
@@ -29,15 +30,15 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{file} does not exist; give the run's configuration with --config")
     config, _ = read_fit_config([str(file)])
     plan = config.validation
-    if chosen.questions is not None:
-        plan = replace(plan, questions=chosen.questions)
+    if chosen.limit is not None:
+        plan = replace(plan, questions=chosen.limit)
     if chosen.tasks is not None:
         plan = replace(plan, tasks=tuple(chosen.tasks))
     lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
     items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec, lm.model.config.encoder)
     report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
     for name, value in report.figures.items():
-        print(f"{name.replace('_', ' '):<28}{value:.4f}")
+        print(f"{name.replace('_', ' '):<28}{shown(name, value)}")
     if chosen.answers is not None:
         write_answers(report, chosen.answers)
     return 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 
 
 class AudioCodec(ABC):
@@ -198,6 +199,8 @@ def load_codec(name: str, folder: str | Path | None = None, device: str | torch.
     closest), a missing optional package, or a folder that does not fit.
     """
     check_codec_name(name)
+    if folder is not None:
+        refuse_remote(folder, "codec folder")
     return _loaders[name](None if folder is None else Path(folder), torch.device(device))
 
 

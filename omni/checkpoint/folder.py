@@ -29,6 +29,7 @@ from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, c
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from omni.remote import refuse_remote
 from omni.text import Tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
@@ -95,6 +96,7 @@ def save_folder(
 
 def real_place(folder: str | os.PathLike[str]) -> Path:
     """Where a folder that is to be written stands, links followed; UserError where it has no name to be renamed to."""
+    refuse_remote(folder, "folder", write=True)
     try:
         place = Path(folder).resolve()
     except (OSError, RuntimeError) as error:
@@ -211,6 +213,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _no_folder(path: Path) -> str:
     """Why there is no folder of that name, and what to do."""
+    refuse_remote(path, "model folder")
     wanted = f"a folder with {CONFIG} and {WEIGHTS}"
     if path.is_file():
         kind = "a pickle, which could run code; convert it to safetensors, and" if _is_pickle(path) else "a file, not a folder;"

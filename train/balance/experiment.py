@@ -26,6 +26,7 @@ from train.config import FitConfig
 from train.eval.measures import Figure, difference, figure
 from train.parse import read_fit_config
 from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
+from train.progress import percent
 from train.shelf import write_text
 from train.validation import ANSWERS
 
@@ -178,8 +179,9 @@ def shown(found: Found) -> Table:
     for task in found.tasks:
         for method in found.methods:
             own, more = found.share(method, task), found.gain(method, task)
-            row = [task, method, f"{own.value:.3f}", f"{own.low:.3f} to {own.high:.3f}"]
-            row += ["", ""] if method == first else [f"{more.value:+.3f}", f"{more.low:+.3f} to {more.high:+.3f}"]
+            row = [task, method, percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
+            points = f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"
+            row += ["", ""] if method == first else [f"{100 * more.value:+.1f} points", points]
             table.add_row(*row)
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import jsonargparse
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task, find_task
+from train.commands import check_renamed
 from train.data.readers import READERS
 from train.eval.answers import answer_all
 from train.eval.compare import Comparison, compare, write_comparison
@@ -51,7 +53,7 @@ def evaluate(
     """
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
-    questions = Questions.spread(open_data(data, config.read), config.questions)
+    questions = Questions.spread(open_data(data, config.read), config.limit)
     lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     ear = open_ear(config.ear, config.ear_words, config.ear_longest, config.device)
@@ -120,6 +122,7 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())
+        check_renamed("eval", re.findall(r"Option '(\w+)' is not accepted", text))  # a key of the file
         raise UserError(f"eval: {text}; see python -m train eval --help") from ex
 
 

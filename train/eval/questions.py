@@ -18,6 +18,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
+from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
@@ -77,6 +78,7 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 
 def open_data(path: Path, options: Options) -> Source:
     """The data as a source of rows; UserError where there is nothing, or nothing known."""
+    refuse_remote(path, "data")
     if not path.exists():
         raise UserError(f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
