@@ -95,7 +95,8 @@ class Loop:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train until the budget is spent or a signal comes; the state is saved either way."""
+        """Train until the budget is spent or a signal comes; the state is saved either way. A signal that comes while the end
+        is written is in the outcome too."""
         position, stopped = self.position, 0
         try:
             with Stop() as stop:
@@ -140,7 +141,7 @@ class Loop:
             if self.logs is not None:
                 self.logs.close()
         assert self.saved is not None
-        return Outcome(position.step, stopped, self.saved, self.exported, position.figures)
+        return Outcome(position.step, stopped or stop.number, self.saved, self.exported, position.figures)
 
     def feed(self, stop: Stop) -> Feed:
         parts, position = self.parts, self.position

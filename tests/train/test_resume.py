@@ -259,6 +259,18 @@ def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1, 2, 3, 4]
 
 
+def test_a_signal_that_comes_while_the_end_is_written_is_not_lost(tmp_path: Path) -> None:
+    """The run is finished then, but what follows it (the demonstration's examination) must not begin."""
+    config = toy_config(tmp_path, validation=ValidationConfig(at_end=True))
+
+    def validate(weights: Any, step: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"exact_match": 1.0}
+
+    outcome, _ = toy_fit(config, toy_parts(validate=validate))
+    assert (outcome.step, outcome.signal) == (8, signal.SIGTERM)
+
+
 def test_a_hang_up_is_noted_unless_it_is_ignored() -> None:
     """As under `nohup`."""
     before = signal.getsignal(signal.SIGHUP)
