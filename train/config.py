@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from omni.config import from_dict, preset
 from omni.errors import UserError
-from omni.hardware import multiplies_bf16
-from train.adapters import LoRASection, learning
 from train.balance.section import BalanceSection, check_balance
 from train.data.config import DataConfig
-from train.objective import ObjectiveConfig
+from train.sections import LoRASection, ObjectiveConfig, learning
 
 
 def _need(condition: bool, message: str) -> None:
@@ -48,10 +46,6 @@ class FabricConfig:
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
     checkpointing: bool = False
     compile: bool = False
-
-    def __post_init__(self) -> None:
-        if self.precision == "auto":
-            object.__setattr__(self, "precision", "bf16-mixed" if multiplies_bf16(self.accelerator) else "32-true")
 
     @property
     def processes(self) -> int | None:
@@ -354,6 +348,11 @@ class FitConfig:
         if self.balance is not None:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
+        if self.fabric.precision == "auto":  # last, as it asks PyTorch, which takes seconds to import
+            from omni.hardware import multiplies_bf16
+
+            fast = multiplies_bf16(self.fabric.accelerator)
+            object.__setattr__(self, "fabric", replace(self.fabric, precision="bf16-mixed" if fast else "32-true"))
 
     @property
     def learns(self) -> tuple[str, ...]:
