@@ -16,6 +16,17 @@ The answer of the preset `codec2` (4 audio streams with delays 1..4, text "no" a
     audio3    .    .    .    .   d0   d1  end         frame t is finished at column t + 4
     text      n    o  end    .    .    .    .
 
+An answer that its listener cut is written as the whole answer of what was heard: each stream ends right at the cut. The same
+answer, cut after one frame and the text "n" (`delayed(..., cut=True)`; a star marks what is learnt, and no end is: a model
+that learnt these would stop early):
+
+    column    0    1    2    3    4    5
+    audio0    .   a0*  end   .    .    .
+    audio1    .    .   b0*  end   .    .
+    audio2    .    .    .   c0*  end   .
+    audio3    .    .    .    .   d0*  end
+    text      n*  end   .    .    .    .
+
 `delayed`, `undelayed` and the returned `valid` mask serve training; `Cursor` in `omni/cursor.py` builds the same columns one
 at a time while the model is sampled. mini-omni's order and ids: gpt-omni/mini-omni @ 26c31d5, `inference.py` and
 `utils/snac_utils.py`.
@@ -226,12 +237,13 @@ class Layout:
 
     # --- offline: a whole answer -----------------------------------------------------------------------------------
 
-    def delayed(self, text: Tensor | None, codes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def delayed(self, text: Tensor | None, codes: Tensor | None, *, cut: bool = False) -> tuple[Tensor, Tensor]:
         """Lay out a whole answer.
 
         Args:
             text: token ids [T], or None where the text stream is silent.
             codes: frames [A, F], or None where the audio streams are silent.
+            cut: this is what was heard of an answer that was cut: its ends, and what follows them, are not learnt.
 
         Returns:
             tokens [K, C] and valid [K, C] bool, true where a token is to be learnt.
@@ -255,10 +267,11 @@ class Layout:
             tokens[k, s.delay + n] = s.special("end")
             if s.role == "given":
                 continue
+            last = s.delay + n + (not cut)
             if self.fill == "sampled" and s.kind == "audio":
-                valid[k] = True
+                valid[k, : last if cut else columns] = True
             else:
-                valid[k, s.delay : s.delay + n + 1] = True
+                valid[k, s.delay : last] = True
         return tokens, valid
 
     def undelayed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

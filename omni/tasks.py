@@ -117,6 +117,8 @@ class Turn:
         text: token ids of the answer, without an end.
         codes: frames of the answer, [A, F].
         system: token ids of the system message before the question; only a conversation's first turn has one.
+        cut: text and codes are what was heard of an answer that was cut: its columns are those of an answer that ended there
+            (`omni/layout.py` draws them), but nobody learns to end there.
     """
 
     task: Task | str
@@ -125,6 +127,7 @@ class Turn:
     text: Sequence[int] | None = None
     codes: Tensor | None = None
     system: Sequence[int] = ()
+    cut: bool = False
 
 
 def system_message(layout: Layout, ids: Sequence[int]) -> Columns:
@@ -184,7 +187,7 @@ def answer(layout: Layout, turn: Turn) -> Columns:
     if task.audio and turn.codes is None:
         raise UserError(f"task {task.name} answers in speech, but the row has no answer codes")
     text = torch.as_tensor(turn.text, dtype=torch.long) if task.text else None
-    tokens, valid = layout.delayed(text, turn.codes if task.audio else None)
+    tokens, valid = layout.delayed(text, turn.codes if task.audio else None, cut=turn.cut)
     return Columns(
         tokens=tokens,
         targets=torch.where(valid, tokens, IGNORE),

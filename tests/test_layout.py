@@ -65,6 +65,18 @@ def test_offline_delay_equals_slow_reference_and_has_an_inverse(name, words, fra
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("words, frames", CASES)
+def test_a_cut_answer_is_a_whole_one_whose_ends_nobody_learns(name, words, frames):
+    layout = LAYOUTS[name]
+    text, codes = random_answer(layout, words, frames, seed=1)
+    (tokens, valid), (whole, learnt) = layout.delayed(text, codes, cut=True), layout.delayed(text, codes)
+    assert torch.equal(tokens, whole)
+    for k, stream in enumerate(layout.streams):
+        given = stream.delay + (len(text) if stream.kind == "text" and text is not None else frames or 0)
+        assert torch.equal(valid[k, :given], learnt[k, :given]) and not valid[k, given:].any()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("words, frames", CASES)
 def test_cursor_equals_offline_delay(name, words, frames):
     """A sampler that says the learnt tokens, and rubbish wherever nothing is learnt, gives back the offline columns."""
     layout = LAYOUTS[name]

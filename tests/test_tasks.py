@@ -61,6 +61,24 @@ def test_targets_are_the_next_column_and_only_on_learnt_streams(layout, task):
         assert whole.targets[-1][has[-1]].tolist() == [8, 9, layout.text.special("end")]
 
 
+def test_a_cut_answer_column_by_column():
+    """The drawing in `omni/layout.py`: what was heard is a whole answer, its ends are not learnt, the turn after it is."""
+    layout = Layout.preset("codec2")
+    codes = torch.tensor([[1], [2], [3], [4]])
+    cut, after = Turn("T1A2", question=[5], text=[8], codes=codes, cut=True), make_turn(layout, "A1A2")
+    whole = example(layout, [cut, after])
+    begin, end = len(prompt(layout, cut)), len(example(layout, [cut]))
+    drawn = layout.draw(whole.tokens[:, begin:end], (whole.targets != IGNORE)[:, begin - 1 : end - 1], width=4)
+    assert drawn.splitlines()[1:] == [
+        "audio0     .    1* end    .    .    .",
+        "audio1     .    .    2* end    .    .",
+        "audio2     .    .    .    3* end    .",
+        "audio3     .    .    .    .    4* end",
+        "text       8* end    .    .    .    .",
+    ]
+    assert torch.equal(whole.targets[:, end:], example(layout, [after]).targets)
+
+
 def test_mini_omni_prompts_column_by_column():
     """The prompts of facts.md, written out by hand."""
     layout = Layout.preset("mini-omni")

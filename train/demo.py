@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from train.config import FitConfig
+from train.conversations import Conversed, examine_conversations
 from train.data.build import build_source
-from train.data.synthetic import NUMBERS, SpokenDigits
+from train.data.synthetic import SpokenDigits
 from train.ear import Sphinx, describe, nearest
 from train.evaluate import Judged, Report, evaluate, items_of, write_answers
 from train.fit import MODEL, fit
@@ -44,12 +45,14 @@ class Examination:
         nearest: share of the spoken answers that are nearest to their own text's reference among those of all answers.
         heard, heard_reference: share of the spoken answers, and of their references, that pocketsphinx hears as the text
             says; None where pocketsphinx is not installed.
+        conversed: what it can do in conversations; None where it was trained on none.
     """
 
     report: Report
     nearest: float
     heard: float | None
     heard_reference: float | None
+    conversed: Conversed | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,7 +109,7 @@ def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 
     texts = list(references)
     portraits = [describe(references[text], codec.sample_rate) for text in texts]
     possible = set(source.answers())
-    ear = _ear()
+    ear = _ear(source)
     near, right, reference_right = [], [], []
     for judged in tqdm(report.judged, desc="listening", leave=False, disable=None):
         said = judged.answer.text.strip()
@@ -125,6 +128,7 @@ def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 
         share(near),
         share(right) if right else None,
         share(reference_right) if reference_right else None,
+        examine_conversations(lm, source) if any(source.config.turns[1:]) else None,
     )
 
 
@@ -135,9 +139,9 @@ def _is_nearest(judged: Judged, texts: Sequence[str], portraits: Sequence[Tensor
     return texts[nearest(describe(audio, sample_rate), portraits)] == said
 
 
-def _ear() -> Sphinx | None:
+def _ear(source: SpokenDigits) -> Sphinx | None:
     try:
-        return Sphinx(["minus", *NUMBERS])
+        return Sphinx([word for answer in source.answers() for word in answer.split()])
     except UserError:
         return None
 
@@ -206,6 +210,7 @@ def write_report(folder: Path, examined: Examination, talk: dict[str, Any]) -> s
         ("speech as pocketsphinx hears it", _percent(examined.heard)),
         ("  the references, as it hears them", _percent(examined.heard_reference)),
         ("codes equal to the reference's", _percent(figures.get("code_accuracy"))),
+        *_conversed(examined.conversed),
         ("minutes of training", "-" if trained is None else f"{trained:.1f}"),
         (f"minutes to {GOAL:.0%} on the validation's questions", "not reached" if minutes is None else f"{minutes:.1f}"),
         ("first audio after the question's end", "-" if talk["first_audio_ms"] is None else f"{talk['first_audio_ms']:.0f} ms"),
@@ -222,11 +227,26 @@ def write_report(folder: Path, examined: Examination, talk: dict[str, Any]) -> s
         "nearest": examined.nearest,
         "heard": examined.heard,
         "heard_reference": examined.heard_reference,
+        "conversations": None if examined.conversed is None else asdict(examined.conversed),
         "minutes_to_goal": minutes,
         "conversation": talk,
     }
     (folder / "report.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return text
+
+
+def _conversed(found: Conversed | None) -> list[tuple[str, str]]:
+    """Lines of the report about conversations."""
+    if found is None:
+        return []
+    places = ("first", "second", "third", "fourth")
+    return [
+        ("questions of conversations, asked by themselves", _percent(found.alone)),
+        *((f"  the same as a conversation's {place} turn", _percent(x)) for place, x in zip(places, found.turns, strict=True)),
+        ("  after an interruption", _percent(found.cut)),
+        ('"and twice that", "say it again"', _percent(found.follow_ups)),
+        ("  after an interruption", _percent(found.cut_follow_ups)),
+    ]
 
 
 def _percent(value: float | None) -> str:

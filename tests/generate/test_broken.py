@@ -131,7 +131,7 @@ def test_features_that_are_not_finite_are_refused_and_spoil_no_clip_beside_them(
     with lm.session(adapter=huge, **SHORT) as session:
         with pytest.raises(UserError, match="features of the question that are not finite"):
             session.ask(clips[0])
-        assert not session.history
+        assert not session.turns
     answers = lm.generate_batch(clips, adapter=[None, huge, None], **SHORT)
     assert broke(answers[1]) and [said(answers[i]) for i in (0, 2)] == [clean[0], clean[2]]
 
@@ -186,14 +186,14 @@ def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
             out = []
             for turn, (question, task) in enumerate(ASKED):
                 if between and turn in (1, 4):
-                    kept = session.history
+                    kept = session.turns
                     with chatty.edited(edits):
                         events = list(session.ask("what breaks, and is so long that turns are forgotten", "T1A2", seed=seed))
                     assert isinstance(events[-1], Ended) and events[-1].reason == "error" and events[-1].error
                     session.cancel(played_seconds=0.0)  # too late for a listener to cut what is not there
-                    assert len(session.history) == len(kept)
+                    assert len(session.turns) == len(kept)
                 out.append(said(session.answer(question, task, seed=seed)))
-            return out, [(turn.text, turn.task) for turn in session.history]
+            return out, [(turn.text, turn.task) for turn in session.turns]
 
     assert talk(True) == talk(False)
 
@@ -221,7 +221,7 @@ def test_one_logit_is_enough(task: str, value: float, late: int, monkeypatch: py
         answer = session.answer("hello", task)
         assert broke(answer) and answer.error is not None and f"at time step {2 * late} " in answer.error
         assert answer.timings.steps == 2 * late and answer.tokens == whole.tokens[: len(answer.tokens)]
-        assert session.history == ()
+        assert session.turns == ()
         assert said(session.answer("hello", task)) == said(whole)
 
 
@@ -284,7 +284,7 @@ def test_sound_beyond_the_bound_is_refused_before_it_is_heard(scale: float, says
                 session.ask(question)
         with pytest.raises(UserError, match=says):
             session.ask(sound, sample_rate=8000)
-        assert len(session.history) == 1
+        assert len(session.turns) == 1
     with pytest.raises(UserError, match=says):
         lm.generate_batch([tone(0.3), sound], **SHORT)
     assert first == before == said(lm.generate(tone(0.3), **SHORT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -17,8 +18,8 @@ from omni.generate.results import AudioChunk, Ended, Event, TextDelta
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner
-from omni.layout import Layout
-from omni.tasks import example
+from omni.layout import IGNORE, Layout
+from omni.tasks import example, prompt
 from tests.generate.conftest import make_lm
 from tests.generate.session_toys import ASKED, TALKATIVE, WARM, plain_hidden
 
@@ -112,7 +113,7 @@ def hear_half_of_what_was_handed_over(session: Session, events: Iterator[Event])
     handed = [e for e in taken if isinstance(e, AudioChunk)][-1].end
     session.cancel(played_seconds=handed / 2)
     assert reason(events) == "cancelled"
-    turn = session.history[-1]
+    turn = session.turns[-1]
     text, whole = session.tokenizer.decode(turn.text or ()), "".join(e.text for e in taken if isinstance(e, TextDelta))
     assert turn.codes is not None and turn.codes.shape[1] == int(handed / 2 * 25 + 1e-6)
     assert whole.startswith(text) and len(text) < len(whole)
@@ -120,11 +121,11 @@ def hear_half_of_what_was_handed_over(session: Session, events: Iterator[Event])
 
 def hear_some_of_what_still_plays(session: Session, events: Iterator[Event]) -> None:
     reason(events)
-    whole = session.history[-1].text or ()
+    whole = session.turns[-1].text or ()
     lengths = []
     for played in (9.0, 0.3, 0.1, 0.0):
         session.cancel(played_seconds=played)
-        lengths.append(len(session.history[-1].text or ()))
+        lengths.append(len(session.turns[-1].text or ()))
     assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 0 < lengths[0] <= len(whole)
 
 
@@ -181,12 +182,12 @@ def test_after_a_cut_the_answer_is_that_of_a_conversation_in_which_only_this_was
         second = session.ask(*ASKED[1])
         cut = session._past[0]
         list(second)
-        interrupted = session.history[-1]
+        interrupted = session.turns[-1]
     with chatty.session(**kwargs) as fresh:
         fresh._past, fresh._asked = [cut], 1
         fresh.answer(*ASKED[1])
-        assert fresh.history[-1].text == interrupted.text
-        assert torch.equal(fresh.history[-1].codes, interrupted.codes)  # type: ignore[arg-type]
+        assert fresh.turns[-1].text == interrupted.text
+        assert torch.equal(fresh.turns[-1].codes, interrupted.codes)  # type: ignore[arg-type]
 
 
 def test_events_say_when_they_are_spoken(chatty: SpeechLM) -> None:
@@ -200,6 +201,25 @@ def test_events_say_when_they_are_spoken(chatty: SpeechLM) -> None:
         assert text[-1].end == pytest.approx(sum(chatty.speech_time.durations("".join(e.text for e in text))))
         written = [e for e in session.ask(*ASKED[2]) if isinstance(e, TextDelta)]
         assert written and all(e.start is None and e.end is None for e in written)  # nobody speaks it
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda f: f.__name__)
+def test_training_writes_a_cut_answer_as_a_session_feeds_it(
+    chatty: SpeechLM, begun: list[tuple[Tensor, int]], cut: Callable[[Session, Iterator[Event]], None]
+) -> None:
+    layout = chatty.layout
+    with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=12) as session:
+        cut(session, ask(chatty, session, begun, 1))
+        events = ask(chatty, session, begun, 2)
+        assert session._last is not None
+        fed = torch.tensor([key[: len(layout)] for key in session._fed]).T
+        asked = replace(session._last.exchange.turn, text=(1,))
+        whole = example(layout, [*(replace(turn, cut=True) for turn in session.turns), asked])
+        assert torch.equal(whole.tokens[:, : fed.shape[1]], fed)
+        before = fed.shape[1] - len(prompt(layout, asked))
+        ends = (whole.targets[:, : before - 1] == layout.ids("end")[:, None]).any(1)
+        assert not ends.any() and (whole.targets[-1, fed.shape[1] - 1 :] != IGNORE).any()
+        list(events)
 
 
 def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(
@@ -311,11 +331,11 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
 
         threads: list[threading.Thread] = []
         monkeypatch.setattr(session_module, "lay_out", slowly)
-        before = session.turns
+        before = list(session._past)
         events = session.ask(*ASKED[4])
         for thread in threads:
             thread.join(30)
-        assert all(a is b for a, b in zip(before, session.turns, strict=True))
+        assert all(a is b for a, b in zip(before, session._past, strict=True))
         assert reason(events) == "cancelled"
 
 

@@ -58,7 +58,7 @@ def test_close_from_another_thread_waits_for_the_step_and_frees_the_cache(
     closer.join(30)
     consumer.join(30)
     assert not closer.is_alive() and not consumer.is_alive()
-    assert ended(events) == "cancelled" and len(lm._idle) == 1 and len(session.history) == 1
+    assert ended(events) == "cancelled" and len(lm._idle) == 1 and len(session.turns) == 1
     with pytest.raises(UserError, match="closed"):
         session.ask("again", "T1A2")
 
@@ -96,23 +96,23 @@ BAD: list[dict[str, Any]] = [
 def test_a_bad_cancel_is_refused_and_the_answer_goes_on(lm: SpeechLM, bad: dict[str, Any]) -> None:
     with lm.session(max_seconds=0.4, max_tokens=30) as session:
         whole = session.answer("go on", "T1A2", seed=1)
-        kept = session.history[-1]
+        kept = session._past[-1]
         with pytest.raises(UserError, match=[*bad][-1]):
             session.cancel(**bad)
-        assert session.history[-1] is kept
+        assert session._past[-1] is kept
         events = session.ask("go on", "T1A2", seed=1)
         taken = [next(events)]
         with pytest.raises(UserError, match=[*bad][-1]):
             session.cancel(**bad)
         taken += events
-        assert ended(taken) == whole.ended != "cancelled" and len(session.history) == 2
+        assert ended(taken) == whole.ended != "cancelled" and len(session.turns) == 2
 
 
 def test_more_than_was_played_is_all_of_it(lm: SpeechLM) -> None:
     with lm.session(max_seconds=0.4) as session:
         whole = session.answer("go on", "T1A2")
         session.cancel(played_seconds=1e8, shown_characters=2**62)
-        codes = session.history[-1].codes
+        codes = session.turns[-1].codes
         assert whole.codes is not None and codes is not None and codes.shape == whole.codes.shape
 
 

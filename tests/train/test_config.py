@@ -26,6 +26,7 @@ from train.config import (
     completed,
     plain_config,
 )
+from train.data.build import build_alignment
 from train.data.config import DataConfig, SourceConfig
 from train.data.synthetic import SpokenDigitsConfig
 from train.fit import with_alignment
@@ -175,6 +176,14 @@ def test_the_head_has_the_ids_that_the_data_need(model: dict[str, Any], sounds: 
     assert (config.model.ctc, config.model.ctc_sounds) == (ctc, ctc_sounds)
     shape = changed(preset("nano"), config.model)
     assert SpeechModel(shape).alignment_head.out_features == ctc + ctc_sounds
+
+
+def test_what_starts_from_the_demonstrations_model_spells_as_it_does() -> None:
+    (wanted, _), (config, _) = (read_fit_config([str(CONFIGS / f"{one}.yaml")]) for one in ("nano", "nano-lora"))
+    assert config.model.init_from == "runs/nano/model"
+    spelt = [build_alignment(one.data, Tokenizer.bytes()) for one in (wanted, config)]
+    text = "and twice that? say it again please what is one plus two"
+    assert spelt[0].ids(text) == spelt[1].ids(text) != [] and spelt[0].size == spelt[1].size
 
 
 def test_a_head_of_other_ids_begins_anew(tmp_path: Path) -> None:

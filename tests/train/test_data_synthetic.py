@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,15 @@ from omni.audio.io import resample
 from omni.errors import UserError
 from tests.train.data_toys import ToyCodec
 from train.data.keys import dice
-from train.data.synthetic import NUMBERS, SpokenDigits, SpokenDigitsConfig, draw_question, vocabulary
+from train.data.synthetic import (
+    NUMBERS,
+    SpokenDigits,
+    SpokenDigitsConfig,
+    draw_question,
+    draw_questions,
+    spoken_number,
+    vocabulary,
+)
 from train.data.voice import synthesise
 
 CODEC = ToyCodec((12, 12, 6, 8))
@@ -51,6 +60,65 @@ def test_answers_are_right_and_questions_as_varied_as_asked(arithmetic):
     if arithmetic < 1:
         assert {len(q.digits) for q in drawn if q.kind == "digits"} == {1, 3}
     assert {question.words for question in drawn} <= set(SpokenDigits(config, CODEC).answers())
+
+
+def test_follow_ups_double_the_result_or_say_the_answer_again():
+    config = SpokenDigitsConfig(turns=(0, 0, 0, 1), follow_ups=0.6)
+    source, kinds, results = SpokenDigits(config, CODEC), Counter(), set()
+    answers = set(source.answers())
+    for i in range(600):
+        asked = draw_questions(config, dice(i), 4)
+        assert asked[0].kind in ("arithmetic", "digits")
+        for before, question in itertools.pairwise(asked):
+            kinds[question.kind] += 1
+            if question.kind == "again":
+                assert question.text in config.again_phrases
+                assert (question.words, question.digits) == (before.words, before.digits)
+            elif question.kind == "twice":
+                assert question.text in config.twice_phrases and before.kind != "digits"
+                assert int(question.digits) == 2 * int(before.digits)
+                results.add(int(question.digits))
+            else:
+                assert slow_answer(question.text) == (question.kind, question.digits)
+            assert question.words in answers and set(question.text.rstrip("?").split()) <= set(vocabulary(config))
+    assert abs(kinds["again"] + kinds["twice"] - 0.6 * 1800) < 90 and 0.2 < kinds["twice"] / kinds["again"] < 0.6
+    assert -18 <= min(results) < -10 and 28 < max(results) <= 36
+    row = source.row(3)
+    assert [turn.question_text for turn in row.turns] == [
+        turn.question_text for turn in SpokenDigits(config, CODEC).row(3).turns
+    ]
+    plain = SpokenDigits(SpokenDigitsConfig(), CODEC)
+    assert "that" in vocabulary(config) and "that" not in vocabulary(plain.config)
+    assert answers - {*plain.answers()} == {spoken_number(n) for n in range(-18, 37, 2) if not -9 <= n <= 18}
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "zero"), (-9, "minus nine"), (19, "nineteen"), (20, "twenty"), (-18, "minus eighteen"), (36, "thirty six")],
+)
+def test_numbers_are_spoken(number, words):
+    assert spoken_number(number) == words
+
+
+def test_it_is_known_when_each_word_of_an_answer_is_said():
+    turn = SpokenDigits(SpokenDigitsConfig(arithmetic=0.0, lengths=(0, 0, 1)), CODEC).row(0).turns[0]
+    assert [word.text for word in turn.words] == turn.answer_text.split() and {word.who for word in turn.words} == {"model"}
+    assert turn.words[0].start == 0 and all(a.end == b.start for a, b in itertools.pairwise(turn.words))
+    assert turn.words[-1].end * CODEC.frame_rate == turn.answer_codes.frames.shape[1]
+    assert SpokenDigits(SpokenDigitsConfig(answer_speech="phrase"), CODEC).row(0).turns[0].words == ()
+
+
+def test_held_out_conversations_are_fixed_and_follow_ups_are_known():
+    config = SpokenDigitsConfig(follow_ups=0.5)
+    source = SpokenDigits(config, CODEC, seed=1)
+    rows, again = source.conversations(6), SpokenDigits(config, CODEC, seed=2).conversations(6)
+    for row, other in zip(rows, again, strict=True):
+        assert len(row.turns) == 4 and row.speaker in config.held_out
+        assert [turn.question_text for turn in row.turns] == [turn.question_text for turn in other.turns]
+        for turn in row.turns:
+            assert source.follows(turn) == (not any(word in NUMBERS for word in turn.question_text.split()))
+    assert len({row.speaker for row in rows}) == 3 and not any(source.follows(row.turns[0]) for row in rows)
+    assert any(source.follows(turn) for row in rows for turn in row.turns)
 
 
 def test_an_utterance_is_the_same_whenever_it_is_made():
@@ -146,6 +214,8 @@ def test_utterances_return_after_a_distance_and_to_the_same_lane(reuse, distance
         (dict(arithmetic=1.5), "digits.arithmetic is 1.5"),
         (dict(lengths=()), "digits.lengths"),
         (dict(turns=(0.0,)), "digits.turns"),
+        (dict(follow_ups=-0.1), "digits.follow_ups is -0.1"),
+        (dict(again_phrases=()), "digits.again_phrases is empty"),
         (dict(arithmetic_phrases=("what is",)), "'what is' must hold {} once"),
         (dict(digit_phrases=()), "digits.digit_phrases"),
         (dict(rate=(200, 100)), "digits.rate is 200 to 100"),

@@ -101,6 +101,8 @@ class DataConfig:
         augment: changes to what is heard; null for none.
         sound_anew: where utterances come back (`digits.reuse`), their sound is changed anew each time; otherwise only their
             features are, which costs a third.
+        cut: share of the answers within conversations, other than the last, that are cut at a random place, as listeners cut
+            them who interrupt; the turns after it learn to go on from what was heard.
         broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
             set there is always one.
         broken_limit: share of a source's rows for a task that may be skipped so; beyond it, from 100 draws on, the run stops.
@@ -120,6 +122,7 @@ class DataConfig:
     sounds: bool = False
     augment: AugmentConfig | None = None
     sound_anew: bool = True
+    cut: float = 0.0
     broken: Literal["error", "skip"] = "error"
     broken_limit: float = 0.1
     system: bool = True
@@ -139,6 +142,8 @@ class DataConfig:
                 )
         if self.sounds and self.alignment == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
+        if not 0 <= self.cut <= 1:
+            raise UserError(f"data.cut is {self.cut}; a share lies between 0 and 1")
         if self.micro_batches < 1:
             raise UserError(f"data.micro_batches is {self.micro_batches}; it must be at least 1")
         if self.broken not in ("error", "skip"):

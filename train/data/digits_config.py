@@ -12,7 +12,7 @@ from train.data.voice import SAMPLE_RATE
 
 NUMBERS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
-    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
 )
 RATE = 16000
 """Sample rate of the questions."""
@@ -52,6 +52,9 @@ class SpokenDigitsConfig:
         answer_speech: the answer's `words` are spoken one by one and joined, or the `phrase` is spoken as a whole.
         answer_voice, answer_rate, answer_pitch: the one voice that answers.
         turns: weights of conversations of one, two, ... questions.
+        follow_ups: share of a conversation's questions, other than the first, that refer to the turn before: half of them
+            ask for twice its result where it has one (from -9 to 18), the others for the same answer again.
+        twice_phrases, again_phrases: how that is asked.
         reuse: how often an utterance is drawn; each time it is augmented anew.
         reuse_distance: draws from one use to the next.
     """
@@ -78,6 +81,9 @@ class SpokenDigitsConfig:
     answer_rate: int = 230
     answer_pitch: int = 50
     turns: tuple[float, ...] = (1.0,)
+    follow_ups: float = 0.0
+    twice_phrases: tuple[str, ...] = ("and twice that", "and twice that?", "twice that")
+    again_phrases: tuple[str, ...] = ("say it again", "again please")
     reuse: int = 1
     reuse_distance: int = 1024
 
@@ -86,14 +92,14 @@ class SpokenDigitsConfig:
             weights = getattr(self, name)
             if not weights or min(weights) < 0 or sum(weights) <= 0:
                 raise UserError(f"digits.{name} {list(weights)}: give weights of at least 0, one of them above")
-        for name in ("arithmetic", "rare"):
+        for name in ("arithmetic", "rare", "follow_ups"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"digits.{name} is {getattr(self, name)}; a share lies between 0 and 1")
         for name in ("arithmetic_phrases", "digit_phrases"):
             for phrase in getattr(self, name) or ("",):
                 if phrase.count("{}") != 1:
                     raise UserError(f"digits.{name}: {phrase!r} must hold {{}} once, where the numbers stand")
-        for name in ("accents", "variants", "held_out"):
+        for name in ("accents", "variants", "held_out", "twice_phrases", "again_phrases"):
             if not getattr(self, name):
                 raise UserError(f"digits.{name} is empty; name at least one")
         taught = {*self.variants, *self.rare_variants}

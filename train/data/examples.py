@@ -23,7 +23,8 @@ from omni.text import Tokenizer
 from train.data.alignment import Alignment
 from train.data.augment import AugmentConfig, augment_audio, augment_mel
 from train.data.columns import turn_columns
-from train.data.keys import torch_dice
+from train.data.interrupt import interrupted
+from train.data.keys import dice, torch_dice
 from train.data.row import Row, RowTurn, Sound
 from train.data.unused import TOO_LONG, Unusable
 
@@ -101,6 +102,7 @@ class ExampleMaker:
         sound_anew: change the sound of a row that comes back anew each time; otherwise only its features are.
         seed: of these changes.
         system: rows' system messages come before their first questions; otherwise they are left out.
+        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.interrupt`.
 
     Raises:
         UserError: the codec is not the model's, or the alignment does not fit `model.ctc`.
@@ -116,6 +118,7 @@ class ExampleMaker:
         sound_anew: bool = True,
         seed: int = 0,
         system: bool = True,
+        cut: float = 0.0,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -125,6 +128,7 @@ class ExampleMaker:
         self.sound_anew = sound_anew
         self.seed = seed
         self.system = system
+        self.cut = cut
         if codec is not None and codec.name != model.codec:
             raise UserError(f"the data's codec is {codec.name!r}, the model speaks {model.codec!r}; use one for both")
         if len(tokenizer) > model.layout.text.size:
@@ -186,6 +190,10 @@ class ExampleMaker:
             text=self._ids(prepared, turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
             codes=codes,
         )
+        if number < len(prepared.row.turns) - 1 and self.cut > 0:
+            rng = dice(self.seed, "cut", draw, number)
+            if rng.random() < self.cut:
+                ids = interrupted(ids, turn, self.tokenizer, self.codec.frame_rate if self.codec is not None else 1.0, rng)
         return ids, clips
 
     def _ids(self, prepared: Prepared, text: str) -> list[int]:

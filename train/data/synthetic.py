@@ -1,14 +1,17 @@
 """The nano model's endless source: spoken questions about digits, made as they are drawn.
 
-Two kinds: adding or subtracting two numbers from 0 to 9, and reading a string of one to four digits back. espeak-ng asks in
-many voices, speeds and pitches; one voice answers, through the codec. Utterance number u is a pure function of (seed, u).
+Two kinds: adding or subtracting two numbers from 0 to 9, and reading a string of one to four digits back. Within
+conversations there are two more, which need the turn before: doubling its result, and saying its answer again (all of it, also
+where it was cut: the question is known). espeak-ng asks in many voices, speeds and pitches; one voice answers, through the
+codec. Utterance number u is a pure function of (seed, u).
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,18 +23,23 @@ from train.data.digits_config import NUMBERS as NUMBERS
 from train.data.digits_config import RATE as RATE
 from train.data.digits_config import SpokenDigitsConfig as SpokenDigitsConfig
 from train.data.keys import dice
-from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.row import Codes, Row, RowTurn, Sound, Word
 from train.data.voice import SAMPLE_RATE, check_voice, synthesise
+
+TENS = ("twenty", "thirty")
+RESULTS = range(-9, 19)
+"""What sums and differences come to, and what can be doubled."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question as text, its answer as it is spoken, and as it is written in digits."""
+    """A question as text, its answer as spoken and as written in digits, and the number that it comes to, if any."""
 
-    kind: Literal["arithmetic", "digits"]
+    kind: Literal["arithmetic", "digits", "twice", "again"]
     text: str
     words: str
     digits: str
+    number: int | None = None
 
 
 class SpokenDigits:
@@ -75,7 +83,7 @@ class SpokenDigits:
         config = self.config
         count = rng.choices(range(1, len(config.turns) + 1), config.turns)[0]
         voice = self.choose_voice(rng)
-        turns = tuple(self._turn(rng, draw_question(config, rng), voice) for _ in range(count))
+        turns = tuple(self._turn(rng, question, voice) for question in draw_questions(config, rng, count))
         return Row(turns, id=str(utterance), source=self.name, speaker=voice, where=f"spoken digits, utterance {utterance}")
 
     def choose_voice(self, rng: random.Random) -> str:
@@ -101,9 +109,24 @@ class SpokenDigits:
             rows.append(Row((turn,), id=str(i), source=f"{self.name}/{kind}", speaker=voice, where=f"held-out question {i}"))
         return rows
 
+    def conversations(self, count: int = 40, turns: int = 4, seed: int = 1) -> list[Row]:
+        """Conversations for evaluation, in the held-out voices in turn; follow-ups are as frequent as in training."""
+        rows = []
+        for i in range(count):
+            rng, voice = dice(seed, "conversation", i), self.config.held_out[i // 2 % len(self.config.held_out)]
+            asked = tuple(self._turn(rng, question, voice) for question in draw_questions(self.config, rng, turns))
+            where = f"held-out conversation {i}"
+            rows.append(Row(asked, id=str(i), source=f"{self.name}/conversation", speaker=voice, where=where))
+        return rows
+
+    def follows(self, turn: RowTurn) -> bool:
+        """Whether a turn asks something that needs the turn before."""
+        return turn.question_text in (*self.config.twice_phrases, *self.config.again_phrases)
+
     def answers(self) -> list[str]:
         """Every answer that there is, as it is spoken."""
-        numbers = ["minus " + NUMBERS[n] for n in range(9, 0, -1)] + list(NUMBERS)
+        doubled = range(2 * RESULTS[0], 2 * RESULTS[-1] + 1, 2) if self.config.follow_ups > 0 else ()
+        numbers = map(spoken_number, (*RESULTS, *doubled))
         lengths = [n for n, weight in enumerate(self.config.lengths, 1) if weight > 0]
         strings = [" ".join(s) for n in lengths for s in itertools.product(NUMBERS[:10], repeat=n)]
         return list(dict.fromkeys([*numbers, *strings]))
@@ -131,13 +154,53 @@ class SpokenDigits:
             question_audio=Sound(torch.nn.functional.pad(spoken, (before, after)), c.question_rate),
             answer_text=question.words if c.answer_text == "words" else question.digits,
             answer_codes=Codes(self.codec.name, self.answer_codes(question.words)),
+            words=self._word_times(question.words) if c.answer_speech == c.answer_text == "words" else (),
         )
+
+    def _word_times(self, words: str) -> tuple[Word, ...]:
+        """When each word of an answer is said: they are spoken one by one and joined."""
+        out, start = [], 0
+        for word in words.split():
+            end = start + self._encoded(word).shape[1]
+            out.append(Word(word, start / self.codec.frame_rate, end / self.codec.frame_rate, "model"))
+            start = end
+        return tuple(out)
 
 
 def vocabulary(config: SpokenDigitsConfig) -> tuple[str, ...]:
-    """Every word that a question may hold, sorted."""
-    phrases = " ".join((*config.arithmetic_phrases, *config.digit_phrases)).replace("{}", " ")
-    return tuple(sorted({*phrases.split(), *NUMBERS[:10], "plus", "minus"}))
+    """Every word that a question may hold, without punctuation, sorted."""
+    follow_ups = (*config.twice_phrases, *config.again_phrases) if config.follow_ups > 0 else ()
+    phrases = " ".join((*config.arithmetic_phrases, *config.digit_phrases, *follow_ups)).replace("{}", " ")
+    return tuple(sorted({*re.findall(r"[\w']+", phrases), *NUMBERS[:10], "plus", "minus"}))
+
+
+def spoken_number(number: int) -> str:
+    """A number from -39 to 39 as it is said: "minus eighteen", "thirty six"."""
+    tens, ones = divmod(abs(number), 10)
+    words = NUMBERS[abs(number)] if abs(number) < len(NUMBERS) else f"{TENS[tens - 2]} {NUMBERS[ones] if ones else ''}".rstrip()
+    return f"minus {words}" if number < 0 else words
+
+
+def draw_questions(config: SpokenDigitsConfig, rng: random.Random, count: int) -> list[Question]:
+    """The questions of a conversation; each but the first may refer to the one before."""
+    questions: list[Question] = []
+    for _ in range(count):
+        follows = bool(questions) and config.follow_ups > 0 and rng.random() < config.follow_ups
+        questions.append(draw_follow_up(config, rng, questions[-1]) if follows else draw_question(config, rng))
+    return questions
+
+
+def draw_follow_up(
+    config: SpokenDigitsConfig, rng: random.Random, before: Question, kind: Literal["twice", "again"] | None = None
+) -> Question:
+    """A question that refers to the one before; of the given kind (`twice` needs a number of `RESULTS`), or of either."""
+    if kind is None:
+        kind = "twice" if before.number in RESULTS and rng.random() < 0.5 else "again"
+    if kind == "again":
+        return replace(before, kind="again", text=rng.choice(config.again_phrases))
+    assert before.number is not None
+    number = 2 * before.number
+    return Question("twice", rng.choice(config.twice_phrases), spoken_number(number), str(number), number)
 
 
 def draw_question(config: SpokenDigitsConfig, rng: random.Random, kind: str | None = None) -> Question:
@@ -147,9 +210,8 @@ def draw_question(config: SpokenDigitsConfig, rng: random.Random, kind: str | No
     if kind == "arithmetic":
         a, b, plus = rng.randrange(10), rng.randrange(10), rng.random() < 0.5
         result = a + b if plus else a - b
-        asked = f"{NUMBERS[a]} {'plus' if plus else 'minus'} {NUMBERS[b]}"
-        words = ("minus " if result < 0 else "") + NUMBERS[abs(result)]
-        return Question("arithmetic", rng.choice(config.arithmetic_phrases).format(asked), words, str(result))
+        asked = rng.choice(config.arithmetic_phrases).format(f"{NUMBERS[a]} {'plus' if plus else 'minus'} {NUMBERS[b]}")
+        return Question("arithmetic", asked, spoken_number(result), str(result), result)
     length = rng.choices(range(1, len(config.lengths) + 1), config.lengths)[0]
     digits = [rng.randrange(10) for _ in range(length)]
     words = " ".join(NUMBERS[d] for d in digits)
