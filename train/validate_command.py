@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from omni.errors import UserError
-from omni.generate.speech_lm import SpeechLM
-from train.data.build import held_out_rows
-from train.evaluate import evaluate, items_of, write_answers
+from omni.process import importing
 from train.parse import read_fit_config
 
 
@@ -25,6 +23,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
     chosen = parser.parse_args(argv)
     file = chosen.config or chosen.model.parent / "config.yaml"
+    if not chosen.model.is_dir():
+        raise UserError(f"{chosen.model} is no model folder; give one that a run wrote, such as runs/nano/model")
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the run's configuration with --config")
     config, _ = read_fit_config([str(file)])
@@ -33,6 +33,11 @@ def main(argv: Sequence[str]) -> int:
         plan = replace(plan, questions=chosen.questions)
     if chosen.tasks is not None:
         plan = replace(plan, tasks=tuple(chosen.tasks))
+    with importing():
+        from omni.generate.speech_lm import SpeechLM
+        from train.data.build import held_out_rows
+        from train.evaluate import evaluate, items_of, write_answers
+
     lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
     items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec, lm.model.config.encoder)
     report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)

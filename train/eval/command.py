@@ -7,25 +7,21 @@ import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonargparse
 
 from omni.errors import UserError
-from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task, find_task
 from train.data.readers import READERS
-from train.eval.answers import answer_all
-from train.eval.compare import Comparison, compare, write_comparison
 from train.eval.config import EvalConfig, Progress
-from train.eval.ears import open_ear
-from train.eval.forgetting import check_before, check_texts, load_before, score_texts
 from train.eval.journal import alone, claim, read_records
-from train.eval.measures import MEASURES, Figure, shown
-from train.eval.pictures import draw_report
 from train.eval.questions import OWN, Questions, choose_task, fingerprint, open_data
-from train.eval.report import ANSWERS, REPORT, TEXT, TEXT_BEFORE, TIMINGS, Run, signed, verdict, write_report
-from train.eval.timing import time_some
+
+if TYPE_CHECKING:
+    from train.eval.compare import Comparison
+    from train.eval.measures import Figure
+    from train.eval.report import Run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,6 +45,14 @@ def evaluate(
         UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
             that could be asked.
     """
+    from omni.generate.speech_lm import SpeechLM
+    from train.eval.answers import answer_all
+    from train.eval.ears import open_ear
+    from train.eval.forgetting import check_before, check_texts, load_before, score_texts
+    from train.eval.pictures import draw_report
+    from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
+    from train.eval.timing import time_some
+
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
     questions = Questions.spread(open_data(data, config.read), config.questions)
@@ -147,6 +151,8 @@ def _parse(argv: Sequence[str]) -> Any:
 
 
 def _compare(argv: Sequence[str]) -> int:
+    from train.eval.compare import compare, write_comparison
+
     parser = argparse.ArgumentParser(prog="python -m train eval --compare", description=compare.__doc__, exit_on_error=False)
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True)
     parser.add_argument("--out", type=Path, help="folder for table and picture (default: compared_with_A in OUT_B)")
@@ -165,6 +171,9 @@ def _compare(argv: Sequence[str]) -> int:
 
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
+    from train.eval.measures import MEASURES, shown
+    from train.eval.report import REPORT
+
     rows = [(MEASURES[n].title, shown(n, f.value), f"{shown(n, f.low)} to {shown(n, f.high)}", str(f.questions))
             for n, f in figures.items()]  # fmt: skip
     _print_table(
@@ -177,6 +186,9 @@ def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
 
 
 def _show_comparison(found: Comparison) -> None:
+    from train.eval.measures import MEASURES, shown
+    from train.eval.report import signed, verdict
+
     rows = [
         (
             MEASURES[n].title,

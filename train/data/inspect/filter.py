@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
@@ -17,7 +17,6 @@ from train.data.inspect.checks import Bounds, Checked, check_row
 from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, watched
 from train.data.inspect.findings import KINDS
-from train.data.inspect.hearing import Hearing, error_rate
 from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules, read_rules
 from train.data.inspect.scan import Found, Lost, Scan
@@ -31,6 +30,9 @@ from train.data.prepare.tally import Tally
 from train.data.row import Row, Sound, features
 from train.progress import Kind
 
+if TYPE_CHECKING:
+    from train.data.inspect.hearing import Hearing
+
 DROPPED = "dropped.jsonl"
 UNREADABLE = "unreadable"
 
@@ -39,6 +41,8 @@ Reason = tuple[str, str]
 
 def main(argv: Sequence[str]) -> int:
     """The command; prints how many rows are kept, and how many each rule has dropped."""
+    from train.data.inspect.hearing import Hearing
+
     parser = Parser(
         "filter",
         "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
@@ -99,6 +103,8 @@ class Judge:
         return reasons, checked
 
     def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
+        from train.data.inspect.hearing import error_rate
+
         assert self.hearing is not None
         out = []
         for number, turn in enumerate(row.turns):

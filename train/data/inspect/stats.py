@@ -6,16 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni.tasks import Task, find_task
 from train.data.inspect.codecs import Codecs
-from train.data.inspect.collect import Collected, Collector, Group
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, save_report, watched
-from train.data.inspect.pictures import draw_all
 from train.data.inspect.scan import Lost, Scan
 from train.data.inspect.target import Target, add_options, chosen_target
 from train.progress import Kind, duration
+
+if TYPE_CHECKING:
+    from train.data.inspect.collect import Collected, Group
 
 STATS = "stats.json"
 SHOWN = 12
@@ -28,6 +29,8 @@ COLUMNS = {"mean": "mean", "min": "min", "p5": "5 %", "p50": "50 %", "p95": "95 
 
 def main(argv: Sequence[str]) -> int:
     """The command; prints tables, and writes pictures and a report where a folder is given."""
+    from train.data.inspect.pictures import draw_all
+
     parser = Parser(
         "stats",
         "Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for a model "
@@ -56,6 +59,8 @@ def collect(
     scan: Scan, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = (), progress: Kind = "off"
 ) -> Collected:
     """Count all rows that can be read; the others are noted."""
+    from train.data.inspect.collect import Collector
+
     collector, display = Collector(codecs, target, tasks), display_of(progress, scan)
     try:
         for item in watched(scan, display):

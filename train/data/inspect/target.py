@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni.checkpoint.folder import TOKENIZER, read_config
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
-from omni.text import Tokenizer
 from train.data.inspect.command import Parser
+
+if TYPE_CHECKING:
+    from omni.text import Tokenizer
 
 BYTES = 256
 """Text ids of a model that reads bytes."""
@@ -34,6 +35,9 @@ def add_options(parser: Parser) -> None:
 
 def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
     """The model that was named, None where none was; UserError where it cannot be had."""
+    from omni.checkpoint.folder import TOKENIZER, read_config
+    from omni.text import Tokenizer
+
     folder, name, file = chosen["model"], chosen["preset"], chosen["tokenizer"]
     if folder is not None and name is not None:
         raise UserError(f"--model {folder} and --preset {name} are both given: name one")
