@@ -1,8 +1,5 @@
-"""`python -m train bench`: the objective against the plain one, the training step, data made while training, the
-balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
-
-Every ratio compares two ways of doing the same work in one run, on one machine.
-"""
+"""What `python -m train bench` measures: the objective against the plain one, the training step, data made while training;
+other tables have modules of their own."""
 
 from __future__ import annotations
 

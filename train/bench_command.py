@@ -1,30 +1,35 @@
-"""`python -m train bench`: the words of the command line, refused before anything heavy is imported."""
+"""`python -m train bench`: the objective against the plain one, the training step, data made while training, the
+balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
+
+Every ratio compares two ways of doing the same work in one run, on one machine.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import jsonargparse
 
 from omni.errors import UserError
 from omni.process import importing
-
-DESCRIPTION = """Obbjective against the plain one, the training step, data made while training, the
-balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
-
-Every ratio compares two ways of doing the same work in one run, on one machine."""
+from train.commands import check_config
 
 BALANCED = ("uncertainty", "dwa", "stch", "famo", "mgda:features")
 """Methods of the balance's table, each at its first level or at the one after a colon."""
 SECTIONS = ("objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading")
 
 
+OF_RECIPE = ("data", "balance", "guard", "precision")
+"""Tables that need the configuration of a run."""
+
+
 def main(argv: Sequence[str]) -> int:
     """The command."""
-    parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=DESCRIPTION, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--only",
@@ -47,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
         options = parser.parse_args(list(argv))
     except jsonargparse.ArgumentError as error:
         raise UserError(f"bench: {' '.join(str(error).split())}; see python -m train bench --help") from error
+    if not options.gpu and set(OF_RECIPE) & set(options.only):
+        check_config(Path(options.config))
     with importing():
         import torch
         from rich.console import Console

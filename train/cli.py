@@ -20,7 +20,7 @@ COMMANDS = {
     ),
     "plan": ("train.plan.arguments", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
     "doctor": ("train.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
-    "convert": ("train.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
+    "convert": ("train.convert_command", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
     "data": ("train.data_command", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
     "eval": ("train.eval.command", "figures on somebody's questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
     "edit": ("train.edit.command", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),

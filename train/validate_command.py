@@ -6,15 +6,24 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
 from train.parse import read_fit_config
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"validate: {message}; see python -m train validate --help")
+
+
 def main(argv: Sequence[str]) -> int:
     """The command; the questions are those of the run's `config.yaml`, which stands beside the model folder."""
-    parser = argparse.ArgumentParser(prog="python -m train validate", description=main.__doc__)
+    parser = _Parser(prog="python -m train validate", description=main.__doc__)
     parser.add_argument("model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--questions", type=int, help="how many (default: as the configuration says)")
@@ -23,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
     chosen = parser.parse_args(argv)
     file = chosen.config or chosen.model.parent / "config.yaml"
-    if not chosen.model.is_dir():
-        raise UserError(f"{chosen.model} is no model folder; give one that a run wrote, such as runs/nano/model")
+    check_folder(chosen.model)
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the run's configuration with --config")
     config, _ = read_fit_config([str(file)])

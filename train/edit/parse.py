@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from train.parse import check_keys, check_path
 
@@ -64,6 +65,11 @@ def read_command(
         raise UserError(f"edit {name}: a section of the configuration holds no keys ({error}); write keys below it") from error
     paths = [values.pop(place) for place in places]
     values.pop("config", None)
+    for place, path in zip(places, paths, strict=True):
+        if place == "model":
+            check_folder(path)
+        elif place != "out" and not path.exists():
+            raise UserError(f"{path} does not exist; give {places[place]}")
     return paths, None if kind is None else kind(**values), values
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import jsonargparse
 
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
+from omni.process import importing
 from omni.tasks import Task, find_task
 from train.data.readers import READERS
 from train.eval.config import EvalConfig, Progress
@@ -45,17 +47,19 @@ def evaluate(
         UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
             that could be asked.
     """
-    from omni.generate.speech_lm import SpeechLM
-    from train.eval.answers import answer_all
-    from train.eval.ears import open_ear
-    from train.eval.forgetting import check_before, check_texts, load_before, score_texts
-    from train.eval.pictures import draw_report
-    from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
-    from train.eval.timing import time_some
-
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
+    check_folder(model)
     questions = Questions.spread(open_data(data, config.read), config.questions)
+    with importing():
+        from omni.generate.speech_lm import SpeechLM
+        from train.eval.answers import answer_all
+        from train.eval.ears import open_ear
+        from train.eval.forgetting import check_before, check_texts, load_before, score_texts
+        from train.eval.pictures import draw_report
+        from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
+        from train.eval.timing import time_some
+
     lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     ear = open_ear(config.ear, config.ear_words, config.ear_longest, config.device)
@@ -151,9 +155,9 @@ def _parse(argv: Sequence[str]) -> Any:
 
 
 def _compare(argv: Sequence[str]) -> int:
-    from train.eval.compare import compare, write_comparison
-
-    parser = argparse.ArgumentParser(prog="python -m train eval --compare", description=compare.__doc__, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m train eval --compare", description="Compare two output folders.", exit_on_error=False
+    )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True)
     parser.add_argument("--out", type=Path, help="folder for table and picture (default: compared_with_A in OUT_B)")
     try:
@@ -162,6 +166,9 @@ def _compare(argv: Sequence[str]) -> int:
         raise UserError(f"eval --compare: {error}; give two output folders") from error
     if unknown:
         raise UserError(f"eval --compare takes two output folders and --out, not {' '.join(unknown)}")
+    with importing():
+        from train.eval.compare import compare, write_comparison
+
     found = compare(*chosen.compare)
     out = chosen.out or chosen.compare[1] / f"compared_with_{chosen.compare[0].resolve().name}"
     write_comparison(found, out)

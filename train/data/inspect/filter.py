@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
+from omni.process import importing
 from train.data.inspect.checks import Bounds, Checked, check_row
 from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, watched
@@ -41,8 +42,6 @@ Reason = tuple[str, str]
 
 def main(argv: Sequence[str]) -> int:
     """The command; prints how many rows are kept, and how many each rule has dropped."""
-    from train.data.inspect.hearing import Hearing
-
     parser = Parser(
         "filter",
         "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
@@ -64,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
         )
+    with importing():
+        from train.data.inspect.hearing import Hearing
+
     hearing = Hearing(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
     judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
     report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from omni.audio.wav import write_wav
 from omni.errors import UserError
+from omni.process import importing
 from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.command import Parser, make_folder
@@ -30,8 +31,6 @@ USUAL = ("A1A2", "T1A2", "A1T2", "T1T2", "A1T1", "T1A1")
 
 def main(argv: Sequence[str]) -> int:
     """The command; writes WAV files and prints what the row holds."""
-    from train.data.inspect.collect import FIELDS
-
     parser = Parser(
         "listen",
         "Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at hand, and "
@@ -50,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"columns is {chosen['columns']}; it must be at least 1")
     scan, codecs = Scan(chosen["data"]), Codecs(chosen["codec_folder"])
     target = chosen_target(chosen)
+    with importing():
+        from train.data.inspect.collect import FIELDS
+
     row = find_row(scan, chosen["row"])
     print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in ("id", *FIELDS)))
     out = chosen["out"] or own_folder(scan.path, chosen["row"])

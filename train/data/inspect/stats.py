@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.process import importing
 from omni.tasks import Task, find_task
 from train.data.inspect.codecs import Codecs
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, save_report, watched
@@ -29,8 +30,6 @@ COLUMNS = {"mean": "mean", "min": "min", "p5": "5 %", "p50": "50 %", "p95": "95 
 
 def main(argv: Sequence[str]) -> int:
     """The command; prints tables, and writes pictures and a report where a folder is given."""
-    from train.data.inspect.pictures import draw_all
-
     parser = Parser(
         "stats",
         "Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for a model "
@@ -43,6 +42,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
     parser.progress()
     chosen = parser.values(argv)
+    with importing():
+        from train.data.inspect.pictures import draw_all
+
     target = chosen_target(chosen)
     tasks = tuple(find_task(name) for name in chosen["tasks"]) if target is not None else ()
     collected = collect(Scan(chosen["data"]), Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])

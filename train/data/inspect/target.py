@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.checkpoint.places import TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
+from omni.process import importing
 from train.data.inspect.command import Parser
 
 if TYPE_CHECKING:
@@ -35,9 +37,6 @@ def add_options(parser: Parser) -> None:
 
 def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
     """The model that was named, None where none was; UserError where it cannot be had."""
-    from omni.checkpoint.folder import TOKENIZER, read_config
-    from omni.text import Tokenizer
-
     folder, name, file = chosen["model"], chosen["preset"], chosen["tokenizer"]
     if folder is not None and name is not None:
         raise UserError(f"--model {folder} and --preset {name} are both given: name one")
@@ -45,6 +44,12 @@ def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
         if file is not None:
             raise UserError(f"--tokenizer {file} is given without a model: name one with --model or --preset")
         return None
+    if folder is not None:
+        check_folder(folder)
+    with importing():
+        from omni.checkpoint.folder import read_config
+        from omni.text import Tokenizer
+
     config = read_config(folder) if folder is not None else preset(str(name))
     if folder is not None and file is None:
         file = folder / TOKENIZER
