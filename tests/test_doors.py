@@ -165,7 +165,7 @@ HELPS = [
 """What is answered."""
 
 REFUSED = {
-    "train nonsense": "did you mean",
+    "train ftt": "did you mean 'fit'",
     "train data nonsense": "unknown",
     "train edit nonsense": "unknown",
     **{f"train {name} RUN --optimizer.lrr 1": "did you mean" for name in RUN},

@@ -42,12 +42,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
     parser.progress()
     chosen = parser.values(argv)
+    scan, target = Scan(chosen["data"]), chosen_target(chosen)
     with importing():
         from train.data.inspect.pictures import draw_all
 
-    target = chosen_target(chosen)
     tasks = tuple(find_task(name) for name in chosen["tasks"]) if target is not None else ()
-    collected = collect(Scan(chosen["data"]), Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])
+    collected = collect(scan, Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])
     show(collected)
     if chosen["out"] is not None:
         make_folder(chosen["out"])
