@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
     chosen = parser.parse_args(argv)
     file = chosen.config or chosen.model.parent / "config.yaml"
-    check_folder(chosen.model)
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the run's configuration with --config")
+    check_folder(chosen.model)
     config, _ = read_fit_config([str(file)])
     plan = config.validation
     if chosen.questions is not None:
