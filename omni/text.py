@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 
 
 class Tokenizer:
@@ -33,6 +34,7 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """Read a `tokenizer.json`; UserError where it is missing or not one."""
+        refuse_remote(path, "tokenizer")
         if not Path(path).is_file():
             raise UserError(f"tokenizer {path} does not exist; a model folder holds a tokenizer.json")
         try:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from omni.errors import UserError, in_one_line
 from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, say
-from train.commands import check_command, check_config, config_of
+from train.commands import check_command, check_config, check_renamed, config_of
 
 COMMANDS = {
     "fit": ("train.fit_command", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
     "demo": ("train.demo_command", "train the small model of configs/nano.yaml, examine it and talk to it"),
     "validate": (
         "train.validate_command",
-        "ask a finished model its run's validation questions: validate MODEL [--questions 200]",
+        "ask a finished model its run's validation questions: validate MODEL [--limit 200]",
     ),
     "plan": ("train.plan.arguments", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
     "doctor": ("train.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     try:
         check_command(arguments[0], COMMANDS)
+        check_renamed(arguments[0], arguments[1:], "--")
         if arguments[0] in WITH_CONFIG and (file := config_of(arguments[1:])) is not None:
             check_config(file)
         run = importlib.import_module(COMMANDS[arguments[0]][0]).main

@@ -1,4 +1,4 @@
-"""What can be said of a command line before anything heavy is imported: its command, its configuration's file."""
+"""What can be said of a command line before anything heavy is imported: its command, its options, its configuration's file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
+
+RENAMED = {"eval": {"questions": "limit"}, "validate": {"questions": "limit"}}
+"""Options by command that have another name now."""
+
+
+def check_renamed(command: str, names: Iterable[str], mark: str = "") -> None:
+    """UserError, with the name of now, for an option (`mark` stands before it) or key of before."""
+    for name in names:
+        now = RENAMED.get(command, {}).get(name.partition("=")[0].removeprefix(mark)) if name.startswith(mark) else None
+        if now is not None:
+            raise UserError(f"{command}: {name.partition('=')[0]} is now called {mark}{now}: give that instead")
 
 
 def check_command(name: str, known: Iterable[str], of: str = "") -> None:
@@ -20,6 +32,7 @@ def check_command(name: str, known: Iterable[str], of: str = "") -> None:
 
 def check_config(file: Path) -> None:
     """UserError, with the closest name, where a configuration's file is not there."""
+    refuse_remote(file, "configuration")
     if not file.is_file():
         near = sorted(str(p) for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
         close = get_close_matches(str(file), near, n=1, cutoff=0.3)

@@ -14,6 +14,7 @@ import jsonargparse
 from omni.checkpoint.kinds import FLOATS, KINDS, closest
 from omni.errors import UserError
 from omni.process import importing
+from omni.remote import refuse_remote
 from train.convert_target import check_target
 from train.progress import duration
 
@@ -124,6 +125,7 @@ _FLAGS = {
 def check(source: Path, target: Path, options: Options) -> None:
     """UserError for what can be refused before any weights are looked at."""
     check_target(source, target, options)
+    refuse_remote(source, "model")
     if not source.exists():
         raise UserError(f"{source} does not exist; give a model's file or folder")
     if options.kind is not None and options.kind not in KINDS:

@@ -31,6 +31,7 @@ from train.ear import Sphinx, describe, nearest
 from train.evaluate import Judged, Report, evaluate, items_of, write_answers
 from train.fit import MODEL, fit
 from train.logs import VALIDATION, read_table
+from train.progress import percent
 
 GOAL = 0.9
 
@@ -247,4 +248,4 @@ def _conversed(found: Conversed | None) -> list[tuple[str, str]]:
 
 
 def _percent(value: float | None) -> str:
-    return "not measured" if value is None else f"{100 * value:.1f} %"
+    return "not measured" if value is None else percent(value)

@@ -18,6 +18,7 @@ from omni.errors import UserError
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.model.lora_weights import merged_state
 from omni.model.sharing import SHARING
+from omni.remote import refuse_remote
 from omni.tasks import TASKS, find_task
 from train import adapters, announce, plots
 from train.balance import plots as balance_plots
@@ -54,6 +55,7 @@ def fit(config: FitConfig) -> Outcome | None:
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
+    refuse_remote(config.run_folder, "run_folder", write=True)
     notes = check_start(with_alignment(config))
     fabric = build_fabric(config.fabric)
     launch(fabric)

@@ -354,7 +354,8 @@ class Loop:
         position = self.position
         if self._is_saved():
             return
-        position.meter = self.meter.state()
+        position.meters = self.meter.state()
+        position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
         self._check_finite("loss", position.meter[0])
         position.seconds = self.team.share(self._clock())
         position.saved = (position.step, position.seconds)
@@ -402,7 +403,7 @@ class Loop:
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.fabric.strategy.precision.load_state_dict(self.position.scaler)
-        self.meter.restore(self.position.meter)
+        self.meter.restore(self.position.meters or [self.position.meter])
         if self.balance is not None:
             stored = state.load_balance(found, self.objective, self.team)
             old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))

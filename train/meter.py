@@ -58,17 +58,22 @@ class Meter:
         """The sums over all processes, on the CPU; all processes must call it."""
         return self.team.sum(self.values)
 
-    def state(self) -> list[float]:
-        """The sums as plain data, for a checkpoint; all processes must call it."""
-        return self.total().tolist()
+    def state(self) -> list[list[float]]:
+        """The sums of every process as plain data, for a checkpoint; all processes must call it."""
+        return self.team.gather(self.values.tolist())
 
-    def restore(self, state: Sequence[float]) -> None:
-        """Continue from a checkpoint's sums (which the first process holds for all)."""
-        if len(state) == len(self.values):
-            self.values.zero_()
-            if self.team.first:
-                self.values += torch.tensor(state, device=self.values.device, dtype=self.values.dtype)
-            self._shown = (torch.tensor(state, dtype=torch.float64), 0.0, 0.0, 0.0)
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        """Continue from a checkpoint's sums: each process from its own, as sums in float32 depend on their order; where there
+        were more or fewer processes, the first one has the sums of all."""
+        if any(len(sums) != len(self.values) for sums in state):
+            return
+        total = torch.tensor(state, dtype=torch.float64).sum(0)
+        self.values.zero_()
+        if len(state) == self.team.world:
+            self.values += torch.tensor(state[self.team.rank]).to(self.values)
+        elif self.team.first:
+            self.values += total.to(self.values)
+        self._shown = (total, 0.0, 0.0, 0.0)
 
     def figures(self) -> dict[str, float]:
         """Mean losses and speed since the last call; all processes must call it. Streams and tasks without a target are

@@ -37,6 +37,8 @@ def curves(folder: Path) -> Path | None:
     if not metrics and not validation:
         return None
     pyplot = pyplot_quietly()
+    from matplotlib.ticker import PercentFormatter
+
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True, height_ratios=(3, 1, 2))
     longest = max(row["seconds"] for row in [*metrics, *validation])
     scale, unit = (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
@@ -62,6 +64,7 @@ def curves(folder: Path) -> Path | None:
         _line(axes[2], validation, name, scale, COLORS[i % len(COLORS)], label, marker="o", style=style)
     highest = max([row[n] for row in validation for n in shown if row[n] == row[n]], default=0.0)
     axes[2].set_ylim(-0.03, min(1.5, max(1.0, highest)) + 0.03)  # word errors can exceed the words
+    axes[2].yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     axes[2].set_ylabel("validation")
     axes[2].set_xlabel(unit)
     for axis in axes:

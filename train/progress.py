@@ -8,6 +8,9 @@ from typing import Any, Literal, TextIO
 
 Kind = Literal["auto", "bar", "lines", "off"]
 
+SHARES = ("exact_match", "wer", "code_accuracy", "ended")
+"""Figures of a validation that are shares or error rates."""
+
 LINE_SECONDS = 10.0
 """Between two lines of one that counts what is done, where there is no terminal."""
 
@@ -30,9 +33,19 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def percent(share: float, digits: int = 1) -> str:
+    """A share or an error rate as text: `49.5 %`. Errors may outnumber the words; how far says nothing: `> 100 %`."""
+    return "> 100 %" if share > 1 else f"{100 * share:.{digits}f} %"
+
+
+def shown(name: str, value: float) -> str:
+    """A figure of a validation as text: shares and error rates in per cent, losses in nats."""
+    return percent(value) if name.partition("/")[0] in SHARES else f"{value:.3g}"
+
+
 def figures_line(figures: Mapping[str, float]) -> str:
     """Figures as one line of text."""
-    return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
+    return ", ".join(f"{name.replace('_', ' ')} {shown(name, value)}" for name, value in figures.items())
 
 
 def losses_line(figures: Mapping[str, float]) -> str:

@@ -54,7 +54,8 @@ class Position:
         lanes: state of every lane of the data after the last batch that was used.
         validated: step and seconds of the last validation.
         figures: what the validation at this very step measured, if there was one.
-        meter: sums since the last row of the log.
+        meter: sums since the last row of the log, over all processes.
+        meters: those of each process; checkpoints of before have none.
         scaler: state of the gradient scaler (16-mixed only).
         tally: figures of the balance since the last row of its table.
         rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them.
@@ -67,6 +68,7 @@ class Position:
     saved: tuple[int, float] = (0, 0.0)
     figures: dict[str, float] = field(default_factory=dict)
     meter: list[float] = field(default_factory=list)
+    meters: list[list[float]] = field(default_factory=list)
     scaler: dict[str, Any] = field(default_factory=dict)
     tally: dict[str, list[float]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
 from train.parse import read_fit_config
+from train.progress import shown
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _Parser(prog="python -m train validate", description=main.__doc__)
     parser.add_argument("model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
-    parser.add_argument("--questions", type=int, help="how many (default: as the configuration says)")
+    parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
     parser.add_argument("--tasks", nargs="+", help="what they are asked as, such as A1A2 A1T1")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
@@ -37,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
     check_folder(chosen.model)
     config, _ = read_fit_config([str(file)])
     plan = config.validation
-    if chosen.questions is not None:
-        plan = replace(plan, questions=chosen.questions)
+    if chosen.limit is not None:
+        plan = replace(plan, questions=chosen.limit)
     if chosen.tasks is not None:
         plan = replace(plan, tasks=tuple(chosen.tasks))
     with importing():
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec, lm.model.config.encoder)
     report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
     for name, value in report.figures.items():
-        print(f"{name.replace('_', ' '):<28}{value:.4f}")
+        print(f"{name.replace('_', ' '):<28}{shown(name, value)}")
     if chosen.answers is not None:
         write_answers(report, chosen.answers)
     return 0

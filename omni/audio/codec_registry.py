@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,8 @@ def load_codec(name: str, folder: str | Path | None = None, device: str | torch.
     import torch
 
     check_codec_name(name)
+    if folder is not None:
+        refuse_remote(folder, "codec folder")
     return _loaders[name](None if folder is None else Path(folder), torch.device(device))
 
 

@@ -25,6 +25,7 @@ from omni.audio.sniff import HEAD, container, foreign
 from omni.audio.truncation import check_end, extent
 from omni.audio.wav import WavWriter, pcm16, write_wav
 from omni.errors import SoundWarning, UserError
+from omni.remote import refuse_remote
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,6 +224,8 @@ def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> t
                     return _checked(file, os.fsencode(source), name, bounded, ends)
                 source = read_stream(file, name)
         except OSError as error:
+            if isinstance(source, (str, os.PathLike)):
+                refuse_remote(source, "sound file")
             raise UserError(
                 f"{name}: {error.strerror or error}: check the path of the sound file, and that it may be read"
             ) from error

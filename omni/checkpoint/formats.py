@@ -11,6 +11,7 @@ from omni.checkpoint.foreign import Foreign, Watch
 from omni.checkpoint.kinds import KINDS, closest
 from omni.checkpoint.safe import Written, read_json
 from omni.errors import UserError
+from omni.remote import refuse_remote
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ FORMATS: dict[str, Format] = {
 
 def kind_of(path: Path) -> str:
     """The format of a file or folder; UserError where there is none, or none is recognised."""
+    refuse_remote(path, "model")
     if not path.exists():
         raise UserError(f"{path} does not exist; give a model's file or folder")
     for name, known in FORMATS.items():
@@ -85,6 +87,7 @@ def open_foreign(path: Path, kind: str | None = None) -> Foreign:
     """
     if kind is not None and kind not in FORMATS:
         raise UserError(f"kind {kind!r} is unknown; {closest(kind, FORMATS)}")
+    refuse_remote(path, "model")
     if not path.exists():
         raise UserError(f"{path} does not exist; give a model's file or folder")
     kind = kind or kind_of(path)

@@ -31,6 +31,7 @@ from omni.errors import UserError
 from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
 from omni.model.lora import LoRAConfig, fits
 from omni.model.lora_weights import AdapterWeights
+from omni.remote import refuse_remote
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -64,6 +65,7 @@ def recognise(path: Path) -> bool:
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """Refuse a folder that is no adapter's (UserError)."""
+    refuse_remote(folder, "adapter")
     if not recognise(Path(folder)):
         raise UserError(f"{folder} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
 

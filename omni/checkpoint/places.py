@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
 
@@ -16,6 +17,7 @@ PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 
 def real_place(folder: str | os.PathLike[str]) -> Path:
     """Where a folder that is to be written stands, links followed; UserError where it has no name to be renamed to."""
+    refuse_remote(folder, "folder", write=True)
     try:
         place = Path(folder).resolve()
     except (OSError, RuntimeError) as error:
@@ -27,6 +29,7 @@ def real_place(folder: str | os.PathLike[str]) -> Path:
 
 def no_folder(path: Path) -> str:
     """Why there is no folder of that name, and what to do."""
+    refuse_remote(path, "model folder")
     wanted = f"a folder with {CONFIG} and {WEIGHTS}"
     if path.is_file():
         kind = "a pickle, which could run code; convert it to safetensors, and" if is_pickle(path) else "a file, not a folder;"

@@ -20,6 +20,7 @@ from omni.checkpoint.safe import beside, read_json, write_file
 from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import whole
 from omni.errors import UserError
+from omni.remote import refuse_remote
 
 FORMAT_VERSION = 1
 
@@ -47,6 +48,7 @@ def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str,
     """
     place = Path(folder)
     if not (place / f"{kind}.json").is_file():
+        refuse_remote(place, f"folder of {kind}")
         there = ", ".join(sorted(path.name for path in place.glob("*.json"))) if place.is_dir() else ""
         raise UserError(f"{place} has no {kind}.json{f' (it has {there})' if there else ''}; give the folder of {kind}")
     facts = read_json(place / f"{kind}.json")

@@ -23,6 +23,7 @@ from omni.audio.waveform import as_waveform, is_waveform, unwrap, whole_rate
 from omni.config import ModelConfig
 from omni.errors import SoundWarning, UserError
 from omni.model.speech_model import SpeechModel
+from omni.remote import refuse_remote
 from omni.tasks import Task, Turn, find_task, prompt
 from omni.text import Tokenizer
 
@@ -99,6 +100,8 @@ def read_question(
         prompt(model.layout, turn)
         return Asked(turn, None)
     sound, rate = unwrap(question, sample_rate)
+    if isinstance(sound, str):
+        refuse_remote(sound, "sound file")
     if isinstance(sound, str) and not os.path.exists(sound) and (" " in sound or not os.path.splitext(sound)[1]):
         raise UserError(
             f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; for a written question use "

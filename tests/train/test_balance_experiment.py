@@ -60,7 +60,9 @@ def test_runs_differ_in_method_and_seed_only(tmp_path: Path) -> None:
     data = json.loads((tmp_path / JSON).read_text())
     assert data["methods"]["upgrad"][ALL]["more_than_equal"]["value"] == pytest.approx(0.2)
     assert (tmp_path / PICTURE).stat().st_size > 5000
-    assert shown(found).row_count == 6
+    table = shown(found)
+    assert table.row_count == 6
+    assert list(table.columns[2].cells)[:2] == ["20.0 %", "60.0 %"] and list(table.columns[4].cells)[1] == "+40.0 points"
 
 
 def test_a_level_stands_behind_its_method(tmp_path: Path) -> None:

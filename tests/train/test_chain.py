@@ -128,14 +128,24 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
         measured = read_table(run / VALIDATION)[0]
         assert all(measured[name] > 0 for name in ("loss", "loss/text", *(["loss/audio"] if number != 2 else [])))
 
+    listened_to(tmp_path)
     examined_and_talked_to(examine, ask, tmp_path, capsys)
     back_at_transformers(back)
+
+
+def listened_to(place: Path) -> None:
+    """The line that looks at a row runs as it stands there, with the codec of the documented model."""
+    (line,) = (line for line in (ROOT / "docs" / "data.md").read_text().splitlines() if " data listen " in line)
+    assert main(shlex.split(line, comments=True)[3:]) == 0
+    heard = read_audio(place / "listen-voiceassistant-17" / "answer-0-codes.wav", 24000)
+    codes, codec = torch.tensor(snac_frames(17)).t(), load_codec("snac", place / "weights" / "snac_24khz")
+    torch.testing.assert_close(heard, codec.decode(codes), rtol=0, atol=1e-4)
 
 
 def examined_and_talked_to(examine: list[str], ask: list[str], place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last stage's model answers questions of the data, and a file."""
     assert (examine[:2], ask[:2]) == (["train", "eval"], ["infer", "ask"])
-    assert main([*examine[1:], "--questions", "3", "--max_seconds", "1", "--max_tokens", "8", "--progress", "off"]) == 0
+    assert main([*examine[1:], "--limit", "3", "--max_seconds", "1", "--max_tokens", "8", "--progress", "off"]) == 0
     report = json.loads((place / "reports" / "voiceassistant" / "report.json").read_text())
     assert len((place / "reports" / "voiceassistant" / "answers.jsonl").read_text().splitlines()) == 3 and report
     (place / "question.wav").write_bytes(flac(0.2, 220))

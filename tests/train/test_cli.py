@@ -84,6 +84,24 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
         (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),
         (["fit", "FILE", "--fabric.accelerator", "abacus", "--run_folder", "TMP"], "fabric: accelerator abacus"),
         (["validate", "TMP/nothing"], "give the run's configuration with --config"),
+        (["validate", "TMP", "--questions", "3"], "error: validate: --questions is now called --limit: give that instead"),
+        (["eval", "TMP", "TMP", "--out", "TMP", "--questions=3"], "error: eval: --questions is now called --limit"),
+        (
+            ["fit", "s3://b/run.yaml"],
+            "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read yet",
+        ),
+        (
+            ["fit", "FILE", "--run_folder", "gs://b/run"],
+            "run_folder 'gs://b/run' is not on this machine, and gs:// is not w",
+        ),
+        (
+            ["data", "prepare", "hf://datasets/o/n", "TMP"],
+            "data 'hf://datasets/o/n' is not on this machine, and hf:// is",
+        ),
+        (["data", "prepare", "FILE", "s3://b/rows", "--read.format", "table"], "output 's3://b/rows' is not on this machine"),
+        (["data", "validate", "s3://b/rows"], "data 's3://b/rows' is not on this machine, and s3:// is not read yet"),
+        (["eval", "TMP", "s3://b/rows", "--out", "TMP"], "data 's3://b/rows' is not on this machine"),
+        (["convert", "https://huggingface.co/o/n", "TMP"], "model 'https://huggingface.co/o/n' is not on this machine"),
     ],
 )
 def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from train.data.readers import Broken
 from train.data.row import Codes, Row, RowTurn, Sound, features, to_plain
 from train.data.voice import synthesise
 from train.eval.command import main
+from train.eval.config import EvalConfig
 from train.eval.ears import open_ear, transcript
 from train.eval.journal import Journal
 from train.eval.questions import Questions, open_data, readable
@@ -132,6 +133,13 @@ def test_our_rows_have_code_references_and_a_text_only_score(model: Path, tmp_pa
         assert same["difference"]["value"] == same["difference"]["low"] == same["difference"]["high"] == 0
 
 
+def test_a_key_of_another_name_is_told_and_stored_settings_keep_theirs(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("questions: 3\n")
+    with pytest.raises(UserError, match="eval: questions is now called limit: give that instead"):
+        main(["m", "d", "--out", str(tmp_path / "out"), "--config", str(tmp_path / "old.yaml")])
+    assert EvalConfig(limit=3).deciding()["questions"] == 3 and "limit" not in EvalConfig().deciding()
+
+
 @pytest.mark.parametrize("count", [1, 4, 11, 50, None])
 def test_questions_are_spread_evenly_and_can_be_entered_anywhere(speech: Path, count: int | None) -> None:
     from train.data.readers import Options
@@ -181,7 +189,7 @@ def test_interrupted_and_gone_on_with_is_undisturbed(
 
 def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    quick = (*QUICK, "--timed", "0", "--questions", "3")
+    quick = (*QUICK, "--timed", "0", "--limit", "3")
     assert run(model, speech, "--out", out, *quick) == 0
     kept = (out / "answers.jsonl").read_bytes()
     other = save_model(tmp_path / "other", seed=4)
@@ -323,7 +331,7 @@ def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys
     other = save_model(tmp_path / "other", seed=4)
     a, b = tmp_path / "a", tmp_path / "b"
     assert run(model, speech, "--out", a, *QUICK) == 0
-    assert run(other, speech, "--out", b, *QUICK, "--questions", "5") == 0
+    assert run(other, speech, "--out", b, *QUICK, "--limit", "5") == 0
     assert run("--compare", a, b) == 0
     out = b / "compared_with_a"
     found = json.loads((out / "compare.json").read_text())

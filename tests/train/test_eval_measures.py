@@ -60,6 +60,12 @@ def test_what_weighs_nothing_has_no_figure(name: str) -> None:
     assert math.isnan(apart.value) and verdict(name, replace(apart, questions=9)) == "not told apart"
 
 
+def test_error_rates_beyond_one_are_not_told_in_full_but_differences_are() -> None:
+    assert [shown("wer", rate) for rate in (0.125, 1.0, 1.004, 17.0)] == ["12.50 %", "100.00 %", "> 100 %", "> 100 %"]
+    assert [signed("wer", rate) for rate in (1.5, -0.25)] == ["+150.00 points", "-25.00 points"]
+    assert shown("real_time_factor", 1.5) == "1.500" and shown("text_perplexity", 1234.0) == "1234"
+
+
 def test_resamples_that_weigh_nothing_are_left_out() -> None:
     pairs = np.array([[2, 0], [1, 0], [0, 0], [0, 3]], dtype=float)
     found = figure("speech_text_wer", pairs, seed=5)

@@ -25,6 +25,7 @@ from train.data.parquet import StoredRows
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.shards import checksum
 from train.data.row import Codes, Sound, to_plain
+from train.progress import percent
 
 
 def rules(folder: Path, text: str) -> Path:
@@ -241,7 +242,7 @@ def test_word_error_rate_is_jiwers_on_what_the_whisper_says(weights: Path, tmp_p
         reasons, _ = judged.reasons(row(0, question_text=text, question_audio=Sound(data=wav(sound))))
         assert bool(reasons) == (i == worse)
         if reasons:
-            assert reasons[0][0] == "max_wer" and f"word error rate {rates[i]:.3f}" in reasons[0][1]
+            assert reasons[0][0] == "max_wer" and f"word error rate {percent(rates[i])}, the most is" in reasons[0][1]
             assert repr(theirs) in reasons[0][1]
     assert not judged.reasons(row(0, question_audio=None))[0] and not judged.reasons(row(0, question_text=""))[0]
 

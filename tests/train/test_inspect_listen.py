@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 
 from omni.audio import codec as codecs
 from omni.audio.io import read_audio
+from omni.checkpoint.folder import CODEC, CONFIG
+from omni.config import FORMAT_VERSION, to_dict
 from omni.errors import UserError
 from tests.train.data_toys import TOKENIZER
 from tests.train.inspect_toys import RATE, Beeper, path_too_long, path_with_nul, row, spoilt, stored
@@ -55,6 +58,21 @@ def test_sounds_come_back(codec: str, tmp_path: Path, monkeypatch, capsys) -> No
         assert torch.allclose(read_audio(out / f"answer-{number}-codes.wav", RATE), decoded, atol=1e-4)
     text = capsys.readouterr().out
     assert text.count(": '") >= 4 and "as A1A2" not in text
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["the model's", "another"])
+def test_a_model_brings_its_codec(named: bool, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Weights and all, unless others are named: codes sound, and the row is drawn as this model is shown it."""
+    asked: list[Path | None] = []
+    monkeypatch.setitem(codecs._loaders, "snac", lambda folder, device: asked.append(folder) or Beeper("snac"))
+    place, out = tmp_path / "model", tmp_path / "out"
+    (place / CODEC).mkdir(parents=True)
+    (place / CONFIG).write_text(json.dumps({"format": FORMAT_VERSION, "model": to_dict(model("snac"))}))
+    TOKENIZER.save(place / "tokenizer.json")
+    more = ["--codec_folder", str(tmp_path / "mine")] if named else []
+    assert main([str(stored(tmp_path / "data", [row(0, "snac")])), "0", "--out", str(out), "--model", str(place), *more]) == 0
+    assert asked == [tmp_path / "mine" if named else place / CODEC]
+    assert (out / "answer-0-codes.wav").is_file() and "as A1A2: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("codec", ["codec2", "snac"])

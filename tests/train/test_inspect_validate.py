@@ -157,6 +157,26 @@ def test_duplicates_are_reported_once_each(tmp_path: Path) -> None:
     assert findings.of("error") == 0
 
 
+def test_the_same_sentence_by_several_speakers_is_no_duplicate(tmp_path: Path) -> None:
+    """Nor in several recordings of which nobody says whose they are; the same speaker, or no recording at all, is."""
+    texts = {"question_text": "say it", "answer_text": "it"}
+    spoken = [row(i, speaker=f"s{i}", **texts) for i in range(3)] + [row(i, speaker="", **texts) for i in (3, 4)]
+    pace = Bounds(chars_per_second=(0.01, 1000.0))
+    assert not found(stored(tmp_path / "spoken", spoken), bounds=pace).counts
+    again = [
+        *spoken,
+        row(5, speaker="s1", **texts),
+        row(6, speaker="", **texts, question_audio=spoken[4].turns[0].question_audio),
+    ]
+    findings = found(stored(tmp_path / "again", again), bounds=pace)
+    assert dict(findings.counts) == {"duplicate_text": 2, "duplicate_audio": 1}
+    file = tmp_path / "again" / "rows-00000.parquet"
+    assert [where for where, _ in findings.shown["duplicate_text"]] == [f"{file} row 5", f"{file} row 6"]
+    bare = {"question_audio": None, "answer_audio": None, "answer_codes": None}
+    written = [row(i, speaker=f"s{i}", **texts, **bare) for i in range(2)]
+    assert found(stored(tmp_path / "written", written)).counts["duplicate_row"] == 1
+
+
 @pytest.mark.parametrize("kept_as", ["wav", "flac"])
 def test_leaks_between_splits(kept_as: str, tmp_path: Path) -> None:
     samples = noise(1.2, "leak")

@@ -103,6 +103,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"folder": str(top / "one-then-two"), "fabric": ddp},
         {"folder": str(top / "one-then-sharded"), "fabric": fsdp},
     ]
+    for name, fabric in (("ddp", ddp), ("fsdp", fsdp)):  # rows of the log that a stop cuts through
+        together += [
+            {"folder": str(top / f"{name}-rows"), "fabric": fabric, "rows": 4},
+            {"folder": str(top / f"{name}-rows-stopped"), "fabric": fabric, "rows": 4, **stop},
+            {"folder": str(top / f"{name}-rows-stopped"), "fabric": fabric, "rows": 4, "kill": ["SIGINT", 5]},
+            {"folder": str(top / f"{name}-rows-stopped"), "fabric": fabric, "rows": 4},
+        ]
     adapted = toy_lora()
     toy_fit(toy_config(top / "lora-one", lora=adapted, **LINES), adapted_parts(adapted))
     together += [
@@ -149,6 +156,18 @@ def test_two_stopped_processes_end_bitwise_where_undisturbed_ones_end(runs: Path
     for name, tensor in whole.items():
         assert tensor.equal(stopped[name]), name
     assert losses(runs / f"{strategy}-stopped").shape == (8, 3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_stopped_processes_log_bitwise_what_undisturbed_ones_log(runs: Path, strategy: str) -> None:
+    """Each row of the log sums four steps, some before a stop and some after it; only times differ."""
+    times = {"seconds", "tokens_per_second"}
+    stopped, whole = (
+        [{k: v for k, v in row.items() if k not in times} for row in read_table(runs / name / METRICS)]
+        for name in (f"{strategy}-rows-stopped", f"{strategy}-rows")
+    )
+    assert [row["step"] for row in whole] == [4, 8] and "gradient_norm" in whole[0]
+    assert stopped == whole
 
 
 def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:

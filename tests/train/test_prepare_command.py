@@ -11,10 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from omni.audio.codec import load_codec
+from omni.errors import UserError
 from tests.train.reader_toys import flac, heard, write_tone
 from train.cli import main
 from train.data.parquet import StoredRows
 from train.data.prepare import blocks, show
+from train.data.prepare.report import MISSING, reason_of
+from train.data.prepare.rows import stored as stored_sound
+from train.data.readers.files import Files
 from train.data.row import Sound
 
 COLUMNS = "{question_audio: wav, question_text: transcript, answer_text: reply, answer_audio: said}"
@@ -61,7 +65,10 @@ def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monke
     assert report[2] == "3s of spoken questions, 7s of spoken answers"
     assert report[3] == f"2 items made no row: see {tmp_path / 'out' / 'broken.csv'}"
     stored = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report[4:] == [f"  {count:>6}  {why}" for why, count in stored["reasons"].items()] and len(report) == 6
+    assert stored["reasons"] == {MISSING: 2}  # one reason, whatever the names
+    assert report[4] == f"       2  {MISSING}" and len(report) == 7
+    for line, number in zip(report[5:], (2, 33), strict=True):
+        assert line.strip().startswith(f"{source} line {number + 2}: 'q{number}.wav' is not there: "), line
     *lines, last = shown.err.splitlines()
     line = r"(\d+) of 36 items \(\d+\.\d%\), (starting|\d+\.\d items/s, \d+\.\dx real time, \d+s left)"
     found = [match for text in lines if (match := re.fullmatch(line, text))]
@@ -71,6 +78,19 @@ def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monke
     assert re.fullmatch(r"took \d+s", last)
     assert run(*command, "--progress", "off") == 0  # whole already
     assert capsys.readouterr() == (shown.out, "")
+
+
+@pytest.mark.parametrize("name", ["gone.wav", "a/b.flac", "s3://bucket/gone.wav"])
+def test_recordings_that_are_missing_are_one_reason(name, tmp_path):
+    """Of a set, and of rows that have been prepared before; what is there and broken is none of them."""
+    (tmp_path / "broken.wav").write_bytes(b"RIFFnothing")
+    for read in (lambda name: Files(tmp_path).file(name), lambda name: stored_sound(Sound(path=name, folder=tmp_path), 0)):
+        with pytest.raises(UserError) as error:
+            read(name)
+        assert reason_of(str(error.value)) == reason_of(f"turn 3: {error.value}") == MISSING
+    with pytest.raises(UserError) as error:
+        stored_sound(Sound(path="broken.wav", folder=tmp_path), 0)
+    assert reason_of(str(error.value)) == str(error.value)
 
 
 def test_progress_says_the_rate_and_the_time_left_of_this_start(monkeypatch):

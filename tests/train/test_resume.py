@@ -102,6 +102,20 @@ def test_killed_and_started_again(tmp_path: Path, undisturbed: dict[str, Path]) 
     assert not list(place.glob(".*"))
 
 
+def test_a_checkpoint_without_the_sums_of_each_process_is_gone_on_with(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+    """Those of before have the sums of all processes alone."""
+    config = toy_config(tmp_path, log=LogConfig(every=4, progress="off"))
+    toy_fit(config, toy_parts(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 5 else None))
+    folder = shelf.newest(tmp_path / "checkpoints")
+    assert folder is not None
+    state = json.loads((folder / "state.json").read_text())
+    assert state["meters"] == [state["meter"]]
+    (folder / "state.json").write_text(json.dumps({name: value for name, value in state.items() if name != "meters"}))
+    toy_fit(config)
+    ours, theirs = (read_table(place / METRICS) for place in (tmp_path, undisturbed["adamw"]))
+    assert [(r["step"], r["loss"], r["loss/text"]) for r in ours] == [(r["step"], r["loss"], r["loss/text"]) for r in theirs]
+
+
 def test_a_finished_run_is_finished(tmp_path: Path) -> None:
     asked: list[int] = []
 

@@ -19,7 +19,7 @@ from train.cli import main
 from train.config import BudgetConfig, LogConfig
 from train.logs import METRICS, read_table
 from train.meter import Meter
-from train.progress import Progress, losses_line
+from train.progress import Progress, figures_line, losses_line
 
 LINES = LogConfig(every=5, progress="lines")
 
@@ -36,6 +36,13 @@ def test_losses_are_told_by_target_text_and_audio_apart() -> None:
     assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
     assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
     assert losses_line({"loss": 1.5}) == "loss 1.50"
+
+
+def test_shares_and_error_rates_are_told_in_per_cent() -> None:
+    """Losses are not; and that there are more errors than words is all that a rate beyond 1 says."""
+    figures = {"exact_match": 0.98, "wer": 0.00952, "exact_match/A1T1": 1.0, "ended": 0.5, "loss/text": 2.3456}
+    assert figures_line(figures) == "exact match 98.0 %, wer 1.0 %, exact match/A1T1 100.0 %, ended 50.0 %, loss/text 2.35"
+    assert figures_line({"wer": 1.25, "loss": 1.25}) == "wer > 100 %, loss 1.25"
 
 
 def test_the_first_three_steps_of_every_start_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +75,8 @@ def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch
 
 def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """Also after a start that goes on within a row of the log."""
-    objective, team = toy_parts().objective, SimpleNamespace(world=1, first=True, sum=lambda values: values.double())
+    objective = toy_parts().objective
+    team = SimpleNamespace(world=1, rank=0, first=True, sum=lambda values: values.double(), gather=lambda value: [value])
     losses = [objective(toy_batch(lane, 0), torch.ones(3)) for lane in range(3)]
     meter = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", team)  # type: ignore[arg-type]
     for each in losses:

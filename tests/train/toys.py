@@ -223,10 +223,10 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
 def main(options: dict[str, Any]) -> int:
     """One run, or `runs`, one after another in the same processes.
 
-    Options of a run: folder, fabric and optimizer (their fields), steps, every (steps between checkpoints), validate (steps
-    between validations), lora (true, or how the base is quantised), guard, kill: [signal, step] (the first process sends itself
-    a signal before that step), block: [path, step] (before that step it puts a folder that is not empty where a checkpoint's
-    file belongs, or, where the path ends in `writing`, a file in place of the folder).
+    Options of a run: folder, fabric and optimizer (their fields), steps, every (steps between checkpoints), rows (steps between
+    rows of the log), validate (steps between validations), lora (true, or how the base is quantised), guard, kill: [signal,
+    step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
+    that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder).
     """
     code = 0
     for run in options.get("runs", [options]):
@@ -255,7 +255,7 @@ def main(options: dict[str, Any]) -> int:
             optimizer=OptimizerConfig(**{"lr": 1e-2, **run.get("optimizer", {})}),
             checkpoint=CheckpointConfig(every_steps=run.get("every", 3), every_minutes=None, metric="loss"),
             validation=ValidationConfig(every_steps=run.get("validate"), at_end=False),
-            log=LogConfig(every=1, progress="lines"),
+            log=LogConfig(every=run.get("rows", 1), progress="lines"),
         )
         try:
             parts = toy_parts(before) if lora is None else adapted_parts(lora, before, config.fabric.precision)

@@ -22,6 +22,7 @@ from omni.tasks import find_task
 from train.balance.section import BalanceSection, check_balance
 from train.config import FitConfig
 from train.parse import read_fit_config
+from train.progress import percent
 from train.shelf import write_text
 
 if TYPE_CHECKING:
@@ -195,8 +196,9 @@ def shown(found: Found) -> Table:
     for task in found.tasks:
         for method in found.methods:
             own, more = found.share(method, task), found.gain(method, task)
-            row = [task, method, f"{own.value:.3f}", f"{own.low:.3f} to {own.high:.3f}"]
-            row += ["", ""] if method == first else [f"{more.value:+.3f}", f"{more.low:+.3f} to {more.high:+.3f}"]
+            row = [task, method, percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
+            points = f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"
+            row += ["", ""] if method == first else [f"{100 * more.value:+.1f} points", points]
             table.add_row(*row)
     return table
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from train.data.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def files_of(path: str | os.PathLike[str]) -> list[Path]:
     if not files:
         raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
     if not files[0].is_file():
+        refuse_remote(path, "data")
         raise UserError(f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them")
     return files
 

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.audio.io import read_audio, resample
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from omni.tasks import Task
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def inside(folder: Path | None, path: str) -> Path:
     """
     if folder is None:
         raise UserError(f"audio {path!r} is a reference, but there is no folder that it belongs to")
+    refuse_remote(path, "audio", folder)
     root, parts = folder.resolve(), Path(path).parts
     full = (root / path).resolve()
     if not Path(path).is_absolute():

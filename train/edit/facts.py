@@ -25,6 +25,7 @@ import torch
 
 from omni.config import from_dict
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from omni.text import Tokenizer
 
 
@@ -80,6 +81,7 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
         UserError: no such file, a line that is no fact, one without question or answer, an answer that the tokenizer cannot
             write, a question with two answers, or one that is to be changed and to stay.
     """
+    refuse_remote(file, "facts")
     if not file.is_file():
         raise UserError(f"facts {file} do not exist; give a file of JSON lines such as configs/nano-edit.jsonl")
     facts: list[Fact] = []

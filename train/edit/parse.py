@@ -13,6 +13,7 @@ import yaml
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from train.parse import check_keys, check_path
 
 C = TypeVar("C")
@@ -69,6 +70,7 @@ def read_command(
         if place == "model":
             check_folder(path)
         elif place != "out" and not path.exists():
+            refuse_remote(path, place)
             raise UserError(f"{path} does not exist; give {places[place]}")
     return paths, None if kind is None else kind(**values), values
 

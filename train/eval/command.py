@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
 from omni.tasks import Task, find_task
+from train.commands import check_renamed
 from train.data.readers import READERS
 from train.eval.config import EvalConfig, Progress
 from train.eval.journal import alone, claim, read_records
@@ -50,7 +52,7 @@ def evaluate(
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
     check_folder(model)
-    questions = Questions.spread(open_data(data, config.read), config.questions)
+    questions = Questions.spread(open_data(data, config.read), config.limit)
     with importing():
         from omni.generate.speech_lm import SpeechLM
         from train.eval.answers import answer_all
@@ -128,6 +130,7 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())
+        check_renamed("eval", re.findall(r"Option '(\w+)' is not accepted", text))  # a key of the file
         raise UserError(f"eval: {text}; see python -m train eval --help") from ex
 
 

@@ -19,7 +19,7 @@ class EvalConfig:
     Attributes:
         task: what the questions are asked as; by default A1T1 for LibriSpeech and Common Voice, A1A2 for VoiceBench (A1T2 for
             a model without codec weights), else what the rows' parts allow.
-        questions: how many are asked, spread evenly over the data; by default all.
+        limit: how many questions are asked, spread evenly over the data; by default all.
         normaliser: what texts become before they are compared: basic (lower case, no punctuation), whisper-basic or
             whisper-english (those of openai-whisper).
         ear: what hears the spoken answers: a Whisper (OpenAI's .pt file or a Hugging Face folder), or sphinx (pocketsphinx with
@@ -43,7 +43,7 @@ class EvalConfig:
     """
 
     task: str | None = None
-    questions: int | None = None
+    limit: int | None = None
     normaliser: str = "basic"
     ear: str | None = None
     ear_words: list[str] = field(default_factory=list)
@@ -68,8 +68,8 @@ class EvalConfig:
         for name, least in (("batch", 1), ("max_tokens", 1), ("ear_longest", 1), ("timed", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.questions is not None and self.questions < 1:
-            raise UserError(f"questions is {self.questions}; ask at least 1, or leave it out to ask all")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"limit is {self.limit}; ask at least 1, or leave it out to ask all")
         if not 0 < self.max_seconds < float("inf"):
             raise UserError(f"max_seconds is {self.max_seconds}; it must be positive")
         if self.ear == "sphinx" and not self.ear_words:
@@ -88,12 +88,12 @@ class EvalConfig:
     def deciding(self) -> dict[str, Any]:
         """The settings that the stored answers depend on: another start may change the others."""
         names = (
-            *("normaliser", "ear", "ear_words", "ear_longest", "questions", "batch", "max_seconds", "max_tokens"),
+            *("normaliser", "ear", "ear_words", "ear_longest", "batch", "max_seconds", "max_tokens"),
             *("temperature", "top_k", "seed"),
         )
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
-        return given | {"columns": dict(self.read.columns)}
+        return given | {"questions": self.limit, "columns": dict(self.read.columns)}
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from train.progress import percent
+
 RESAMPLES = 2000
 _CELLS = 4_000_000  # resampled indices that are held at a time
 
@@ -153,13 +155,18 @@ def _percentiles(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def is_share(name: str) -> bool:
+    """Whether a measure is a share or an error rate, shown in per cent."""
+    return MEASURES[name].kind == "ratio" and name != "real_time_factor"
+
+
 def shown(name: str, number: float) -> str:
-    """A value as people read it: shares in per cent, times in their unit."""
+    """A value as people read it: shares and error rates in per cent, times in their unit."""
     measure = MEASURES[name]
     if number != number:
         return "-"
-    if measure.kind == "ratio" and name != "real_time_factor":
-        return f"{100 * number:.2f} %"
+    if is_share(name):
+        return percent(number, 2)
     size = abs(number)
     text = f"{number:.0f}" if size >= 1000 else f"{number:.1f}" if size >= 100 else f"{number:.3f}"
     if 0 < size < 0.01:

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from train.eval.measures import MEASURES, Figure, pairs_of, shown
+from train.eval.measures import MEASURES, Figure, is_share, pairs_of, shown
 from train.eval.report import TEXT_BEFORE, Change, Record, Run, signed
 from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
 
 PICTURE, COMPARISON = "report.png", "compare.png"
 SHARES = ("exact_match", "ended", "code_accuracy", "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match")
 SPREAD = {
-    "wer": "word errors over words, per question",
-    "cer": "character errors over characters, per question",
-    "speech_text_wer": "speech against its text, per question",
+    "wer": "word errors in per cent of the words, per question",
+    "cer": "character errors in per cent of the characters, per question",
+    "speech_text_wer": "speech against its text in per cent, per question",
     "first_audio": "first audio in ms, per question",
     "first_text": "first text in ms, per question",
     "real_time_factor": "real-time factor, per question",
@@ -44,7 +44,7 @@ def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
         if name.startswith("text_") and len(pairs_of(run.records[TEXT_BEFORE], name)):
             series = [("before", run.records[TEXT_BEFORE]), ("after", run.scored)]
         for color, (label, records) in zip(COLORS, series, strict=False):
-            _spread(axis, _each(name, pairs_of(records, name)), color, label)
+            _spread(axis, _scale(name) * _each(name, pairs_of(records, name)), color, label)
         axis.set_xlabel(SPREAD[name], fontsize=9)
         axis.set_ylabel("share of questions", fontsize=9)
         axis.set_ylim(0, 1.02)
@@ -131,8 +131,7 @@ def _scale(name: str) -> float:
 
 
 def _unit(name: str) -> str:
-    measure = MEASURES[name]
-    return "per cent" if measure.kind == "ratio" and name != "real_time_factor" else measure.unit
+    return "per cent" if is_share(name) else MEASURES[name].unit
 
 
 def _tidy(axis: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from train.eval.journal import RUN, read_json, read_records, write_whole
-from train.eval.measures import MEASURES, Figure, difference, figure, pairs_of, plain, shown
+from train.eval.measures import MEASURES, Figure, difference, figure, is_share, pairs_of, plain, shown
 from train.eval.texts import explain
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
@@ -171,7 +171,8 @@ def verdict(name: str, change: Figure) -> str:
 
 def signed(name: str, number: float) -> str:
     """A difference with its sign; of shares in percentage points."""
-    return ("+" if number > 0 else "") + shown(name, number).replace(" %", " points")
+    sign = "+" if number > 0 else ""
+    return f"{sign}{100 * number:.2f} points" if is_share(name) and number == number else sign + shown(name, number)
 
 
 def _interval(name: str, f: Figure) -> str:

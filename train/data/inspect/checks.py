@@ -71,6 +71,7 @@ class Checked:
         problems: kind of finding and text.
         audio, texts: digests of the questions' recordings, and of the questions' words.
         pairs: digests of each question and answer in words, where both are there.
+        said: the same, with who says them: the speaker where the question is a recording, or else that recording.
         whole: digest of all texts, sounds and codes; None where a part of it cannot be read.
         turns: measures of each turn.
     """
@@ -79,6 +80,7 @@ class Checked:
     audio: list[int] = field(default_factory=list)
     texts: list[int] = field(default_factory=list)
     pairs: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
     whole: int | None = None
     turns: list[Heard] = field(default_factory=list)
 
@@ -112,6 +114,7 @@ def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
             checked.texts.append(text_digest(turn.question_text))
             if turn.answer_text.strip():
                 checked.pairs.append(text_digest(turn.question_text, turn.answer_text))
+                checked.said.append(digest(checked.pairs[-1].to_bytes(8, "little"), found.who()))
         readable &= found.readable
         parts += found.parts()
     checked.whole = digest(*parts) if readable else None
@@ -138,6 +141,14 @@ class _Turn:
         except BadSound as error:
             self.broken.append((error.kind, f"{name}: {error}"))
             return None
+
+    def who(self) -> bytes:
+        """Who says it: the same words by several speakers are how speech is collected, and no duplicates. Where nobody is
+        named, each recording is by somebody else; nothing where there is none."""
+        sound = self.question or self.answer
+        if sound is None:
+            return b""
+        return self.row.speaker.encode() if self.question and self.row.speaker else sound.digest.to_bytes(8, "little")
 
     def parts(self) -> list[bytes]:
         """What the turn is made of, for a digest."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
 from omni.process import importing
+from omni.remote import refuse_remote
 from train.data.inspect.checks import Bounds, Checked, check_row
 from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, watched
@@ -29,7 +30,7 @@ from train.data.prepare.report import REPORT
 from train.data.prepare.shards import ShardWriter, notes
 from train.data.prepare.tally import Tally
 from train.data.row import Row, Sound, features
-from train.progress import Kind
+from train.progress import Kind, percent
 
 if TYPE_CHECKING:
     from train.data.inspect.hearing import Hearing
@@ -127,9 +128,8 @@ class Judge:
                 heard = self.hearing.hear(audio, row.language)
                 rate = error_rate(text, heard, row.language)
                 if rate > most:
-                    out.append(
-                        ("max_wer", f"{side} {number}: word error rate {rate:.3f}, the most is {most:g}; heard {heard!r}")
-                    )
+                    said = f"word error rate {percent(rate)}, the most is {100 * most:g} %"
+                    out.append(("max_wer", f"{side} {number}: {said}; heard {heard!r}"))
         return out
 
     def _audio(self, row: Row, number: int, side: str) -> Any:
@@ -179,6 +179,7 @@ def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progre
 
 def _place(out: Path) -> Path:
     """Where the finished folder goes: at the end of links. UserError where it would replace the folder we are in."""
+    refuse_remote(out, "output", write=True)
     place = Path(os.path.realpath(out))
     if place == Path.cwd():
         raise UserError(f"output {out} is the folder that this runs in, which a new one would replace: name another")

@@ -44,7 +44,7 @@ KINDS: dict[str, Kind] = {
     "speech_rate": Kind("warning", "a text too long or too short for its sound"),
     "duplicate_row": Kind("warning", "a row whose texts and sound are those of an earlier row"),
     "duplicate_audio": Kind("warning", "a question's recording that an earlier row has"),
-    "duplicate_text": Kind("warning", "a question and answer in words that an earlier row has"),
+    "duplicate_text": Kind("warning", "a question and answer in words that an earlier row of this speaker has"),
     "leaked_text": Kind("warning", "a question in words that is in the other data too"),
     "leaked_speaker": Kind("warning", "a speaker who is in the other data too"),
 }

@@ -17,7 +17,7 @@ from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.command import Parser, make_folder
 from train.data.inspect.measures import BadSound, load, measure
 from train.data.inspect.scan import Lost, Scan, one_line
-from train.data.inspect.target import Target, add_options, chosen_target
+from train.data.inspect.target import Target, add_options, chosen_target, own_codec
 from train.data.row import Row, Sound
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
     add_options(parser)
     parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
     parser.add_argument("--columns", type=int, default=24, help="columns that are drawn at either end of a long example")
-    parser.add_argument("--codec_folder", type=Path, help="weights of the codec; codec2 has none")
+    parser.add_argument("--codec_folder", type=Path, help="weights of the codec; by default those in the model's folder")
     chosen = parser.values(argv)
     if chosen["columns"] < 1:
         raise UserError(f"columns is {chosen['columns']}; it must be at least 1")
-    scan, codecs = Scan(chosen["data"]), Codecs(chosen["codec_folder"])
+    scan, codecs = Scan(chosen["data"]), Codecs(own_codec(chosen))
     target = chosen_target(chosen)
     with importing():
         from train.data.inspect.collect import FIELDS

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from train.data.row import Sound, inside
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ def _source(sound: Sound) -> bytes | str:
     shown = repr(name if len(name) <= 200 else name[:197] + "...")
     if "\0" in name:
         raise BadSound("missing_reference", f"audio {shown} is no path, it holds NUL: name a file in the data's folder")
+    try:
+        refuse_remote(name, "audio", sound.folder or ".")
+    except UserError as error:
+        raise BadSound("missing_reference", str(error)) from error
     try:
         path = inside(sound.folder, name)
         there = path.is_file()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.checkpoint.places import TOKENIZER, check_folder
+from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.process import importing
@@ -33,6 +33,14 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--model", type=Path, help="the model folder that the rows are for")
     parser.add_argument("--preset", type=str, help="or the preset of the model, such as nano")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of a preset that does not read bytes")
+
+
+def own_codec(chosen: Mapping[str, Any]) -> Path | None:
+    """Where the codec's weights are: the folder that was named, or the one in the model folder; None where there is neither."""
+    folder = chosen["model"]
+    if chosen["codec_folder"] is not None or folder is None or not (folder / CODEC).is_dir():
+        return chosen["codec_folder"]
+    return Path(folder) / CODEC
 
 
 def chosen_target(chosen: Mapping[str, Any]) -> Target | None:

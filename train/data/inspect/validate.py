@@ -40,12 +40,12 @@ class _Memory:
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
-    pairs: Digests = field(default_factory=Digests)
+    said: Digests = field(default_factory=Digests)
     whole: Digests = field(default_factory=Digests)
     speakers: dict[str, int] = field(default_factory=dict)
 
     def add(self, row: int, checked: Checked) -> None:
-        for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.pairs, checked.pairs)):
+        for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.said, checked.said)):
             for value in values:
                 digests.add(value, row)
         if checked.whole is not None:
@@ -144,7 +144,7 @@ def _duplicates(scan: Scan, memory: _Memory, findings: Findings) -> None:
     for row, first in memory.whole.repeats():
         whole.add(row)
         findings.add("duplicate_row", scan.where(row), f"equals {scan.where(first)}")
-    for kind, digests in (("duplicate_audio", memory.audio), ("duplicate_text", memory.pairs)):
+    for kind, digests in (("duplicate_audio", memory.audio), ("duplicate_text", memory.said)):
         for row, first in digests.repeats():
             if row not in whole:
                 findings.add(kind, scan.where(row), f"is also in {scan.where(first)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from train.data.prepare.blocks import BLOCK, codec_of
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.files import sync_folder
@@ -118,6 +119,7 @@ def _fill(work: Path, source: Source, config: PrepareConfig, codec: AudioCodec |
 
 def _target(path: Path, out: Path) -> Path:
     """The folder that appears in the end, links followed; UserError where none can appear there."""
+    refuse_remote(out, "output", write=True)
     try:
         real = out.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # links in a circle, NUL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ from train.progress import duration
 
 REPORT, BROKEN = "report.json", "broken.csv"
 _KINDS = 20
+_SHOWN = 3
+MISSING = "recording (or another file that the row names) is missing"
+_MISSING = re.compile(r"' is not there: |No such file or directory|is not in the data's folder|' is not on this machine")
+
+
+def reason_of(why: str) -> str:
+    """What kind of fault it is: files that are missing are of one kind, whatever their names."""
+    return MISSING if _MISSING.search(why) else why
 
 
 def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
@@ -25,6 +34,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
     """
     total, shards = Tally(), []
     kinds: Counter[str] = Counter()
+    missing: list[str] = []
     with writing(folder / BROKEN):
         with open(part_of(folder / BROKEN), "w", encoding="utf-8", newline="") as file:
             table = csv.writer(file, lineterminator="\n")
@@ -34,8 +44,11 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
                 shards.append({name: shard[name] for name in ("file", "rows", "bytes", "crc32", "items")})
                 for item in shard["broken"]:
                     table.writerow([item["item"], item["where"], item["why"]])
-                    if item["why"] in kinds or len(kinds) < 10_000:
-                        kinds[item["why"]] += 1
+                    reason = reason_of(item["why"])
+                    if reason in kinds or len(kinds) < 10_000:
+                        kinds[reason] += 1
+                    if reason == MISSING and len(missing) < _SHOWN:
+                        missing.append(f"{item['where']}: {item['why']}")
         publish(folder / BROKEN)
     report = {
         "source": settings["source"],
@@ -43,6 +56,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
         "note": note,
         **total.plain(),
         "reasons": dict(kinds.most_common(_KINDS)),
+        "missing": missing,
         "shards": [shard for shard in shards if shard["file"]],
     }
     write_json(folder / REPORT, report)
@@ -70,7 +84,9 @@ def summary(tally: Tally, folder: Path) -> str:
     )
     if tally.broken:
         print(f"{tally.broken} items made no row: see {folder / BROKEN}", file=out)
-        reasons = json.loads((folder / REPORT).read_text(encoding="utf-8"))["reasons"]
-        for why, count in list(reasons.items())[:5]:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        for why, count in list(report["reasons"].items())[:5]:
             print(f"  {count:>6}  {why}", file=out)
+            for one in report.get("missing", ()) if why == MISSING else ():
+                print(f"          {one}", file=out)
     return out.getvalue().rstrip()

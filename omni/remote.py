@@ -1,0 +1,44 @@
+"""Addresses of stores and servers (`s3://…`, `hf://…`, `https://…`) where a path of this machine belongs: not read yet."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from omni.errors import UserError
+
+ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", re.IGNORECASE)
+"""How an address begins; `Path` makes one slash of the two."""
+
+COPIES = {
+    "s3": "`aws s3 cp`",
+    "gs": "`gcloud storage cp`",
+    "gcs": "`gcloud storage cp`",
+    "hf": "`hf download`",
+    "http": "`curl -LO`",
+    "https": "`curl -LO`",
+}
+"""What copies from there, by scheme."""
+
+
+def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.PathLike[str] = ".", write: bool = False) -> None:
+    """UserError where a path is an address elsewhere, and nothing here has that name.
+
+    Args:
+        what: it is, for the message.
+        folder: where relative paths start.
+        write: it is to be written, not read.
+    """
+    name = os.fspath(path)
+    found = ADDRESS.match(name) if isinstance(name, str) else None
+    if found is None or os.path.exists(os.path.join(folder, name)):
+        return
+    scheme, rest = found[1].lower(), name[found.end() :]
+    copy = "`hf download`" if rest.startswith("huggingface.co/") else COPIES.get(scheme, "")
+    way = f"copy it here first{f' ({copy})' if copy else ''}, and name the copy"
+    if write:
+        way = "name a folder here, and copy that there"
+    address = f"{found[1]}://{rest}"
+    shown = address if len(address) <= 200 else f"{address[:197]}..."
+    verb = "written" if write else "read"
+    raise UserError(f"{what} {shown!r} is not on this machine, and {scheme}:// is not {verb} yet: {way}")

@@ -1,0 +1,88 @@
+"""Addresses of stores and servers, where a path of this machine belongs, are told from files that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni.audio.codec import load_codec
+from omni.audio.io import read_audio
+from omni.checkpoint.folder import real_place
+from omni.checkpoint.formats import open_foreign
+from omni.checkpoint.peft import load_adapter
+from omni.edit.storage import read_tensors
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.remote import refuse_remote
+from omni.text import Tokenizer
+from train.data.inspect.measures import BadSound, load
+from train.data.parquet import StoredRows
+from train.data.readers import Options, open_source
+from train.data.readers.files import Files
+from train.data.row import Sound, inside
+from train.edit.facts import read_facts
+from train.eval.questions import open_data
+
+DOORS: dict[str, Callable[[str], Any]] = {
+    "a model folder": SpeechLM.from_pretrained,
+    "a model folder, as a path": lambda name: SpeechLM.from_pretrained(Path(name)),
+    "a model to convert": lambda name: open_foreign(Path(name)),
+    "a place to write": real_place,
+    "a codec": lambda name: load_codec("snac", name),
+    "a tokenizer": Tokenizer.from_file,
+    "an adapter": load_adapter,
+    "edits": lambda name: read_tensors(Path(name), "edits"),
+    "a sound file": read_audio,
+    "a stored row's recording": lambda name: Sound(path=name, folder=Path("/")).load(16000),
+    "a set's recordings": lambda name: Files.of(Path("set.csv"), Options(folder=name)),
+    "a set's recording": lambda name: Files(Path("/")).file(name),
+    "facts": lambda name: read_facts(Path(name), Tokenizer.bytes()),
+    "a data set": open_source,
+    "rows": StoredRows,
+    "questions": lambda name: open_data(Path(name), Options()),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_address_is_told_with_the_way_out(door: str) -> None:
+    with pytest.raises(UserError, match=r"'s3://bucket/a/b' is not on this machine, and s3:// is not (read|written) yet: "):
+        DOORS[door]("s3://bucket/a/b")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("s3://b/x", r"copy it here first \(`aws s3 cp`\), and name the copy"),
+        ("gs://b/x", "`gcloud storage cp`"),
+        ("hf://o/n", "`hf download`"),
+        ("https://huggingface.co/o/n", "`hf download`"),
+        ("HTTPS://somewhere.org/x.tar", "https:// is not read yet.*`curl -LO`"),
+        ("abfs://b/x", "copy it here first, and name the copy"),
+        (Path("s3://b/x"), r"data 's3://b/x' is not"),
+        ("s3://b/" + "x" * 5000, r"x\.\.\.' is not"),
+    ],
+)
+def test_each_scheme_has_its_way(address: str | Path, said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        refuse_remote(address, "data")
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["a/b", "/a/b", "C:/a", "s3", "s3:", "s3:b", "a b://c", "://", "say s3://b", "nought:///"])
+def test_paths_are_none(name: str) -> None:
+    refuse_remote(name, "data")
+
+
+def test_what_is_here_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "s3:" / "b").mkdir(parents=True)
+    refuse_remote("s3://b", "data", tmp_path)
+    assert inside(tmp_path, "s3:/b") == (tmp_path / "s3:" / "b").resolve()
+
+
+def test_a_recording_elsewhere_is_missing_and_not_outside(tmp_path: Path) -> None:
+    with pytest.raises(BadSound, match="audio 'https://x.org/a.wav' is not on this machine") as error:
+        load(Sound(path="https://x.org/a.wav", folder=tmp_path))
+    assert error.value.kind == "missing_reference"
