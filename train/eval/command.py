@@ -51,8 +51,8 @@ def evaluate(
     """
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
-    check_folder(model)
     questions = Questions.spread(open_data(data, config.read), config.limit)
+    check_folder(model)
     with importing():
         from omni.generate.speech_lm import SpeechLM
         from train.eval.answers import answer_all
