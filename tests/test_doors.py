@@ -260,7 +260,8 @@ def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported(tmp_pa
     (tmp_path / "type.yaml").write_text(nano + "\nseed: [1]\n", encoding="utf-8")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
-    for name in ("facts.jsonl", "question.wav", "rows.parquet"):
+    (tmp_path / "facts.jsonl").write_text('{"audio": "a.wav", "prompt": "hello"}\n', encoding="utf-8")
+    for name in ("question.wav", "rows.parquet"):
         (tmp_path / name).write_bytes(b"")
     places = {
         "RUN": str(ROOT / "configs" / "nano.yaml"), "UNKNOWN_KEY": "unknown.yaml", "WRONG_TYPE": "type.yaml", "MODEL": "model",

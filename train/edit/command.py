@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from omni.process import importing
 from train.commands import check_command
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
-from train.edit.parse import read_command
+from train.edit.parse import check_inputs, read_command
 
 HELP = """usage: python -m train edit COMMAND [options]
 
@@ -39,6 +39,7 @@ def _apply(argv: Sequence[str]) -> int:
     places = {"model": MODEL, "facts": FACTS, "out": OUT}
     (model, facts, out), config, _ = read_command(argv, "apply", "Teach a model facts.", places, ApplyConfig)
     assert config is not None
+    check_inputs(places, (model, facts, out))
     with importing():
         from train.edit.apply import apply
 
@@ -55,6 +56,7 @@ def _eval(argv: Sequence[str]) -> int:
     places = {"model": MODEL, "edits": EDITS, "facts": FACTS, "out": "folder for report, answers and picture"}
     (model, edits, facts, out), config, _ = read_command(argv, "eval", "Judge edits.", places, EditEvalConfig)
     assert config is not None
+    check_inputs(places, (model, edits, facts, out))
     with importing():
         from train.edit.judge import PLOT, REPORT, check_figures, judge
 
@@ -67,6 +69,7 @@ def _eval(argv: Sequence[str]) -> int:
 def _merge(argv: Sequence[str]) -> int:
     places = {"model": MODEL, "edits": EDITS, "out": OUT}
     (model, edits, out), _, values = read_command(argv, "merge", "Put edits into the weights of a model.", places)
+    check_inputs(places, (model, edits, out))
     with importing():
         from train.edit.fold import merge_folder
 
@@ -78,6 +81,7 @@ def _merge(argv: Sequence[str]) -> int:
 def _revert(argv: Sequence[str]) -> int:
     places = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
     (model, edits, out), _, values = read_command(argv, "revert", "Take merged edits out again, bit for bit.", places)
+    check_inputs(places, (model, edits, out))
     with importing():
         from train.edit.fold import revert_folder
 

@@ -66,13 +66,17 @@ def read_command(
         raise UserError(f"edit {name}: a section of the configuration holds no keys ({error}); write keys below it") from error
     paths = [values.pop(place) for place in places]
     values.pop("config", None)
+    return paths, None if kind is None else kind(**values), values
+
+
+def check_inputs(places: Mapping[str, str], paths: Sequence[Path]) -> None:
+    """UserError for a model, edits or facts that are not there; `places` as for `read_command`."""
     for place, path in zip(places, paths, strict=True):
         if place == "model":
             check_folder(path)
         elif place != "out" and not path.exists():
             refuse_remote(path, place)
             raise UserError(f"{path} does not exist; give {places[place]}")
-    return paths, None if kind is None else kind(**values), values
 
 
 def _with_value(argv: Sequence[str]) -> list[str]:
