@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from infer.checks import PIPE
 from infer.device import cpu_threads
 from infer.messages import in_options
 from infer.options import AskOptions
+from infer.places import PIPE, choose_tasks, places
 from infer.playback import Figures, Meter
-from infer.questions import Pending, choose_tasks, collect, remarked
-from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, check_place, load_sounddevice
+from infer.questions import Pending, collect, remarked
+from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
 from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
@@ -68,7 +68,9 @@ def ask(options: AskOptions) -> bool:
     device, dtype = find_device(options.device), find_dtype(options.dtype)
     asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel, options.order)
     tasks = choose_tasks(options.task, [question.spoken for question in asked], options.chat)
-    places = _places(options, tasks)
+    if options.speaker:
+        load_sounddevice()
+    where = places(options, tasks)
     lm = SpeechLM.from_pretrained(options.model, device, dtype, codec_folder=options.codec_folder)
     if any(task.audio for task in tasks) and lm.codec is None:
         raise UserError(
@@ -99,7 +101,7 @@ def ask(options: AskOptions) -> bool:
             )
 
         session = new_session()
-        for number, (question, task, place) in enumerate(zip(asked, tasks, places, strict=True)):
+        for number, (question, task, place) in enumerate(zip(asked, tasks, where, strict=True)):
             if number and not options.chat:
                 session.close()
                 session = new_session()
@@ -235,25 +237,6 @@ def _text_sampling(o: AskOptions) -> Sampling:
         )
     except UserError as error:  # what all streams share was right
         raise UserError(str(error).replace("sampling: ", "--text_", 1)) from error
-
-
-def _places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
-    """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
-    file."""
-    if (options.json or options.out == PIPE) and sys.__stdout__ is None:
-        raise UserError(f"{'--json' if options.json else '--out -'} wants standard output, but that was closed; leave it open")
-    spoken, several = [task.audio for task in tasks], len(tasks) > 1
-    if options.json and options.out == PIPE:
-        raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
-    if options.speaker:
-        load_sounddevice()
-    if options.out == PIPE and not any(spoken):
-        raise UserError(f"--out - wants sound, but --task {tasks[0].name} answers in text only; leave --out out")
-    if options.out == PIPE or (options.out is None and options.speaker):
-        return [None] * len(tasks)
-    given = Path(options.out or "answer.wav")
-    names = [given.with_stem(f"{given.stem}-{n}") if several else given for n in range(1, len(tasks) + 1)]
-    return [check_place(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
 
 
 def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from infer.given import SOUND, TEXT
 from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions
+from infer.places import PIPE, choose_tasks, places
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.generate.bounds import BOUNDS, Bound, check_number
-
-PIPE = "-"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16")
 
@@ -32,16 +33,21 @@ def check(options: AskOptions | BenchOptions) -> None:
     cores = os.cpu_count() or 1
     bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
     for name, bound in bounds.items():
-        value = getattr(options, name)
+        value = getattr(options, name, None)  # some bounds are of the Python door alone
         if value is not None:
             check_number(name, value, bound, f"--{name}")
     check_device(options.device)
     if isinstance(options, AskOptions):
         check_dtype(options.dtype)
         check_questions(options.files, options.text, options.chat)
+        order = options.order or SOUND * len(options.files) + TEXT * len(options.text)
+        places(options, choose_tasks(options.task, [kind == SOUND for kind in order], options.chat))
         check_model(options.model)
-    elif options.question is not None:
-        check_file(options.question)
+    else:
+        if options.question is not None:
+            check_file(options.question)
+        if options.model is not None:
+            check_model(options.model)
 
 
 def _of_text() -> dict[str, Bound]:
@@ -86,6 +92,7 @@ def check_file(file: str) -> None:
 
 
 def check_model(folder: str) -> None:
-    """UserError where the default model was not made yet."""
+    """UserError where there is no model of that name."""
     if folder == DEFAULT_MODEL and not Path(folder).exists():
         raise UserError(f"there is no model in {folder} yet; `make demo` trains one, or give --model FOLDER")
+    check_folder(Path(folder))

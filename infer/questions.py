@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from infer.checks import PIPE
 from infer.given import SOUND, TEXT
+from infer.places import PIPE
 from omni.audio.io import (
     MAX_SECONDS,
     MAX_STREAM_BYTES,
@@ -36,7 +36,6 @@ from omni.audio.io import (
 )
 from omni.audio.sniff import HEAD, container, foreign
 from omni.errors import SoundWarning, UserError
-from omni.tasks import TASKS, Task, find_task
 
 
 @dataclass(frozen=True)
@@ -191,35 +190,3 @@ def _spoken(name: str, pipe: PipeReader | None, channel: int | None) -> Pending:
     with remarked() as remarks:
         sound = read_file(name, channel)
     return Pending(name, lambda: sound, remarks=tuple(remarks))
-
-
-def choose_tasks(name: str | None, spoken: Sequence[bool], chat: bool = True) -> list[Task]:
-    """The task of each question: that of the name, or the one that answers its kind in text and speech.
-
-    Of sound and text together, `name` is the task of one kind, and those of the other are asked for the same answer.
-
-    Raises:
-        UserError: sound and text together without `chat`, an unknown task, or one that does not fit.
-    """
-    mixed = len(set(spoken)) > 1
-    if mixed and not chat:
-        raise UserError("sound files and --text were given together; add --chat to make them turns of one conversation")
-    if not mixed:
-        return [choose_task(name, spoken[0])] * len(spoken)
-    both = {True: "A1A2", False: "T1A2"}
-    if name is not None:
-        given = find_task(name)
-        both = {True: f"A1{given.name[2:]}", False: f"T1{given.name[2:]}"}
-        if not {*both.values()} <= TASKS.keys():
-            raise UserError(f"--task {given.name} is for one kind of question, but sound and --text were given; leave it out")
-    return [TASKS[both[one]] for one in spoken]
-
-
-def choose_task(name: str | None, spoken: bool) -> Task:
-    """The task of that name, or the one that answers such questions in text and speech; UserError where it does not
-    fit."""
-    task = find_task(name or ("A1A2" if spoken else "T1A2"))
-    if (task.question == "audio") != spoken:
-        given, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
-        raise UserError(f"--task {task.name} asks by {task.question}, but {given}; choose another task, or give {use}")
-    return task

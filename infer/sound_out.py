@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 from torch import Tensor
@@ -201,17 +200,3 @@ class Outputs:
         with contextlib.ExitStack() as stack:
             for output in self._outputs:
                 stack.callback(output.end, how)
-
-
-def check_place(path: str, inputs: Sequence[str]) -> Path:
-    """Where a WAV file is to be written; UserError where its folder is missing, or it is a folder or one of the
-    inputs."""
-    place = Path(path)
-    if not place.parent.is_dir():
-        raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
-    if place.is_dir():
-        raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
-    for given in inputs:
-        if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
-            raise UserError(f"--out {path!r} is also the question; write the answer to another file")
-    return place

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union
 
-from omni.audio.codec import check_codec_name
+from omni.audio.codec_registry import check_codec_name
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.errors import UserError
 from omni.layout import LARGEST, Layout

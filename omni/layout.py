@@ -39,12 +39,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST, LONGEST_DELAY, MOST_STREAMS = 1 << 28, 10_000, 256
 """Most ids of a stream, columns of a delay (many minutes of sound), and streams of a layout."""
@@ -212,6 +212,8 @@ class Layout:
 
     def ids(self, name: str) -> Tensor:
         """One special id per stream, [K]. `asr` and `split` stand for `answer` and `pad` on the streams without them."""
+        import torch
+
         out = []
         for s in self.streams:
             if name == "asr" and s.kind == "audio":
@@ -224,6 +226,8 @@ class Layout:
 
     def allowed(self) -> Tensor:
         """Ids that may be sampled under `fill: pad`, [K, largest vocabulary] bool: the ordinary ones and `end`."""
+        import torch
+
         out = torch.zeros(len(self), max(s.vocabulary for s in self.streams), dtype=torch.bool)
         for k, s in enumerate(self.streams):
             out[k, : s.size + 1] = True
@@ -244,6 +248,8 @@ class Layout:
         Returns:
             tokens [K, C] and valid [K, C] bool, true where a token is to be learnt.
         """
+        import torch
+
         lengths: list[int | None] = [None if codes is None else codes.shape[1]] * self.n_audio
         lengths.append(None if text is None else len(text))
         if codes is not None:
@@ -270,6 +276,8 @@ class Layout:
 
     def undelayed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `delayed`: tokens [K, C] to text [T] and codes [A, F] of the frames that are whole."""
+        import torch
+
         row = tokens[-1, self.text.delay :]
         ends = (row >= self.text.size).nonzero()
         text = row[: int(ends[0])] if len(ends) else row
@@ -283,6 +291,8 @@ class Layout:
 
     def check_codes(self, codes: Tensor) -> None:
         """Refuse codes of another shape or out of range (UserError)."""
+        import torch
+
         if codes.ndim != 2 or codes.shape[0] != self.n_audio:
             raise UserError(f"codes of shape {tuple(codes.shape)} do not fit a layout of {self.n_audio} audio streams")
         if codes.numel() == 0:

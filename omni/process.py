@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
@@ -125,6 +125,18 @@ def all_imported() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """The garbage collector rests while large libraries are imported after the command line was read; see `all_imported`."""
+    working = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if working:
+            all_imported()
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:

@@ -32,13 +32,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ class Turn:
 
 def system_message(layout: Layout, ids: Sequence[int]) -> Columns:
     """The columns of a system message, which come before the first question's; none for no ids."""
+    import torch
+
     a, marks = layout.n_audio, 2 if len(ids) else 0
     tokens = layout.ids("pad")[:, None].repeat(1, len(ids) + marks)
     if len(ids):
@@ -142,6 +144,8 @@ def system_message(layout: Layout, ids: Sequence[int]) -> Columns:
 
 def prompt(layout: Layout, turn: Turn) -> Columns:
     """The question's columns, up to and with the column from which the answer's first is predicted; a system message first."""
+    import torch
+
     task = find_task(turn.task)
     k, a = len(layout), layout.n_audio
     pad, end, start = layout.ids("pad"), layout.ids("end"), layout.ids("input")
@@ -175,6 +179,8 @@ def prompt(layout: Layout, turn: Turn) -> Columns:
 
 def answer(layout: Layout, turn: Turn) -> Columns:
     """The answer's columns; `targets` here are the columns' own tokens where learnt (see `join` for the shift)."""
+    import torch
+
     task = find_task(turn.task)
     if task.text and turn.text is None:
         raise UserError(f"task {task.name} answers in writing, but the row has no answer text")
@@ -191,6 +197,8 @@ def answer(layout: Layout, turn: Turn) -> Columns:
 
 def join(pieces: Sequence[Columns]) -> Columns:
     """One piece after another: indices of features count on. Targets stay with their columns."""
+    import torch
+
     offset, index = 0, []
     for piece in pieces:
         index.append(torch.where(piece.feature_index >= 0, piece.feature_index + offset, -1))
@@ -205,6 +213,8 @@ def join(pieces: Sequence[Columns]) -> Columns:
 
 def example(layout: Layout, turns: Sequence[Turn]) -> Columns:
     """A training example of one or more turns: prompts and answers joined, each column's target the next column's token."""
+    import torch
+
     pieces = [piece for turn in turns for piece in (prompt(layout, turn), answer(layout, turn))]
     whole = join(pieces)
     targets = torch.full_like(whole.targets, IGNORE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -150,3 +151,133 @@ def test_the_line_of_an_error_is_one() -> None:
     assert (
         in_one_line(PermissionError(13, "Permission denied", "x.wav")) == "'x.wav' cannot be read or written: Permission denied"
     )
+
+
+RUN = ("fit", "demo", "plan", "doctor")
+OF_DATA = ("prepare", "validate", "stats", "listen", "filter")
+OF_EDITS = ("apply", "eval", "merge", "revert")
+HELPS = [
+    "train --help", *(f"train {name} --help" for name in (*RUN, "validate", "convert", "eval", "balance", "bench")),
+    "train data --help", *(f"train data {name} --help" for name in OF_DATA),
+    "train edit --help", *(f"train edit {name} --help" for name in (*OF_EDITS, "fit")),
+    "train eval --compare A B --help", "infer --help", "infer ask --help", "infer bench --help",
+]  # fmt: skip
+"""What is answered."""
+
+REFUSED = {
+    "train ftt": "did you mean 'fit'",
+    "train data nonsense": "unknown",
+    "train edit nonsense": "unknown",
+    **{f"train {name} RUN --optimizer.lrr 1": "did you mean" for name in RUN},
+    **{f"train {name} RUN --optimizer.lr much": "optimizer.lr" for name in RUN},
+    **{f"train {name} RUN --ema 2": "ema is 2" for name in RUN},
+    **{f"train {name} RUN --model.codec ogg --budget.steps -1": "budget" for name in RUN},
+    **{f"train {name} RUN --model.preset nanno": "nano" for name in RUN},
+    **{f"train {name} missing.yaml": "does not exist" for name in (*RUN, "balance")},
+    **{f"train {name} UNKNOWN_KEY": "did you mean" for name in (*RUN, "balance")},
+    **{f"train {name} WRONG_TYPE": "seed" for name in (*RUN, "balance")},
+    "train doctor RUN --steps none": "--steps is 'none'",
+    "train plan RUN --devices 0": "--devices is 0",
+    "train plan RUN --mfu high": "--mfu is 'high'",
+    "train validate MODEL --limt 1": "unrecognized",
+    "train validate MODEL --limit many": "invalid int",
+    "train validate missing --config RUN": "model folder missing does not exist",
+    "train validate MODEL": "config.yaml does not exist",
+    "train validate MODEL --config UNKNOWN_KEY": "did you mean",
+    "train convert MODEL out --knd hf": "did you mean",
+    "train convert MODEL out --seed x": "seed",
+    "train convert MODEL out --kind ggml": "known:",
+    "train convert MODEL out --dtype int8": "known:",
+    "train convert missing out": "does not exist",
+    "train convert MODEL MODEL": "exists",
+    "train eval MODEL FACTS --out out --limt 1": "limt",
+    "train eval MODEL FACTS --out out --limit many": "limit",
+    "train eval MODEL FACTS --out out --task A9": "A9",
+    "train eval missing FACTS --out out": "does not exist",
+    "train eval MODEL missing --out out": "does not exist",
+    "train eval --compare missing": "expected 2",
+    "train balance RUN --sed 1": "sed",
+    "train balance RUN --seeds many": "seeds",
+    "train bench --positons 1": "positons",
+    "train bench --only everything": "only",
+    "train bench --config missing.yaml": "does not exist",
+    "train data prepare FACTS out --codek x": "codek",
+    "train data prepare missing out": "does not exist",
+    "train data prepare FACTS out --shard_mb 0": "shard_mb",
+    **{f"train data {name} ROWS --codek x": "codek" for name in ("validate", "stats")},
+    **{f"train data {name} missing": "missing" for name in ("validate", "stats")},
+    "train data validate ROWS --examples some": "examples",
+    "train data listen ROWS 1 --codek x": "codek",
+    "train data listen missing 1": "missing",
+    "train data filter ROWS out --rules missing.yaml": "missing.yaml",
+    "train data filter ROWS out --rules UNKNOWN_KEY": "unknown",
+    **{f"train edit {name} MODEL FACTS FACTS out --nonsense 1": "nonsense" for name in OF_EDITS},
+    "train edit apply missing FACTS out": "does not exist",
+    "train edit apply MODEL missing out": "does not exist",
+    "train edit apply MODEL FACTS out --method guess": "method",
+    "train edit apply MODEL FACTS out --config UNKNOWN_KEY": "unknown",
+    "train edit eval MODEL missing FACTS out": "does not exist",
+    "train edit merge MODEL missing out": "does not exist",
+    "train edit revert missing FACTS out": "does not exist",
+    "train edit fit missing.yaml": "missing.yaml",
+    "train edit fit UNKNOWN_KEY": "unknown",
+    "infer nonsense": "unknown",
+    "infer ask SOUND --modle x": "did you mean --model",
+    "infer ask SOUND --task A9": "A9",
+    "infer ask SOUND --task T1T2": "--task T1T2 asks by text",
+    "infer ask SOUND --model missing": "does not exist",
+    "infer ask SOUND --model MODEL --out missing/a.wav": "there is no folder 'missing'",
+    "infer ask SOUND --model MODEL --out .": "is a folder",
+    "infer ask SOUND --model MODEL --out SOUND": "is also the question",
+    "infer ask SOUND --model MODEL --json --out -": "both want standard output",
+    "infer bench --model missing": "does not exist",
+}  # fmt: skip
+"""What is refused, and a part of the line that says why."""
+
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from infer.__main__ import main as infer
+from train.cli import main as train
+done = []
+for name, *words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = {"train": train, "infer": infer}[name](words)
+        except SystemExit as end:
+            code = end.code or 0
+    heavy = [library for library in ("torch", "lightning_fabric", "numpy") if library in sys.modules]
+    done.append((code, out.getvalue(), err.getvalue(), heavy))
+    if heavy:  # it cannot be imported twice: the lines after this one would tell nothing
+        break
+json.dump(done, sys.__stdout__)
+"""
+
+
+def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    nano = (ROOT / "configs" / "nano.yaml").read_text(encoding="utf-8")
+    (tmp_path / "unknown.yaml").write_text(nano + "\nsead: 1\n", encoding="utf-8")
+    (tmp_path / "type.yaml").write_text(nano + "\nseed: [1]\n", encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "facts.jsonl").write_text('{"audio": "a.wav", "prompt": "hello"}\n', encoding="utf-8")
+    for name in ("question.wav", "rows.parquet"):
+        (tmp_path / name).write_bytes(b"")
+    places = {
+        "RUN": str(ROOT / "configs" / "nano.yaml"), "UNKNOWN_KEY": "unknown.yaml", "WRONG_TYPE": "type.yaml", "MODEL": "model",
+        "FACTS": "facts.jsonl", "SOUND": "question.wav", "ROWS": "rows.parquet",
+    }  # fmt: skip
+    lines = [*HELPS, *REFUSED]
+    words = [[places.get(word, word) for word in line.split()] for line in lines]
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_ANOTHER], input=json.dumps(words), cwd=tmp_path, capture_output=True, text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line, (code, out, err, heavy) in zip(lines, json.loads(done.stdout), strict=False):
+        assert not heavy, f"{line} imports {heavy}"
+        if line in REFUSED:
+            assert code == 2, (line, out, err)
+            one_line(err, REFUSED[line])
+        else:
+            assert (code, err) == (0, "") and "usage" in out.lower(), line

@@ -27,15 +27,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **capabilities: bool) -> None:
 def test_precision_auto_is_bf16_where_the_processor_multiplies_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pretend(monkeypatch, **{name: True, "avx2": True})
     assert [multiplies_bf16(kind) for kind in ("cpu", "auto", "gpu", "cuda", "mps")] == [True, True, False, False, False]
-    assert FabricConfig(accelerator="cpu", precision="auto").precision == "bf16-mixed"
-    assert FabricConfig(accelerator="mps", precision="auto").precision == "32-true"
+    assert FabricConfig(accelerator="cpu", precision="auto").decided().precision == "bf16-mixed"
+    assert FabricConfig(accelerator="mps", precision="auto").decided().precision == "32-true"
     assert FabricConfig(accelerator="cpu").precision == "32-true"
 
 
 def test_precision_auto_is_fp32_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, avx512_bf16=False, avx512_f=True)
     assert not multiplies_bf16("cpu") and not multiplies_bf16()
-    assert FabricConfig(precision="auto").precision == "32-true"
+    assert FabricConfig(precision="auto").decided().precision == "32-true"
 
 
 def triple(heads: tuple[int, int], learns: bool, length: int = 24) -> list[torch.Tensor]:

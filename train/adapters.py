@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from omni.checkpoint.peft import check_base, load_adapter, save_adapter
-from omni.model.lora import LoRAConfig, add_adapter, attach, linear_of, linears_of
+from omni.model.lora import add_adapter, attach, linear_of, linears_of
 from omni.model.lora_weights import base_checksum, base_weight, replace_whole, weights_of
 from omni.model.quantize import quantize
 from omni.patterns import match_names
+from train.sections import LEARNT as LEARNT
+from train.sections import LoRASection as LoRASection
+from train.sections import learning as learning
 
 ADAPTER = "adapter"
 """The folder of a run's adapter."""
-
-LEARNT = "*.lora.*"
-"""Names of adapters' parameters."""
-
-
-@dataclass(frozen=True)
-class LoRASection(LoRAConfig):
-    """Low-rank adapters instead of the weights themselves; see `omni.model.lora`.
-
-    Attributes:
-        targets: names of the linears that get an adapter: shell patterns, or regular expressions after `re:`.
-        rank, alpha, dropout: of each pair; its product counts alpha / rank.
-        rank_stabilized: it counts alpha / sqrt(rank) instead.
-        trainable: names of parameters that learn besides, whole.
-        init_from: a PEFT folder to start from instead of new adapters; targets, rank and alpha are then its own.
-        quantize: hold the base's weights as `nf4` (4 bits, double quantisation) or `int8`; needs bitsandbytes.
-        quantize_targets: names of the linears that are held so.
-        merged: also write the model with the adapter in its weights at the end, as a run without lora does.
-    """
-
-    trainable: tuple[str, ...] = ()
-    init_from: str | None = None
-    quantize: Literal["nf4", "int8"] | None = None
-    quantize_targets: tuple[str, ...] = ("decoder.blocks.*",)
-    merged: bool = True
 
 
 def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32) -> int:
@@ -77,11 +53,6 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
     else:
         add_adapter(model, section)
     return base
-
-
-def learning(trainable: tuple[str, ...], section: LoRASection | None) -> tuple[str, ...]:
-    """Names of the parameters that learn, as patterns."""
-    return trainable if section is None else (LEARNT, *section.trainable)
 
 
 def save(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, place: str | None) -> Path:

@@ -1,34 +1,27 @@
-"""`python -m train bench`: the objective against the plain one, the training step, data made while training, the
-balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
-
-Every ratio compares two ways of doing the same work in one run, on one machine.
-"""
+"""What `python -m train bench` measures: the objective against the plain one, the training step, data made while training;
+other tables have modules of their own."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import jsonargparse
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from omni.config import preset
-from omni.errors import UserError
 from omni.hardware import peak_flops
 from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
-from train.bench_child import check_gpu
+from train.bench_command import BALANCED as BALANCED
+from train.bench_command import SECTIONS as SECTIONS
+from train.bench_command import main as main
 from train.cross_entropy import LinearCrossEntropy
 from train.memory import PeakMemory
 
@@ -291,11 +284,6 @@ def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -
 
 # --- the command -------------------------------------------------------------------------------------------------------
 
-BALANCED = ("uncertainty", "dwa", "stch", "famo", "mgda:features")
-"""Methods of the balance's table, each at its first level or at the one after a colon."""
-
-SECTIONS = ("objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading")
-
 
 def sections(
     device: torch.device, only: Sequence[str], positions: int, config: str, methods: Sequence[str] = BALANCED
@@ -336,46 +324,3 @@ def sections(
         from train.bench_reading import reading
 
         yield "prepared rows to packed batches, one core", reading()
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command."""
-    parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
-    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
-    parser.add_argument(
-        "--only",
-        type=list[Literal["objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading"]],
-        default=list(SECTIONS),
-        help="which tables; convert writes 6 GB of temporary files",
-    )
-    parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
-    parser.add_argument(
-        "--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data, balance, guard and precision"
-    )
-    parser.add_argument(
-        "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"
-    )
-    parser.add_argument(
-        "--gpu", action="store_true", help="instead of tables: ten checks of what differs on a GPU, in 8 minutes"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object a table, or a check, instead of text")
-    try:
-        options = parser.parse_args(list(argv))
-    except jsonargparse.ArgumentError as error:
-        raise UserError(f"bench: {' '.join(str(error).split())}; see python -m train bench --help") from error
-    if options.gpu:
-        return check_gpu(options.json)
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name!r} was asked for, but this machine has no GPU that PyTorch can use; leave it out")
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
-    for title, rows in sections(device, options.only, options.positions, options.config, options.methods):
-        if options.json:
-            print(json.dumps({"table": title, "rows": {row.name: row.value for row in rows}}), flush=True)
-            continue
-        table = Table(title=title, title_justify="left", box=None, show_header=False)
-        for row in rows:
-            table.add_row(row.name, f"{row.value:.4g}", row.unit)
-        console.print(table)
-    return 0

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from omni.config import from_dict, preset
 from omni.errors import UserError
-from omni.hardware import multiplies_bf16
-from train.adapters import LoRASection, learning
+from omni.process import importing
 from train.balance.section import BalanceSection, check_balance
 from train.data.config import DataConfig
-from train.objective import ObjectiveConfig
+from train.sections import LoRASection, ObjectiveConfig, learning
 
 
 def _need(condition: bool, message: str) -> None:
@@ -35,7 +34,7 @@ class FabricConfig:
         num_nodes: machines; under torchrun or srun they are counted from the environment.
         strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over all processes).
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
-            by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the configuration is read. Under
+            by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
             `bf16-true` adapters, and what learns beside them, stay in fp32 (see `train.precision`).
         checkpointing: recompute activations in the backward pass (less memory, about a third more work).
         compile: compile the transformer blocks with torch.compile.
@@ -49,9 +48,14 @@ class FabricConfig:
     checkpointing: bool = False
     compile: bool = False
 
-    def __post_init__(self) -> None:
-        if self.precision == "auto":
-            object.__setattr__(self, "precision", "bf16-mixed" if multiplies_bf16(self.accelerator) else "32-true")
+    def decided(self) -> FabricConfig:
+        """The same with the precision that `auto` means on this machine, which PyTorch is asked for."""
+        if self.precision != "auto":
+            return self
+        with importing():
+            from omni.hardware import multiplies_bf16
+
+        return replace(self, precision="bf16-mixed" if multiplies_bf16(self.accelerator) else "32-true")
 
     @property
     def processes(self) -> int | None:
@@ -354,6 +358,9 @@ class FitConfig:
         if self.balance is not None:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
+        if self.model.preset is not None:
+            preset(self.model.preset)  # that there is one of that name
+        object.__setattr__(self, "fabric", self.fabric.decided())  # last: PyTorch takes seconds to import
 
     @property
     def learns(self) -> tuple[str, ...]:

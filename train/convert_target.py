@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.audio.encoder_config import ENCODER_PRESETS
-from omni.checkpoint.folder import real_place
-from omni.checkpoint.formats import FORMATS
+from omni.checkpoint.places import real_place
 from omni.errors import UserError
 
 if TYPE_CHECKING:
-    from train.convert import Options
+    from train.convert_command import Options
 
 
 def check_target(source: Path, target: Path, options: Options) -> None:
@@ -52,6 +51,8 @@ def check_in_place(source: Path, target: Path, kind: str, becomes: str = "omni")
     """Refuse a SOURCE of format `kind` that is TARGET too and `becomes` a format that does not hold all of it (UserError)."""
     if source.resolve() != real_place(target) or kind == becomes == "omni":
         return
+    from omni.checkpoint.formats import FORMATS
+
     if becomes != "omni":
         known = FORMATS[becomes]
         raise UserError(f"{target} is SOURCE too: as {known.what} it would lose {known.loses}; give another TARGET")

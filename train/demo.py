@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,14 @@ from omni.generate.speech_lm import SpeechLM
 from train.config import FitConfig
 from train.conversations import Conversed, examine_conversations
 from train.data.build import build_source
+from train.data.config import SourceConfig
 from train.data.synthetic import SpokenDigits
 from train.ear import Sphinx, describe, nearest
 from train.evaluate import Judged, Report, evaluate, items_of, write_answers
 from train.fit import MODEL, fit
 from train.logs import VALIDATION, read_table
-from train.parse import read_fit_config
 from train.progress import percent
 
-CONFIG = Path(__file__).parent.parent / "configs" / "nano.yaml"
 GOAL = 0.9
 
 
@@ -56,15 +55,13 @@ class Examination:
     conversed: Conversed | None = None
 
 
-def main(argv: Sequence[str]) -> int:
-    """The command; arguments are those of `fit`, with `configs/nano.yaml` as the default file."""
-    words = list(argv)
-    config, name = read_fit_config(words if words and not words[0].startswith("-") else [str(CONFIG), *words])
-    folder = Path(config.run_folder or Path("runs") / name)
-    config = replace(config, run_folder=str(folder))
-    digits = next((s for s in config.data.sources if s.kind == "spoken-digits"), None)
-    if digits is None:
-        raise UserError("the demonstration asks about spoken digits, but no source of the configuration is of that kind")
+def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
+    """Train, examine and talk.
+
+    Args:
+        digits: the source of the configuration that is asked about.
+    """
+    folder = Path(config.run_folder)
     print(_introduction(config))
     outcome = fit(config)
     if outcome is None:

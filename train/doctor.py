@@ -11,16 +11,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omni.diagnostics import Finding, report
 from omni.errors import UserError
+from omni.process import importing
 from train.config import FitConfig
-from train.fit import prepare, with_alignment
-from train.parallel import build_fabric
 from train.parse import read_fit_config
-from train.preflight import check_start
-from train.stop import Stop
-from train.watch import targets_of
+
+if TYPE_CHECKING:
+    from omni.diagnostics import Finding
 
 STEPS = 2
 
@@ -36,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
         steps = int(given)
         del rest[at : at + 2]
     config, name = read_fit_config(rest)
+    with importing():
+        from omni.diagnostics import report
+
     found = examine(config, steps)
     if not found:
         print(f"{name}: {steps} steps, every operation traced: nothing found")
@@ -50,6 +52,13 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
     Raises:
         UserError: a step failed; with the diagnosis.
     """
+    with importing():
+        from train.fit import prepare, with_alignment
+        from train.parallel import build_fabric
+        from train.preflight import check_start
+        from train.stop import Stop
+        from train.watch import targets_of
+
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(
             config,

@@ -19,17 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from omni.audio.codec import AudioCodec
 from omni.audio.encoder_config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer
-from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from omni.audio.codec import AudioCodec
+    from omni.generate.speech_lm import SpeechLM
     from train.data.row import Row
 
 SAMPLE_RATE = 16000
@@ -252,6 +251,9 @@ def write_answers(report: Report, file: Path) -> None:
 
 def spoken(report: Report, codec: AudioCodec) -> tuple[Judged, Tensor] | None:
     """An answer that speaks, if any, and its sound [S]; of those, the first with the right text."""
+    import torch
+    from torch import Tensor
+
     heard = [j for j in report.judged if j.answer.codes is not None and j.answer.codes.shape[1] > 0]
     if not heard:
         return None

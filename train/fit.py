@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
 from train.data.recorded import speak_ahead
 from train.data.speech_time import estimate_speech_time
+from train.fit_command import main as main
 from train.flops import StepFlops
 from train.held_out import build_held_out
 from train.initial import Initial, build_initial
@@ -40,26 +41,12 @@ from train.loop import Loop, Outcome, Parts
 from train.objective import Objective, cells, targets
 from train.optim import describe
 from train.parallel import build_fabric, launch, leave
-from train.parse import read_fit_config
 from train.precision import quantized_type
 from train.preflight import check_start
 from train.shelf import write_text
 from train.validation import build_validator
 
 MODEL = "model"
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command: a YAML file and dotted overrides. Returns the exit code: 0, or 128 + the signal that stopped the run."""
-    dry = "--dry_run" in argv
-    config, name = read_fit_config([arg for arg in argv if arg != "--dry_run"])
-    if not config.run_folder:
-        config = replace(config, run_folder=str(Path("runs") / name))
-    if dry:
-        print(dry_run(config))
-        return 0
-    outcome = fit(config)
-    return 128 + outcome.signal if outcome is not None and outcome.signal else 0
 
 
 def fit(config: FitConfig) -> Outcome | None:

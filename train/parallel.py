@@ -39,6 +39,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
         UserError: Fabric refuses the combination, or flags of `fabric run` contradict the configuration.
     """
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+    config = config.decided()
     devices, num_nodes = placement(config, os.environ)
     if os.environ.get("LT_STRATEGY", "").startswith("fsdp"):
         raise UserError("`fabric run --strategy fsdp` is another, older one: leave it out there, and set fabric.strategy fsdp")

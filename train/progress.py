@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
-from tqdm import tqdm
-
 Kind = Literal["auto", "bar", "lines", "off"]
 
 SHARES = ("exact_match", "wer", "code_accuracy", "ended")
@@ -68,6 +66,8 @@ class Screen:
     """
 
     def __init__(self, kind: Kind, stream: TextIO | None = None, **bar: Any) -> None:
+        from tqdm import tqdm
+
         self.stream = stream or sys.stderr
         self.kind = ("bar" if self.stream.isatty() else "lines") if kind == "auto" else kind
         self.bar = tqdm(file=self.stream, dynamic_ncols=True, **bar) if self.kind == "bar" else None

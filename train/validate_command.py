@@ -6,18 +6,25 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
-from omni.generate.speech_lm import SpeechLM
-from train.data.build import held_out_rows
-from train.evaluate import evaluate, items_of, write_answers
+from omni.process import importing
 from train.parse import read_fit_config
 from train.progress import shown
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"validate: {message}; see python -m train validate --help")
+
+
 def main(argv: Sequence[str]) -> int:
     """The command; the questions are those of the run's `config.yaml`, which stands beside the model folder."""
-    parser = argparse.ArgumentParser(prog="python -m train validate", description=main.__doc__)
+    parser = _Parser(prog="python -m train validate", description=main.__doc__)
     parser.add_argument("model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
@@ -28,12 +35,18 @@ def main(argv: Sequence[str]) -> int:
     file = chosen.config or chosen.model.parent / "config.yaml"
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the run's configuration with --config")
+    check_folder(chosen.model)
     config, _ = read_fit_config([str(file)])
     plan = config.validation
     if chosen.limit is not None:
         plan = replace(plan, questions=chosen.limit)
     if chosen.tasks is not None:
         plan = replace(plan, tasks=tuple(chosen.tasks))
+    with importing():
+        from omni.generate.speech_lm import SpeechLM
+        from train.data.build import held_out_rows
+        from train.evaluate import evaluate, items_of, write_answers
+
     lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
     items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec, lm.model.config.encoder)
     report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)

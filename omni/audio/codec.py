@@ -8,17 +8,19 @@ gets exactly the samples that `decode` of all frames would give, as early as the
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from omni.audio.codec_registry import CodecLoader as CodecLoader
+from omni.audio.codec_registry import _loaders as _loaders
+from omni.audio.codec_registry import check_codec_name as check_codec_name
+from omni.audio.codec_registry import codec_names as codec_names
+from omni.audio.codec_registry import load_codec as load_codec
+from omni.audio.codec_registry import register as register
 from omni.errors import UserError
-from omni.remote import refuse_remote
 
 
 class AudioCodec(ABC):
@@ -166,70 +168,3 @@ class CodecStream(ABC):
     @abstractmethod
     def _finish(self) -> Tensor:
         """`finish` of a stream that has taken at least one frame; called once."""
-
-
-CodecLoader = Callable[["Path | None", torch.device], AudioCodec]
-"""Makes a codec of a folder of weights (None where none was given) and the device to compute on."""
-
-_loaders: dict[str, CodecLoader] = {}
-
-
-def register(name: str, loader: CodecLoader) -> None:
-    """Makes `load_codec(name)` call `loader(folder, device)`; a later registration replaces an earlier."""
-    _loaders[name] = loader
-
-
-def codec_names() -> list[str]:
-    """The registered names, sorted."""
-    return sorted(_loaders)
-
-
-def check_codec_name(name: str, where: str = "") -> None:
-    """UserError, naming the closest, where no codec of that name is registered; `where` is what the error begins with."""
-    if name not in _loaders:
-        close = difflib.get_close_matches(name, _loaders, n=1, cutoff=0.0)[0]
-        place = f"{where}: " if where else ""
-        raise UserError(f"{place}unknown codec {name!r}: did you mean {close!r}? There are {', '.join(codec_names())}")
-
-
-def load_codec(name: str, folder: str | Path | None = None, device: str | torch.device = "cpu") -> AudioCodec:
-    """The codec called `name`, with weights from `folder` where it has any.
-
-    Codec2 computes on the CPU whatever `device` says. Raises UserError for an unknown name (naming the
-    closest), a missing optional package, or a folder that does not fit.
-    """
-    check_codec_name(name)
-    if folder is not None:
-        refuse_remote(folder, "codec folder")
-    return _loaders[name](None if folder is None else Path(folder), torch.device(device))
-
-
-def _load_codec2(folder: Path | None, device: torch.device) -> AudioCodec:
-    from omni.audio.codec2 import Codec2Codec
-
-    if folder is not None:
-        raise UserError(f"codec2 has no weights to read from {folder}: leave the folder out")
-    return Codec2Codec()
-
-
-def _load_snac(folder: Path | None, device: torch.device) -> AudioCodec:
-    from omni.audio.snac import SnacCodec
-
-    if folder is None:
-        raise UserError("codec snac needs a folder with the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz")
-    return SnacCodec.from_folder(folder, device)
-
-
-def _load_mimi(folder: Path | None, device: torch.device, codebooks: int) -> AudioCodec:
-    from omni.audio.mimi import MimiCodec
-
-    if folder is None:
-        raise UserError("codec mimi needs a folder with the config.json and model.safetensors of kyutai/mimi")
-    return MimiCodec.from_folder(folder, device, codebooks)
-
-
-register("codec2", _load_codec2)
-register("snac", _load_snac)
-register("mimi", functools.partial(_load_mimi, codebooks=8))
-register("mimi-16", functools.partial(_load_mimi, codebooks=16))
-register("mimi-32", functools.partial(_load_mimi, codebooks=32))

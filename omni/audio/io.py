@@ -16,12 +16,7 @@ import os
 import stat
 import warnings
 from dataclasses import dataclass
-from typing import BinaryIO, Literal
-
-import numpy as np
-import soundfile
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from omni.audio.level import cancelled
 from omni.audio.mp3 import quiet_decoder
@@ -31,6 +26,11 @@ from omni.audio.truncation import check_end, extent
 from omni.audio.wav import WavWriter, pcm16, write_wav
 from omni.errors import SoundWarning, UserError
 from omni.remote import refuse_remote
+
+if TYPE_CHECKING:
+    import numpy as np
+    import soundfile
+    from torch import Tensor
 
 __all__ = [
     "MAX_SECONDS",
@@ -102,6 +102,9 @@ def read_audio(
     Silence is sound and passes. UserError: missing, a folder, empty, not a sound file, truncated, without samples,
     too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate that no sound
     has. SoundWarning: perhaps cut short, or channels that cancel each other."""
+    import numpy as np
+    import torch
+
     name = name or _name(source)
     sound, doubt = _open(source, name, max_seconds is not None)
     with sound as file:
@@ -180,6 +183,9 @@ def from_pcm16(data: bytes, source_rate: int, sample_rate: int = SAMPLE_RATE) ->
 
     UserError: no data, or an odd number of bytes.
     """
+    import numpy as np
+    import torch
+
     if not data or len(data) % 2:
         raise UserError(
             f"{len(data)} bytes are not 16-bit PCM: it takes two bytes a sample and at least one sample "
@@ -276,6 +282,8 @@ def _checked(
 
 
 def _sound_file(file: bytes | BinaryIO, name: str, kind: str | None) -> soundfile.SoundFile:
+    import soundfile
+
     try:
         with quiet_decoder(kind):
             return soundfile.SoundFile(file)
@@ -292,6 +300,9 @@ def _decode(
 ) -> tuple[np.ndarray, int | None]:
     """All samples `[S]` float32 of the chosen channel, block by block; and the channel to take instead where the mixed ones
     cancel each other."""
+    import numpy as np
+    import soundfile
+
     blocks: list[np.ndarray] = [np.zeros(0, np.float32)]
     total, mixed, energies = 0, 0.0, np.zeros(file.channels)
     while True:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 QUIET_DBFS = -60.0
 """Below this level a clip counts as silent."""
@@ -23,6 +25,8 @@ _CANCELLED = 0.01  # of the louder channel's energy: what is left of opposite ch
 def level(clip: Tensor, sample_rate: int) -> float:
     """Decibels of `[S]`, S at least 1, relative to full scale: the RMS of its loudest 100 ms without their mean (a constant is
     not heard); -inf for silence."""
+    import torch
+
     window = max(1, round(SHORT_SECONDS * sample_rate))
     pieces = list(clip.float().split(window))
     whole = torch.stack(pieces[:-1]) if len(pieces) > 1 else clip.new_zeros(1, 1, dtype=torch.float32)

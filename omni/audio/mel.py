@@ -10,13 +10,13 @@ S samples, M mel bands, F feature frames.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
-
-import torch
-from torch import Tensor
-from whisper.audio import mel_filters
+from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 WINDOW = 400
 """Samples under one frame (25 ms)."""
@@ -47,6 +47,9 @@ def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int 
     n_mels: 80 or 128, the banks that Whisper ships. hop: samples between frames, 160 for Whisper.
     UserError: no samples, or a value that is none of these.
     """
+    import torch
+    from whisper.audio import mel_filters
+
     if audio.shape[-1] == 0:
         raise UserError("no samples to make features of: give at least one")
     if n_mels not in (80, 128):
@@ -70,4 +73,6 @@ def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int 
 
 @lru_cache(maxsize=8)
 def _hann(device: torch.device) -> Tensor:
+    import torch
+
     return torch.hann_window(WINDOW, device=device)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, isqrt
-
-import torch
-import torchaudio
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FRAMES = 1 << 17  # frames of a resampling product done at a time
 _MAX_KERNEL = 1 << 24  # elements of a resampling kernel; only rates without a common divisor come near
@@ -28,6 +28,8 @@ def resample(audio: Tensor, source_rate: int, sample_rate: int, *, name: str = "
     for every length that it has not met, which costs up to fifteen times the product (22,050 to 16,000 Hz,
     two seconds). `name` is what a UserError calls the sound.
     """
+    import torch
+
     if source_rate < 1 or sample_rate < 1:
         raise UserError(f"{name}: cannot convert {source_rate} Hz to {sample_rate} Hz: rates start at 1")
     if source_rate == sample_rate:
@@ -60,5 +62,8 @@ def _taps(ratio: Fraction) -> int:
 @lru_cache(maxsize=64)
 def _filter(source: int, target: int) -> tuple[Tensor, int]:
     """Filter `[taps, target]` between two rates without a common divisor, and the samples it reaches back."""
+    import torch
+    import torchaudio
+
     made = torchaudio.transforms.Resample(source, target, dtype=torch.float64)
     return made.kernel[:, 0].T.float().contiguous(), made.width

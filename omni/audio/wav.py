@@ -14,14 +14,12 @@ import os
 import struct
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal
-
-import numpy as np
-import soundfile
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from omni.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Encoding = Literal["pcm16", "float32"]
 
@@ -39,6 +37,8 @@ def pcm16(audio: Tensor) -> bytes:
     Reading divides by 32768, so what was read as 16 bits is written back bit for bit.
     UserError: NaN, infinity, or more than one dimension.
     """
+    import torch
+
     levels = _samples(audio).mul(32768.0).round().clamp(-32768, 32767)
     return levels.to(torch.int16).numpy().astype("<i2").tobytes()
 
@@ -55,6 +55,9 @@ def write_audio(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -
 
     UserError: another suffix, or those of `WavWriter`.
     """
+    import numpy as np
+    import soundfile
+
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
         raise UserError(f"{os.fspath(path)!r}: the suffix says how sound is written; use {', '.join(FORMATS)}")
@@ -186,6 +189,9 @@ def _refused(path: str | os.PathLike[str], reason: str) -> UserError:
 
 def _samples(audio: Tensor) -> Tensor:
     """`[S]` float32 on the host, checked."""
+    import numpy as np
+    import torch
+
     if audio.ndim != 1:
         raise UserError(f"sound to write has shape {list(audio.shape)}: give one channel, [samples]")
     audio = audio.detach().to("cpu", torch.float32)

@@ -8,7 +8,6 @@ weights before a model is built (`omni.checkpoint.bounds`).
 from __future__ import annotations
 
 import errno
-import glob
 import json
 import os
 import shutil
@@ -26,16 +25,16 @@ from torch import Tensor
 
 from omni.audio.codec import AudioCodec, load_codec
 from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, check_inside, load_json
+from omni.checkpoint.places import CODEC as CODEC
+from omni.checkpoint.places import CONFIG as CONFIG
+from omni.checkpoint.places import TOKENIZER as TOKENIZER
+from omni.checkpoint.places import WEIGHTS as WEIGHTS
+from omni.checkpoint.places import check_folder, is_pickle
+from omni.checkpoint.places import real_place as real_place
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
-from omni.remote import refuse_remote
 from omni.text import Tokenizer
-
-WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
-
-PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
-"""Second bytes of a pickle."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +93,6 @@ def save_folder(
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def real_place(folder: str | os.PathLike[str]) -> Path:
-    """Where a folder that is to be written stands, links followed; UserError where it has no name to be renamed to."""
-    refuse_remote(folder, "folder", write=True)
-    try:
-        place = Path(folder).resolve()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{folder} cannot be followed ({error}); mend the link, or give another place") from error
-    if not place.name:
-        raise UserError(f"{folder} is the root of a disk; give a folder in it")
-    return place
-
-
 def replace_folder(source: Path, target: Path) -> None:
     """Rename a folder onto another name; what stood there is removed only after the new one is in place, and comes back
     where that fails. The files are on the disk before they get their name."""
@@ -160,7 +147,7 @@ def load_folder(
     path = Path(folder)
     data = _read(path)
     config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model")
-    if _is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
+    if is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
         raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
     extra = stored_extra(data, path / CONFIG)
     listed = listed_files(data, path / CONFIG)
@@ -196,11 +183,8 @@ def load_folder(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise UserError(_no_folder(path))
+    check_folder(path)
     file = path / CONFIG
-    if not file.is_file():
-        raise UserError(f"{path} has no {CONFIG}; it is not a model folder (see `python -m train fit`)")
     try:
         data = load_json(file, CONFIG_LONGEST)
     except (ValueError, OSError) as error:
@@ -209,32 +193,6 @@ def _read(path: Path) -> dict[str, Any]:
         found = data.get("format") if isinstance(data, dict) else None
         raise UserError(f"{file}: format {found!r} is unknown; this version reads format {FORMAT_VERSION}")
     return data
-
-
-def _no_folder(path: Path) -> str:
-    """Why there is no folder of that name, and what to do."""
-    refuse_remote(path, "model folder")
-    wanted = f"a folder with {CONFIG} and {WEIGHTS}"
-    if path.is_file():
-        kind = "a pickle, which could run code; convert it to safetensors, and" if _is_pickle(path) else "a file, not a folder;"
-        return f"model {path} is {kind} give {wanted}"
-    place = real_place(path)
-    left = sorted(place.parent.glob(f".{glob.escape(place.name)}.old-*"))
-    if left:
-        return f"model folder {path} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back"
-    return f"model folder {path} does not exist; give {wanted}"
-
-
-def _is_pickle(file: Path) -> bool:
-    """Whether a file begins as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5).
-
-    A safetensors file begins with the length of its header, eight bytes that may look like a protocol; a `{` follows.
-    """
-    if not file.is_file():
-        return False
-    with file.open("rb") as handle:
-        head = handle.read(9)
-    return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in PROTOCOLS and head[4:] != b"\0\0\0\0{")
 
 
 def stored_extra(data: Mapping[str, Any], place: Path) -> dict[str, Any]:

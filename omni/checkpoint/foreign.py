@@ -25,7 +25,7 @@ another shape or type. Tables that theirs joins are cut by `Lazy.rows`, and `joi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
@@ -37,6 +37,8 @@ import torch
 from torch import Tensor
 
 from omni.audio.encoder_config import EncoderConfig
+from omni.checkpoint import kinds
+from omni.checkpoint.kinds import closest as closest
 from omni.config import DecoderConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout
@@ -46,7 +48,7 @@ from omni.text import Tokenizer
 Watch = Callable[[int, int], None]
 """Told how many bytes are written, and of how many."""
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in kinds.FLOATS)
 """The types that weights may have."""
 
 BLOCK = 256
@@ -246,9 +248,9 @@ def match(
 def check_float(name: str, tensor: Lazy, where: str | Path) -> None:
     """Refuse weights that are no plain floating-point numbers (UserError)."""
     if tensor.dtype not in FLOATS:
-        kinds = ", ".join(type_name(t) for t in FLOATS)
+        known = ", ".join(kinds.FLOATS)
         raise UserError(
-            f"{where}: tensor {name} is {type_name(tensor.dtype)}; weights must be one of {kinds} (not quantised: fetch the "
+            f"{where}: tensor {name} is {type_name(tensor.dtype)}; weights must be one of {known} (not quantised: fetch the "
             "original model)"
         )
 
@@ -299,10 +301,3 @@ def text_shapes(text: TextConfig) -> Mapping[str, tuple[int, ...]]:
         for name, tensor in state.items()
         if not name.startswith(("audio_", "post_"))
     }
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'? known: ...`, for messages."""
-    names = list(known)
-    close = get_close_matches(word, names, n=1, cutoff=0.4)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omni.checkpoint import codec_weights, huggingface, mini_omni, streamed, whisper_weights
-from omni.checkpoint.foreign import Foreign, Watch, closest
+from omni.checkpoint.foreign import Foreign, Watch
+from omni.checkpoint.kinds import KINDS, closest
 from omni.checkpoint.safe import Written, read_json
 from omni.errors import UserError
 from omni.remote import refuse_remote
@@ -31,19 +32,19 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "omni": Format("a model folder of this project", streamed.recognise, streamed.read, streamed.write),
+    "omni": Format(KINDS["omni"], streamed.recognise, streamed.read, streamed.write),
     "mini-omni": Format(
-        "a mini-omni or mini-omni2 folder",
+        KINDS["mini-omni"],
         mini_omni.recognise,
         mini_omni.read,
         mini_omni.write,
         "the codec's weights and what its config.json says",
     ),
-    "whisper": Format("a Whisper: OpenAI's .pt or a Hugging Face folder", whisper_weights.recognise, whisper_weights.read),
-    "snac": Format("a SNAC codec's folder", codec_weights.recognise_snac, codec_weights.read_snac),
-    "mimi": Format("a Mimi codec's folder", codec_weights.recognise_mimi, codec_weights.read_mimi),
+    "whisper": Format(KINDS["whisper"], whisper_weights.recognise, whisper_weights.read),
+    "snac": Format(KINDS["snac"], codec_weights.recognise_snac, codec_weights.read_snac),
+    "mimi": Format(KINDS["mimi"], codec_weights.recognise_mimi, codec_weights.read_mimi),
     "hf": Format(
-        "a language model's Hugging Face folder",
+        KINDS["hf"],
         huggingface.recognise,
         huggingface.read,
         huggingface.write,

@@ -9,45 +9,15 @@ Dimensions: R rank, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from omni.edit.config import FinetuneConfig as FinetuneConfig
 from omni.edit.deltas import Delta, Edits, edited
 from omni.edit.linears import find_linears, mlp_linears, shape_of, weight_of
 from omni.errors import UserError
-
-
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """How far and how fast.
-
-    Attributes:
-        bound: largest change: of every single weight (`linf`, dense changes only), or the norm of all changes together (`l2`).
-        steps: at most; it stops when the loss falls below `enough`.
-        rank: of the changes; None for dense ones.
-        seed: of what a change of low rank begins with (its product is zero).
-    """
-
-    norm: Literal["linf", "l2"] = "linf"
-    bound: float = 1e-3
-    lr: float = 5e-4
-    steps: int = 50
-    enough: float = 0.01
-    rank: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.norm not in ("linf", "l2"):
-            raise UserError(f"finetune.norm {self.norm!r} is unknown; use linf or l2")
-        if not self.bound > 0 or not self.lr > 0 or self.steps < 1:
-            raise UserError(f"finetune.bound {self.bound}, lr {self.lr} and steps {self.steps} must be above 0")
-        if self.rank is not None and self.rank < 1:
-            raise UserError(f"finetune.rank is {self.rank}; it must be at least 1, or null for dense changes")
-        if self.rank is not None and self.norm == "linf":
-            raise UserError("finetune.norm linf bounds single weights, which a change of low rank has none of; use l2")
 
 
 def finetune(

@@ -11,21 +11,22 @@ Dimensions: N tokens, I inputs, O outputs, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from omni.config import from_dict
+from omni.edit.config import MendConfig as MendConfig
+from omni.edit.config import TransformConfig as TransformConfig
 from omni.edit.deltas import Delta, Edits, edited, stack
 from omni.edit.factors import Factors, gradient_factors
 from omni.edit.linears import find_linears, mlp_linears, shape_of, signature
 from omni.edit.metrics import kl_divergence
 from omni.edit.storage import Place, read_tensors, write_tensors
-from omni.edit.transform import GradientTransform, TransformConfig
+from omni.edit.transform import GradientTransform
 from omni.errors import UserError
 
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -33,32 +34,6 @@ LossOf = Callable[[nn.Module, Any], Tensor]
 
 LogitsOf = Callable[[nn.Module, Any], Tensor]
 """Logits [N, V] of a model where a batch has targets."""
-
-
-@dataclass(frozen=True)
-class MendConfig:
-    """The hypernetwork.
-
-    Attributes:
-        transform: shape of its networks.
-        shared: linears of one shape share a network.
-        split: two transforms one after another (an encoder and a decoder), each with its own statistics.
-        edit_lr: what every linear's learnt factor begins with.
-        c_edit, c_loc: weights of the two losses.
-    """
-
-    transform: TransformConfig = field(default_factory=TransformConfig)
-    shared: bool = True
-    split: bool = False
-    edit_lr: float = 1e-4
-    c_edit: float = 0.1
-    c_loc: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (0 < self.c_edit < math.inf and 0 <= self.c_loc < math.inf):
-            raise UserError(f"mend.c_edit is {self.c_edit} and c_loc {self.c_loc}; they are numbers above 0 and at least 0")
-        if not math.isfinite(self.edit_lr):
-            raise UserError(f"mend.edit_lr is {self.edit_lr}; it must be a number")
 
 
 class Mend(nn.Module):

@@ -11,51 +11,16 @@ Dimensions: N tokens, D features, I inputs and O outputs of the edited linear, M
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.edit.config import SIDES as SIDES
+from omni.edit.config import Sides as Sides
+from omni.edit.config import TransformConfig as TransformConfig
 from omni.errors import UserError
-
-Sides = Literal["combined", "separate", "one_sided", "x_only", "delta_only"]
-SIDES: tuple[Sides, ...] = ("combined", "separate", "one_sided", "x_only", "delta_only")
-
-
-@dataclass(frozen=True)
-class TransformConfig:
-    """Shape of the networks.
-
-    Attributes:
-        sides: one network for x and delta side by side (`combined`), one for each (`separate`), or one for a single side while
-            the other stays as it is (`one_sided`: delta where a linear has more inputs than outputs, else x).
-        hidden: layers before the last one.
-        rank: largest rank of a layer's matrix.
-        init: `id` begins as the identity and has residual layers, `xavier` is random and has none.
-        norm: normalise by the running statistics.
-    """
-
-    sides: Sides = "combined"
-    hidden: int = 1
-    rank: int = 1920
-    init: Literal["id", "xavier"] = "id"
-    norm: bool = True
-
-    def __post_init__(self) -> None:
-        if self.sides not in SIDES:
-            raise UserError(f"mend.sides {self.sides!r} is unknown; use one of {', '.join(SIDES)}")
-        if self.init not in ("id", "xavier"):
-            raise UserError(f"mend.init {self.init!r} is unknown; use id or xavier")
-        if self.hidden < 0 or self.rank < 1:
-            raise UserError(f"mend.hidden {self.hidden} and rank {self.rank} must be at least 0 and 1")
-
-    def side(self, inputs: int, outputs: int) -> Literal["combined", "separate", "x", "delta"]:
-        """What is transformed for a linear of this shape."""
-        if self.sides == "one_sided":
-            return "delta" if inputs > outputs else "x"
-        return {"x_only": "x", "delta_only": "delta"}.get(self.sides, self.sides)  # type: ignore[return-value]
 
 
 class Statistics(nn.Module):

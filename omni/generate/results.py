@@ -6,12 +6,13 @@ import os
 import time
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from omni.audio.wav import write_audio
 from omni.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Reason = Literal["end", "stop", "length", "cache", "cancelled", "error"]
 """Why an answer ended: the model ended it, a stop string was written, a limit was reached, the cache is full, it was
@@ -23,6 +24,8 @@ LINE = 120
 
 def brief(value: Any) -> str:
     """A `repr` that fits a line: tensors by their shapes, texts cut, of a dataclass what differs from its defaults."""
+    from torch import Tensor
+
     parts = []
     for f in fields(value):
         own = getattr(value, f.name)

@@ -261,7 +261,7 @@ def test_registry(tmp_path) -> None:
 
 
 def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr("omni.audio.codec._loaders", {})
+    monkeypatch.setattr("omni.audio.codec_registry._loaders", {})
     asked = []
     made = SnacCodec.random(0, **SNAC_B)
     register("mine", lambda folder, device: asked.append((folder, device)) or made)

@@ -146,7 +146,7 @@ def test_a_header_whose_length_looks_like_a_pickle_is_none(tmp_path, header):
     """A safetensors file begins with a length; 640 reads as a pickle's protocol, and 19280 as `PK`."""
     data = header.to_bytes(8, "little") + b"{".ljust(header - 1) + b"}"
     (tmp_path / WEIGHTS).write_bytes(data)
-    assert not module._is_pickle(tmp_path / WEIGHTS)
+    assert not module.is_pickle(tmp_path / WEIGHTS)
 
 
 def test_a_file_for_a_folder_is_called_a_file(tmp_path):

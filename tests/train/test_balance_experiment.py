@@ -14,11 +14,12 @@ import yaml
 
 from omni.errors import UserError
 from train import bench
-from train.balance.experiment import ALL, ANSWERS, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
+from train.balance.experiment import ALL, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
 from train.bench import BALANCED
 from train.bench_balance import balance
 from train.config import FitConfig
 from train.parse import read_fit_config
+from train.validation import ANSWERS
 
 RECIPE = "configs/nano-balance.yaml"
 

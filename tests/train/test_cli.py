@@ -152,7 +152,7 @@ def test_what_the_system_refuses_is_one_line(
     def fail(argv: list[str]) -> int:
         raise OSError(code, os.strerror(code), "runs/x")
 
-    monkeypatch.setattr("train.bench.main", fail)
+    monkeypatch.setattr("train.bench_command.main", fail)
     assert main(["bench"]) == 2
     line = f"error: runs/x cannot be read or written ({os.strerror(code)}); mend that and run again\n"
     assert capsys.readouterr().err == line

@@ -299,10 +299,11 @@ def test_commands_are_known_by_name(capsys, tmp_path):
     with pytest.raises(UserError, match=r"unknown option --overwrit; its one option is --overwrite"):
         main(["merge", "a", "b", "c", "--overwrit"])
     assert main([]) == 2 and "python -m train edit COMMAND" in capsys.readouterr().out
+    (tmp_path / "config.json").touch()
     with pytest.raises(UserError, match=r"the model itself; name another folder"):
-        main(["merge", str(tmp_path), "edits", str(tmp_path)])
+        main(["merge", str(tmp_path), str(tmp_path), str(tmp_path)])
     with pytest.raises(UserError, match=r"inside the model .*; name a folder beside it"):
-        main(["merge", str(tmp_path), "edits", str(tmp_path / "codec" / "out")])
+        main(["merge", str(tmp_path), str(tmp_path), str(tmp_path / "codec" / "out")])
 
 
 def test_an_edit_is_judged_on_rows_that_did_not_teach_it(place, tmp_path):

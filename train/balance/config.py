@@ -12,6 +12,9 @@ from omni.errors import UserError
 
 LEVELS = ("loss", "features", "parameters")
 
+MOST = 10
+"""Tasks at most: their sets are enumerated."""
+
 
 class Setting(NamedTuple):
     """A number between bounds, or one of several words.

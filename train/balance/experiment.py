@@ -12,23 +12,24 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonargparse
-import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from omni.errors import UserError
+from omni.process import importing
 from omni.tasks import find_task
 from train.balance.section import BalanceSection, check_balance
 from train.config import FitConfig
-from train.eval.measures import Figure, difference, figure
 from train.parse import read_fit_config
-from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
 from train.progress import percent
 from train.shelf import write_text
-from train.validation import ANSWERS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.table import Table
+
+    from train.eval.measures import Figure
 
 JSON, PICTURE, ALL = "balance.json", "balance.png", "all"
 
@@ -50,10 +51,14 @@ class Found:
 
     def share(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task, with its interval."""
+        from train.eval.measures import figure
+
         return figure("exact_match", self.counts[method][task])
 
     def gain(self, method: str, task: str) -> Figure:
         """What it has more than the first method."""
+        from train.eval.measures import difference
+
         return difference("exact_match", self.counts[self.methods[0]][task], self.counts[method][task])
 
 
@@ -95,6 +100,8 @@ def compare(
     Raises:
         UserError: a run was stopped, or asked no questions.
     """
+    import numpy as np
+
     variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is made
     found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
     for (method, seed), one in variants.items():
@@ -110,6 +117,10 @@ def compare(
 
 def answered(folder: Path) -> dict[str, np.ndarray]:
     """Right answers and questions [2] by task, and of all, at the end of a run."""
+    import numpy as np
+
+    from train.validation import ANSWERS
+
     files = sorted((folder / ANSWERS).glob("step-*.jsonl"))
     if not files:
         raise UserError(f"{folder} has no answers; set validation.questions above 0 and validation.at_end to true")
@@ -147,6 +158,10 @@ def write(found: Found, out: Path) -> None:
 
 def draw(found: Found, file: Path) -> Path:
     """Exact match of every method by task: a point for each seed, the whole with its interval."""
+    import numpy as np
+
+    from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
+
     pyplot = pyplot_quietly()
     figure_, axis = pyplot.subplots(figsize=(8, 4))
     room = 0.8 / len(found.methods)
@@ -172,6 +187,8 @@ def draw(found: Found, file: Path) -> Path:
 
 def shown(found: Found) -> Table:
     """The figures to read."""
+    from rich.table import Table
+
     first = found.methods[0]
     table = Table(box=None, title=f"exact match, held out, {len(found.seeds)} seeds", title_justify="left")
     for name in ("task", "method", "exact match", "95 % by seeds", f"more than {first}", "95 %, paired"):
@@ -212,7 +229,10 @@ def main(argv: Sequence[str]) -> int:
             "balance compares written answers at the end of each run; set validation.at_end to true, and name tasks that "
             "answer in writing as validation.tasks"
         )
-    from train.fit import fit
+    with importing():
+        from rich.console import Console
+
+        from train.fit import fit
 
     out = Path(options.out)
     found = compare(config, methods, range(options.first_seed, options.first_seed + options.seeds), out, fit)

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from omni.errors import UserError
 from omni.tasks import TASKS
-from train.balance.config import BalanceConfig
-from train.balance.solvers import MOST
+from train.balance.config import MOST, BalanceConfig
 from train.data.config import DataConfig
 
 BILEVEL = ("autolambda", "moml", "forum")

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torchjd.linalg import DualConeProjector
 
-MOST = 10
-"""Tasks at most: their sets are enumerated."""
+from train.balance.config import MOST as MOST
 
 _RIDGE = 1e-9  # of the matrix's mean eigenvalue: among equal solutions the one of least norm
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import get_args
 
 from omni.errors import UserError
 from omni.text import Tokenizer
+from train.data.config import AlignmentKind as AlignmentKind
 from train.data.voice import check_voice, phonemes
-
-AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 _LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
 

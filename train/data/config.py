@@ -6,12 +6,36 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
-from train.data.alignment import AlignmentKind
-from train.data.augment import AugmentConfig
+from train.data.augment_config import AugmentConfig
+from train.data.digits_config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.mixture import Stage, TaskMixture
-from train.data.pipeline import PackingConfig
-from train.data.recorded import WORDY, RecordedDigitsConfig
-from train.data.synthetic import SpokenDigitsConfig
+
+AlignmentKind = Literal["none", "letters", "words", "tokens"]
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    """Shape of a micro-batch.
+
+    Attributes:
+        rows: rows of a micro-batch.
+        length: columns of a row.
+        buffer: examples to choose from when a row is filled (or more, where they are short).
+        too_long: an example that no row can hold, or whose question the encoder's window cannot, is an `error`, or skipped and
+            counted (`skip`).
+    """
+
+    rows: int = 8
+    length: int = 1024
+    buffer: int = 16
+    too_long: str = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "length", "buffer"):
+            if getattr(self, name) < 1:
+                raise UserError(f"packing.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.too_long not in ("error", "skip"):
+            raise UserError(f"packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
 
 
 @dataclass(frozen=True)

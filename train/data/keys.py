@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
 
 _64 = (1 << 64) - 1
 
@@ -27,6 +30,8 @@ def dice(*parts: int | str) -> random.Random:
 
 def torch_dice(*parts: int | str) -> torch.Generator:
     """A torch generator (CPU) for that key."""
+    import torch
+
     return torch.Generator().manual_seed(key(*parts))
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.keys import dice, shuffled
-from train.data.sources import Source
+
+if TYPE_CHECKING:
+    from train.data.sources import Source
 
 BLOCK = 1024
 """Draws within which the order of the sources is shuffled."""

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from omni.errors import UserError
 from omni.model.sharing import SHARING
 from omni.tasks import find_task
+from train.data.config import PackingConfig as PackingConfig
 from train.data.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.mixture import Mixture, TaskMixture
 from train.data.unused import Unusable, Unused
-
-
-@dataclass(frozen=True)
-class PackingConfig:
-    """Shape of a micro-batch.
-
-    Attributes:
-        rows: rows of a micro-batch.
-        length: columns of a row.
-        buffer: examples to choose from when a row is filled (or more, where they are short).
-        too_long: an example that no row can hold, or whose question the encoder's window cannot, is an `error`, or skipped and
-            counted (`skip`).
-    """
-
-    rows: int = 8
-    length: int = 1024
-    buffer: int = 16
-    too_long: str = "error"
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "length", "buffer"):
-            if getattr(self, name) < 1:
-                raise UserError(f"packing.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.too_long not in ("error", "skip"):
-            raise UserError(f"packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
 
 
 class Pipeline:

@@ -14,7 +14,6 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,136 +24,22 @@ from omni.audio.codec import AudioCodec
 from omni.audio.io import read_audio, resample
 from omni.errors import UserError
 from train.data.augment import coloured_noise
+from train.data.digits_config import NUMBERS, RATE, WORDY, SpokenDigitsConfig
+from train.data.digits_config import RecordedDigitsConfig as RecordedDigitsConfig
 from train.data.keys import dice
-from train.data.prepare.voices import check_spec
 from train.data.row import Codes, Row, RowTurn, Sound
 from train.data.spoken import keep_words, say_word
-from train.data.synthetic import NUMBERS, RATE, SpokenDigits, SpokenDigitsConfig
+from train.data.synthetic import SpokenDigits
 from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 from train.progress import Kind
 
 NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)")
 
-WORDY = "A1T1"
-"""The task of strings of other words."""
 
 SILENT = 1e-4
 """The loudest sample of a word that was said is above this."""
 
 WHERE = "git clone https://github.com/Jakobovski/free-spoken-digit-dataset fetches such a folder, its recordings/"
-
-
-@dataclass(frozen=True)
-class RecordedDigitsConfig:
-    """Whose recordings are joined, and how.
-
-    Attributes:
-        folder: where the files `{digit}_{speaker}_{index}.wav` are.
-        held_out: speakers who are kept for evaluation; none of their recordings is trained on.
-        lengths: weights of strings of one, two, three, ... digits.
-        pause: seconds between two digits, from and to.
-        silence: seconds before and after the string.
-        speed: each string is played that much faster, from and to, its pitch with it: other speakers, as it were.
-        level_db: how much louder or softer than the string's mean each digit is, from and to.
-        floor_db: level of the noise under everything, relative to the loudest sample, from and to.
-        trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
-            from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
-        voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
-        noise_db: level of a recorder's noise under the digits of a string, white to pink, relative to its loudest sample,
-            from and to; the pauses have none of it. null for none.
-        noisy: share of strings that have it.
-        digit_weights: how often zero, one, ... nine are said in training, relative to one another; none for equally often.
-            Digits that lose most when their edges are cut off ("six", "three", "two") want more examples.
-        english: zero to nine as voices that read English must read them; as they are written where it is empty.
-        accents: zero to nine as espeak-ng's voices of other languages must read them to speak English with an accent, by
-            language: `{es: siro uan tu tri for faif siks seven eit nain}`. Here and in `english`, other pronunciations follow
-            a word after bars: `six|icks|ick|seeks`.
-        otherwise: share of words that are said as one of their other pronunciations.
-        accented: share of the synthetic voices' strings that have such an accent.
-        more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
-            what they read: `en` for English words, or a language of `accents`.
-        voice_folder: keeps what these voices say from run to run: before training begins they say all that they may be asked
-            for and that it lacks. null: they speak when asked, each word once in every process.
-        more: share of strings that they say.
-        words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).
-            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better.
-        wordy: share of the synthetic voices' strings that are of such words.
-    """
-
-    folder: str = ""
-    held_out: tuple[str, ...] = ()
-    lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
-    pause: tuple[float, float] = (0.02, 0.35)
-    silence: tuple[float, float] = (0.02, 0.2)
-    speed: tuple[float, float] = (0.85, 1.2)
-    level_db: tuple[float, float] = (-3.0, 3.0)
-    floor_db: tuple[float, float] = (-70.0, -45.0)
-    trim_db: tuple[float, float] | None = None
-    noise_db: tuple[float, float] | None = None
-    noisy: float = 1.0
-    digit_weights: tuple[float, ...] = ()
-    voices: float = 0.0
-    english: str = ""
-    accents: dict[str, str] = field(default_factory=dict)
-    otherwise: float = 0.0
-    accented: float = 0.0
-    more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    more: float = 0.0
-    voice_folder: str | None = None
-    words: str = ""
-    wordy: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
-            raise UserError(f"recorded.lengths {list(self.lengths)}: give weights of at least 0, one of them above")
-        for name, low in (("pause", 0.0), ("silence", 0.0), ("speed", 0.25), ("level_db", -60.0), ("floor_db", -200.0)):
-            first, last = getattr(self, name)
-            if not low <= first <= last:
-                raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
-        for name in ("trim_db", "noise_db"):
-            limits = getattr(self, name)
-            if limits is not None and not -120 <= limits[0] <= limits[1] <= 0:
-                raise UserError(f"recorded.{name} is {limits[0]} to {limits[1]}; it goes upwards, from -120 to 0")
-        weights = self.digit_weights
-        if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
-            raise UserError(f"recorded.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
-        for name in ("voices", "more", "accented", "otherwise", "noisy", "wordy"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
-        if self.voices + self.more > 1:
-            raise UserError(f"recorded.voices {self.voices} and recorded.more {self.more} are shares of one whole: lower one")
-        if self.more and not any(self.more_voices.values()):
-            raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
-        if self.accented and not self.accents:
-            raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
-        for word in self.words.split():
-            if "|" in word or not re.search(r"[^\W\d_]", word):
-                raise UserError(f"recorded.words has {word!r}: write words of letters, apart by spaces, without bars")
-        if self.wordy and self.voices + self.more == 0:
-            raise UserError(f"recorded.wordy is {self.wordy}, but synthetic voices say nothing: raise recorded.voices or more")
-        if self.wordy and not self.words.split():
-            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.words has none: write some, apart by spaces")
-        if self.wordy and self.more and not self.more_voices.get("en"):
-            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.more_voices.en names no voice: name one or more")
-        spelled = {f"accents.{language}": words for language, words in self.accents.items()}
-        for name, words in {**spelled, **({"english": self.english} if self.english else {})}.items():
-            if len(words.split()) != 10:
-                raise UserError(f"recorded.{name} has {len(words.split())} words: write zero to nine, apart by spaces")
-            for word in words.split():
-                if not all(word.split("|")):
-                    raise UserError(f"recorded.{name} has {word!r}: write a word before, between and behind bars")
-        known: set[str] = set()
-        for language, specs in self.more_voices.items():
-            if language != "en" and language not in self.accents:
-                raise UserError(
-                    f"recorded.more_voices.{language}: write zero to nine as these voices must read them as "
-                    f"recorded.accents.{language}"
-                )
-            for spec in specs:
-                check_spec(spec)
-                if spec in known:
-                    raise UserError(f"recorded.more_voices.{language} names {spec!r}, which is there already: name it once")
-                known.add(spec)
 
 
 class RecordedDigits:

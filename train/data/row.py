@@ -37,11 +37,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import soundfile
-import torch
-from torch import Tensor
-
-from omni.audio.codec import AudioCodec
 from omni.audio.io import read_audio, resample
 from omni.errors import UserError
 from omni.remote import refuse_remote
@@ -49,6 +44,9 @@ from omni.tasks import Task
 
 if TYPE_CHECKING:
     import datasets
+    from torch import Tensor
+
+    from omni.audio.codec import AudioCodec
 
 ROW_VERSION = 2
 
@@ -79,6 +77,8 @@ class Sound:
 
     def plain(self) -> dict[str, Any]:
         """As it is stored: samples become FLAC of 16 bits."""
+        import soundfile
+
         if self.samples is not None:
             buffer = io.BytesIO()
             samples = self.samples.clamp(-1, 1).numpy()
@@ -131,6 +131,8 @@ class Codes:
 
     def for_codec(self, codec: AudioCodec) -> Tensor:
         """Frames [A, F] (int64) in the model's order; UserError for another codec or an unknown order."""
+        import torch
+
         if self.codec != codec.name:
             raise UserError(
                 f"its answer_codes are of the codec {self.codec!r}, the model speaks {codec.name!r}: prepare the data again "
@@ -287,6 +289,8 @@ def _sound(stored: Mapping[str, Any] | None, folder: Path) -> Sound | None:
 
 
 def _codes(stored: Mapping[str, Any] | None) -> Codes | None:
+    import torch
+
     if not stored or stored["frames"] is None or not stored["codec"]:
         return None
     return Codes(stored["codec"], torch.tensor(stored["frames"]), stored["order"] or "streams")

@@ -19,127 +19,16 @@ from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.audio.io import resample
-from omni.errors import UserError
+from train.data.digits_config import NUMBERS as NUMBERS
+from train.data.digits_config import RATE as RATE
+from train.data.digits_config import SpokenDigitsConfig as SpokenDigitsConfig
 from train.data.keys import dice
 from train.data.row import Codes, Row, RowTurn, Sound, Word
 from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 
-NUMBERS = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
-    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
-)
 TENS = ("twenty", "thirty")
 RESULTS = range(-9, 19)
 """What sums and differences come to, and what can be doubled."""
-RATE = 16000
-"""Sample rate of the questions."""
-
-_ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp")
-_VARIANTS = ("f1", "f3", "f5", "m1", "m2", "m4", "m5", "m6", "m8")
-_RARE_VARIANTS = (
-    *("Alex", "Alicia", "Andrea", "Andy", "Annie", "Denis", "Gene", "Gene2", "Jacky", "Lee"),
-    *("Michael", "Mike", "Reed", "Storm", "adam", "anika", "announcer", "antonio", "aunty", "belinda"),
-    *("benjamin", "boris", "caleb", "david", "ed", "edward", "grandma", "grandpa", "ian", "iven"),
-    *("iven2", "john", "klatt", "klatt2", "klatt3", "linda", "max", "norbert", "pablo", "paul"),
-    *("quincy", "rob", "robert", "shelby", "steph", "steph2", "travis", "victor", "zac"),
-)
-_HELD_OUT = (
-    *("en-us+f2", "en-us+m3", "en-us+f4", "en-gb+m7", "en-gb+f4", "en-gb+m3"),
-    *("en-gb-scotland+f4", "en-gb-scotland+m3"),
-)
-
-
-@dataclass(frozen=True)
-class SpokenDigitsConfig:
-    """What is asked, by whom, and how it is answered.
-
-    Attributes:
-        arithmetic: share of questions that calculate; the others read digits back.
-        lengths: weights of digit strings of one, two, three, ... digits.
-        arithmetic_phrases, digit_phrases: how it is asked; `{}` stands for "one plus two", or for the digits.
-        accents, variants: training voices are all pairs of them (`en-us+f1`).
-        rare_variants, rare: further variants, and the share of questions they ask.
-        held_out: voices for evaluation; none of their variants may be one of training.
-        rate: words per minute, from and to; drawn evenly, as the next three.
-        pitch, pitch_range: espeak-ng's settings, 0 to 100.
-        examined: the source has questions for validation, in the voices of `held_out`.
-        silence: seconds before and after the question.
-        question_rate: samples per second that questions are recorded at: 8000 takes away what a telephone does.
-        peak: largest amplitude of a question.
-        answer_text: the answer is written in `words` ("minus two") or `digits` ("-2").
-        answer_speech: the answer's `words` are spoken one by one and joined, or the `phrase` is spoken as a whole.
-        answer_voice, answer_rate, answer_pitch: the one voice that answers.
-        turns: weights of conversations of one, two, ... questions.
-        follow_ups: share of a conversation's questions, other than the first, that refer to the turn before: half of them
-            ask for twice its result where it has one (from -9 to 18), the others for the same answer again.
-        twice_phrases, again_phrases: how that is asked.
-        reuse: how often an utterance is drawn; each time it is augmented anew.
-        reuse_distance: draws from one use to the next.
-    """
-
-    arithmetic: float = 0.5
-    lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
-    arithmetic_phrases: tuple[str, ...] = ("what is {}", "what is {}", "how much is {}", "tell me {}", "{}")
-    digit_phrases: tuple[str, ...] = ("say {}", "say {}", "repeat {}", "read back {}", "please say {}")
-    accents: tuple[str, ...] = _ACCENTS
-    variants: tuple[str, ...] = _VARIANTS
-    rare_variants: tuple[str, ...] = _RARE_VARIANTS
-    rare: float = 0.5
-    held_out: tuple[str, ...] = _HELD_OUT
-    examined: bool = True
-    question_rate: int = RATE
-    rate: tuple[int, int] = (130, 200)
-    pitch: tuple[int, int] = (25, 75)
-    pitch_range: tuple[int, int] = (25, 75)
-    silence: tuple[float, float] = (0.0, 0.1)
-    peak: float = 0.5
-    answer_text: Literal["words", "digits"] = "words"
-    answer_speech: Literal["words", "phrase"] = "words"
-    answer_voice: str = "en-us+f3"
-    answer_rate: int = 230
-    answer_pitch: int = 50
-    turns: tuple[float, ...] = (1.0,)
-    follow_ups: float = 0.0
-    twice_phrases: tuple[str, ...] = ("and twice that", "and twice that?", "twice that")
-    again_phrases: tuple[str, ...] = ("say it again", "again please")
-    reuse: int = 1
-    reuse_distance: int = 1024
-
-    def __post_init__(self) -> None:
-        for name in ("lengths", "turns"):
-            weights = getattr(self, name)
-            if not weights or min(weights) < 0 or sum(weights) <= 0:
-                raise UserError(f"digits.{name} {list(weights)}: give weights of at least 0, one of them above")
-        for name in ("arithmetic", "rare", "follow_ups"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"digits.{name} is {getattr(self, name)}; a share lies between 0 and 1")
-        for name in ("arithmetic_phrases", "digit_phrases"):
-            for phrase in getattr(self, name) or ("",):
-                if phrase.count("{}") != 1:
-                    raise UserError(f"digits.{name}: {phrase!r} must hold {{}} once, where the numbers stand")
-        for name in ("accents", "variants", "held_out", "twice_phrases", "again_phrases"):
-            if not getattr(self, name):
-                raise UserError(f"digits.{name} is empty; name at least one")
-        taught = {*self.variants, *self.rare_variants}
-        for voice in self.held_out:
-            if voice.partition("+")[2] in taught:
-                raise UserError(
-                    f"digits.held_out names {voice!r}, but its variant speaks in training: take it out of one of them"
-                )
-        for name, low in (("rate", 80), ("pitch", 0), ("pitch_range", 0), ("silence", 0)):
-            first, last = getattr(self, name)
-            if not low <= first <= last:
-                raise UserError(f"digits.{name} is {first} to {last}; it goes from at least {low} upwards")
-        if not 0 < self.peak <= 1:
-            raise UserError(f"digits.peak is {self.peak}; it lies above 0 and is at most 1")
-        if self.answer_text not in ("words", "digits"):
-            raise UserError(f"digits.answer_text {self.answer_text!r} is unknown; use 'words' or 'digits'")
-        if self.answer_speech not in ("words", "phrase"):
-            raise UserError(f"digits.answer_speech {self.answer_speech!r} is unknown; use 'words' or 'phrase'")
-        if not 4000 <= self.question_rate <= SAMPLE_RATE:
-            raise UserError(f"digits.question_rate is {self.question_rate}; it lies between 4000 and {SAMPLE_RATE}")
-        if self.reuse < 1 or self.reuse_distance < 1:
-            raise UserError(f"digits.reuse {self.reuse} and reuse_distance {self.reuse_distance} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAMPLE_RATE = 22050
 RATES = (80, 450)
@@ -70,6 +70,9 @@ def synthesise(
     Raises:
         UserError: an unknown voice (the closest is named), a setting out of range, an empty text, or no espeak-ng.
     """
+    import numpy as np
+    import torch
+
     check_voice(voice)
     if not RATES[0] <= rate <= RATES[1]:
         raise UserError(f"speaking rate {rate} is outside {RATES[0]} to {RATES[1]} words per minute")

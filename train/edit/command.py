@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from omni.process import importing
 from train.commands import check_command
-from train.edit.config import ApplyConfig, EditEvalConfig
-from train.edit.parse import read_command
+from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
+from train.edit.parse import check_inputs, read_command
 
 HELP = """usage: python -m train edit COMMAND [options]
 
@@ -35,11 +36,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _apply(argv: Sequence[str]) -> int:
-    from train.edit.apply import apply
-
     places = {"model": MODEL, "facts": FACTS, "out": OUT}
     (model, facts, out), config, _ = read_command(argv, "apply", "Teach a model facts.", places, ApplyConfig)
     assert config is not None
+    check_inputs(places, (model, facts, out))
+    with importing():
+        from train.edit.apply import apply
+
     taught = apply(model, facts, out, config)
     kl = "" if taught.kl is None else f", divergence on untouched answers {taught.kl:.4f}"
     print(
@@ -50,11 +53,13 @@ def _apply(argv: Sequence[str]) -> int:
 
 
 def _eval(argv: Sequence[str]) -> int:
-    from train.edit.judge import PLOT, REPORT, check_figures, judge
-
     places = {"model": MODEL, "edits": EDITS, "facts": FACTS, "out": "folder for report, answers and picture"}
     (model, edits, facts, out), config, _ = read_command(argv, "eval", "Judge edits.", places, EditEvalConfig)
     assert config is not None
+    check_inputs(places, (model, edits, facts, out))
+    with importing():
+        from train.edit.judge import PLOT, REPORT, check_figures, judge
+
     figures = judge(model, edits, facts, out, config)
     _print_table(("figure", "value", "95 % interval", "questions"), check_figures(figures))
     print(f"report, answers and picture: {out} ({REPORT}, {PLOT})")
@@ -62,29 +67,40 @@ def _eval(argv: Sequence[str]) -> int:
 
 
 def _merge(argv: Sequence[str]) -> int:
-    from train.edit.fold import merge_folder
-
     places = {"model": MODEL, "edits": EDITS, "out": OUT}
     (model, edits, out), _, values = read_command(argv, "merge", "Put edits into the weights of a model.", places)
+    check_inputs(places, (model, edits, out))
+    with importing():
+        from train.edit.fold import merge_folder
+
     names = merge_folder(model, edits, out, values["overwrite"])
     print(f"{out}: {model} with the edits of {edits} in {len(names)} linears")
     return 0
 
 
 def _revert(argv: Sequence[str]) -> int:
-    from train.edit.fold import revert_folder
-
     places = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
     (model, edits, out), _, values = read_command(argv, "revert", "Take merged edits out again, bit for bit.", places)
+    check_inputs(places, (model, edits, out))
+    with importing():
+        from train.edit.fold import revert_folder
+
     names = revert_folder(model, edits, out, values["overwrite"])
     print(f"{out}: {model} without the edits of {edits}; {len(names)} linears are as they were")
     return 0
 
 
 def _fit(argv: Sequence[str]) -> int:
-    from train.edit.fit import main
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        words = ["--config", *words]
+    _, config, _ = read_command(words, "fit", "Learn an editor (MEND) on rows of data.", {}, EditFitConfig)
+    assert config is not None
+    with importing():
+        from train.edit.fit import fit
 
-    return main(argv)
+    print(f"editor: {fit(config)}")
+    return 0
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

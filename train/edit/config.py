@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from omni.edit.finetune import FinetuneConfig
-from omni.edit.mend import MendConfig
+from omni.edit.config import FinetuneConfig, MendConfig
 from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.config import DataConfig, SourceConfig

@@ -9,7 +9,7 @@ it had not been.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,10 @@ from train.edit.apply import choose_linears
 from train.edit.config import EditFitConfig, SpeakConfig
 from train.edit.facts import plain
 from train.edit.lessons import Lessons, Piece
-from train.edit.parse import read_command
 from train.edit.speak import Speakers
 
 CHECKPOINT, EDITOR = "checkpoint", "editor"
 TRIES = 50
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command."""
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        words = ["--config", *words]
-    _, config, _ = read_command(words, "fit", __doc__ or "", {}, EditFitConfig)
-    assert config is not None
-    print(f"editor: {fit(config)}")
-    return 0
 
 
 def fit(config: EditFitConfig) -> Path:

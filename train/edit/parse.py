@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
+from omni.remote import refuse_remote
 from train.parse import check_keys, check_path
 
 C = TypeVar("C")
@@ -65,6 +67,16 @@ def read_command(
     paths = [values.pop(place) for place in places]
     values.pop("config", None)
     return paths, None if kind is None else kind(**values), values
+
+
+def check_inputs(places: Mapping[str, str], paths: Sequence[Path]) -> None:
+    """UserError for a model, edits or facts that are not there; `places` as for `read_command`."""
+    for place, path in zip(places, paths, strict=True):
+        if place == "model":
+            check_folder(path)
+        elif place != "out" and not path.exists():
+            refuse_remote(path, place)
+            raise UserError(f"{path} does not exist; give {places[place]}")
 
 
 def _with_value(argv: Sequence[str]) -> list[str]:

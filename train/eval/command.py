@@ -8,26 +8,24 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonargparse
 
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
-from omni.generate.speech_lm import SpeechLM
+from omni.process import importing
 from omni.tasks import Task, find_task
 from train.commands import check_renamed
 from train.data.readers import READERS
-from train.eval.answers import answer_all
-from train.eval.compare import Comparison, compare, write_comparison
 from train.eval.config import EvalConfig, Progress
-from train.eval.ears import open_ear
-from train.eval.forgetting import check_before, check_texts, load_before, score_texts
 from train.eval.journal import alone, claim, read_records
-from train.eval.measures import MEASURES, Figure, shown
-from train.eval.pictures import draw_report
 from train.eval.questions import OWN, Questions, choose_task, fingerprint, open_data
-from train.eval.report import ANSWERS, REPORT, TEXT, TEXT_BEFORE, TIMINGS, Run, signed, verdict, write_report
-from train.eval.timing import time_some
+
+if TYPE_CHECKING:
+    from train.eval.compare import Comparison
+    from train.eval.measures import Figure
+    from train.eval.report import Run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,6 +52,16 @@ def evaluate(
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
     questions = Questions.spread(open_data(data, config.read), config.limit)
+    check_folder(model)
+    with importing():
+        from omni.generate.speech_lm import SpeechLM
+        from train.eval.answers import answer_all
+        from train.eval.ears import open_ear
+        from train.eval.forgetting import check_before, check_texts, load_before, score_texts
+        from train.eval.pictures import draw_report
+        from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
+        from train.eval.timing import time_some
+
     lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     ear = open_ear(config.ear, config.ear_words, config.ear_longest, config.device)
@@ -150,7 +158,9 @@ def _parse(argv: Sequence[str]) -> Any:
 
 
 def _compare(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train eval --compare", description=compare.__doc__, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m train eval --compare", description="Compare two output folders.", exit_on_error=False
+    )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True)
     parser.add_argument("--out", type=Path, help="folder for table and picture (default: compared_with_A in OUT_B)")
     try:
@@ -159,6 +169,9 @@ def _compare(argv: Sequence[str]) -> int:
         raise UserError(f"eval --compare: {error}; give two output folders") from error
     if unknown:
         raise UserError(f"eval --compare takes two output folders and --out, not {' '.join(unknown)}")
+    with importing():
+        from train.eval.compare import compare, write_comparison
+
     found = compare(*chosen.compare)
     out = chosen.out or chosen.compare[1] / f"compared_with_{chosen.compare[0].resolve().name}"
     write_comparison(found, out)
@@ -168,6 +181,9 @@ def _compare(argv: Sequence[str]) -> int:
 
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
+    from train.eval.measures import MEASURES, shown
+    from train.eval.report import REPORT
+
     rows = [(MEASURES[n].title, shown(n, f.value), f"{shown(n, f.low)} to {shown(n, f.high)}", str(f.questions))
             for n, f in figures.items()]  # fmt: skip
     _print_table(
@@ -180,6 +196,9 @@ def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
 
 
 def _show_comparison(found: Comparison) -> None:
+    from train.eval.measures import MEASURES, shown
+    from train.eval.report import signed, verdict
+
     rows = [
         (
             MEASURES[n].title,

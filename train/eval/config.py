@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omni.errors import UserError
-from omni.generate.sampling import Sampling
+from omni.generate.sampling_config import Sampling
 from omni.tasks import find_task
 from train.data.readers import Options
 from train.eval.texts import find_normaliser

@@ -14,16 +14,18 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.generate.speech_lm import SpeechLM
 from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
 from train.data.row import Row, RowTurn
+
+if TYPE_CHECKING:
+    from omni.generate.speech_lm import SpeechLM
 
 REFERENCES = ("reference", "output", "answer", "target")
 SOUND = ("audio",)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -11,17 +9,16 @@ import psutil
 import torch
 
 from omni.config import ModelConfig
-from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.config import FitConfig
 from train.initial import shape_of
-from train.parse import read_fit_config
+from train.plan.arguments import check_options
+from train.plan.arguments import main as main
 from train.plan.attempt import KEPT, RETURNED, Attempt, attempt
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import Turned, turn_knobs
 from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, paper_model
-from train.plan.report import show
 from train.plan.worst import worst_batch
 
 GIB = float(1 << 30)
@@ -38,21 +35,6 @@ MAC = "a Mac's GPU (mps, reckoned as a CPU's step is, without what its allocator
 
 Place = Literal["cpu", "mps", "cuda"]
 """Where a run computes."""
-
-HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
-
-Parameters, memory on each device, pace, and the knob to turn when the run does not fit. Nothing of the model is read or built;
-keys of the configuration are overridden as for `fit`.
-
-  --devices N     plan for N devices (default: as configured, or this machine's)
-  --gpu_gib G     plan for GPUs of G GiB: does it fit? (with --fabric.accelerator mps a Mac's)
-  --gpu NAME      plan for this GPU's speed, such as H100, to reckon hours
-  --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
-  --try           take two steps of the worst batch here, and show what was measured beside the estimate
-  --json          one JSON object instead of tables"""
-
-_VALUES: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float}
-_FLAGS = ("try", "json")
 
 
 @dataclass(frozen=True)
@@ -87,42 +69,6 @@ class Plan:
         return None if self.limit is None else self.estimate.total <= self.limit
 
 
-def main(argv: Sequence[str]) -> int:
-    """The command. Returns 0, or 1 where the run does not fit."""
-    if any(argument in ("-h", "--help") for argument in argv):
-        print(HELP)
-        return 0
-    options, rest = _options(argv)
-    config, name = read_fit_config(rest)
-    plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
-    if options.get("json"):
-        print(json.dumps(plain(plan)))
-    else:
-        show(plan, name)
-    return 1 if plan.fits is False else 0
-
-
-def _options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The plan's own options, and what belongs to the configuration."""
-    found: dict[str, Any] = {}
-    rest: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and name in _FLAGS:
-            found["attempted" if name == "try" else name] = True
-        elif argument.startswith("--") and name in _VALUES:
-            given = value if equals else next(arguments, "")
-            kind = _VALUES[name]
-            try:
-                found[name] = kind(given)
-            except ValueError as error:
-                raise UserError(f"--{name} is {given!r}; it must be a number") from error
-        else:
-            rest.append(argument)
-    return found, rest
-
-
 def make_plan(
     config: FitConfig,
     devices: int | None = None,
@@ -138,12 +84,7 @@ def make_plan(
     """
     from train.fit import with_alignment
 
-    if devices is not None and devices < 1:
-        raise UserError(f"--devices is {devices}; it must be at least 1")
-    if gpu_gib is not None and gpu_gib <= 0:
-        raise UserError(f"--gpu_gib is {gpu_gib:g}; it must be above 0")
-    if not 0 < mfu <= 1:
-        raise UserError(f"--mfu is {mfu:g}; it must lie between 0 and 1")
+    check_options(devices, gpu_gib, mfu)
     speed = flops_of(gpu) if gpu is not None else None
     config = with_alignment(config)
     shape = shape_of(config.model)

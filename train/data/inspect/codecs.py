@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from omni.audio.codec import AudioCodec, codec_names, load_codec
+from omni.audio.codec_registry import codec_names, load_codec
 from omni.errors import UserError
 from train.data.readers.codes import CODECS
 from train.data.row import CODE_ORDERS, Codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from omni.audio.codec import AudioCodec
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Codecs:
 
     def streams(self, codes: Codes) -> Tensor:
         """Frames [A, F] in the model's order of streams; `BadCodes` where they do not fit their codec."""
+        import torch
+
         frames = codes.frames
         if codes.order != "streams":
             orders = CODE_ORDERS.get(codes.codec, {})

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jsonargparse
-from rich.console import Console
-from rich.table import Table
 
 from omni.errors import UserError
 from train.data.inspect.scan import Found, Lost, Scan
@@ -58,6 +56,9 @@ def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on standard output; all columns but the first to the right where they hold figures."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         figures = i > 0 and all(not row[i] or row[i][0] in "-0123456789" for row in rows)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Digests:
@@ -25,6 +27,8 @@ class Digests:
 
     def repeats(self) -> Iterator[tuple[int, int]]:
         """Rows with a digest that an earlier row has, and the first such row; in order."""
+        import numpy as np
+
         values, rows = self._arrays()
         order = np.argsort(values, kind="stable")  # equal digests stay in the order of their rows
         values, rows = values[order], rows[order]
@@ -36,6 +40,8 @@ class Digests:
 
     def shared(self, other: Digests) -> Iterator[tuple[int, int]]:
         """Rows with a digest that `other` has, and the first row there; in order."""
+        import numpy as np
+
         theirs, their_rows = other._arrays()
         order = np.argsort(theirs, kind="stable")
         theirs, their_rows = theirs[order], their_rows[order]
@@ -47,4 +53,6 @@ class Digests:
         yield from zip(rows[found].tolist(), their_rows[place[found]].tolist(), strict=True)
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        import numpy as np
+
         return np.frombuffer(self._values, np.uint64), np.frombuffer(self._rows, np.uint64)

@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
+from omni.process import importing
 from omni.remote import refuse_remote
 from train.data.inspect.checks import Bounds, Checked, check_row
 from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, watched
 from train.data.inspect.findings import KINDS
-from train.data.inspect.hearing import Hearing, error_rate
 from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules, read_rules
 from train.data.inspect.scan import Found, Lost, Scan
@@ -31,6 +31,9 @@ from train.data.prepare.shards import ShardWriter, notes
 from train.data.prepare.tally import Tally
 from train.data.row import Row, Sound, features
 from train.progress import Kind, percent
+
+if TYPE_CHECKING:
+    from train.data.inspect.hearing import Hearing
 
 DROPPED = "dropped.jsonl"
 UNREADABLE = "unreadable"
@@ -61,6 +64,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
         )
+    with importing():
+        from train.data.inspect.hearing import Hearing
+
     hearing = Hearing(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
     judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
     report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
@@ -100,6 +106,8 @@ class Judge:
         return reasons, checked
 
     def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
+        from train.data.inspect.hearing import error_rate
+
         assert self.hearing is not None
         out = []
         for number, turn in enumerate(row.turns):

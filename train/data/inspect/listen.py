@@ -7,22 +7,23 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from omni.audio.codec import AudioCodec, CodecStream
 from omni.audio.wav import write_wav
 from omni.errors import UserError
+from omni.process import importing
 from omni.tasks import TASKS, Task, find_task
-from train.data.examples import ExampleMaker, Prepared
 from train.data.inspect.codecs import BadCodes, Codecs
-from train.data.inspect.collect import FIELDS
 from train.data.inspect.command import Parser, make_folder
 from train.data.inspect.measures import BadSound, load, measure
 from train.data.inspect.scan import Lost, Scan, one_line
 from train.data.inspect.target import Target, add_options, chosen_target, own_codec
-from train.data.listen import draw_columns
 from train.data.row import Row, Sound
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from omni.audio.codec import AudioCodec
 
 USUAL = ("A1A2", "T1A2", "A1T2", "T1T2", "A1T1", "T1A1")
 """Tasks as they are tried where none is named: the first that the row has all parts for."""
@@ -48,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"columns is {chosen['columns']}; it must be at least 1")
     scan, codecs = Scan(chosen["data"]), Codecs(own_codec(chosen))
     target = chosen_target(chosen)
+    with importing():
+        from train.data.inspect.collect import FIELDS
+
     row = find_row(scan, chosen["row"])
     print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in ("id", *FIELDS)))
     out = chosen["out"] or own_folder(scan.path, chosen["row"])
@@ -142,6 +146,9 @@ def _recording(sound: Sound, file: Path, overwrite: bool) -> str:
 
 def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, columns: int = 24) -> str:
     """The row's prompt and targets as text. UserError where it lacks what the task needs, or a codec is not at hand."""
+    from train.data.examples import ExampleMaker, Prepared
+    from train.data.listen import draw_columns
+
     chosen = _task(row, task)
     codec = _codec(row, target, codecs) if chosen.audio else None
     maker = ExampleMaker(target.config, target.tokenizer, codec)
@@ -170,22 +177,9 @@ def _task(row: Row, name: str | None) -> Task:
 
 def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:
     """The model's codec; where its weights are not at hand, something that checks codes and makes none."""
+    from train.data.inspect.code_checks import CodeChecks
+
     name = target.config.codec
     if codecs.folder is not None or name == "codec2" or any(turn.answer_codes is None for turn in row.turns):
         return codecs.load(name)
-    return _Checks(name, target.config.layout.codebook_sizes)
-
-
-class _Checks(AudioCodec):
-    """A codec of which no more is known than its codes."""
-
-    sample_rate = frame_samples = 1
-
-    def __init__(self, name: str, sizes: tuple[int, ...]) -> None:
-        self.name, self.codebook_sizes = name, sizes
-
-    def stream(self, seed: int = 0) -> CodecStream:
-        raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")
-
-    def _encode(self, audio: Tensor) -> Tensor:
-        raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")
+    return CodeChecks(name, target.config.layout.codebook_sizes)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.errors import UserError
 from omni.remote import refuse_remote
 from train.data.row import Sound, inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SILENT_DB = -50.0
 """A window whose root mean square is below this, relative to full scale, is silent."""
@@ -51,6 +52,8 @@ class Measured:
 
 def measure(sound: Sound) -> Measured:
     """Measure a recording at its own rate; `BadSound` where it cannot be read."""
+    import torch
+
     samples, rate = load(sound)
     pcm = samples.mul(32768).round().clamp(-32768, 32767).to(torch.int16)
     return Measured(
@@ -125,6 +128,8 @@ def _source(sound: Sound) -> bytes | str:
 
 def silence_share(samples: Tensor, rate: int) -> float:
     """Share of the windows of a sound [S] that are silent; the last one may be shorter."""
+    import torch
+
     size = max(1, round(WINDOW_SECONDS * rate))
     padding = -len(samples) % size
     power = torch.nn.functional.pad(samples, (0, padding)).view(-1, size).square().sum(1)
@@ -135,6 +140,8 @@ def silence_share(samples: Tensor, rate: int) -> float:
 
 def clipped_share(samples: Tensor) -> float:
     """Share of the samples of a sound [S] that are clipped."""
+    import torch
+
     if len(samples) < CLIPPED_RUN:
         return 0.0
     clipped = torch.zeros(len(samples), dtype=torch.bool)

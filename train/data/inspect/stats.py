@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from omni.process import importing
 from omni.tasks import Task, find_task
 from train.data.inspect.codecs import Codecs
-from train.data.inspect.collect import Collected, Collector, Group
 from train.data.inspect.command import Parser, display_of, make_folder, print_table, save_report, watched
-from train.data.inspect.pictures import draw_all
 from train.data.inspect.scan import Lost, Scan
 from train.data.inspect.target import Target, add_options, chosen_target
 from train.progress import Kind, duration
+
+if TYPE_CHECKING:
+    from train.data.inspect.collect import Collected, Group
 
 STATS = "stats.json"
 SHOWN = 12
@@ -40,9 +42,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
     parser.progress()
     chosen = parser.values(argv)
-    target = chosen_target(chosen)
+    scan, target = Scan(chosen["data"]), chosen_target(chosen)
+    with importing():
+        from train.data.inspect.pictures import draw_all
+
     tasks = tuple(find_task(name) for name in chosen["tasks"]) if target is not None else ()
-    collected = collect(Scan(chosen["data"]), Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])
+    collected = collect(scan, Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])
     show(collected)
     if chosen["out"] is not None:
         make_folder(chosen["out"])
@@ -56,6 +61,8 @@ def collect(
     scan: Scan, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = (), progress: Kind = "off"
 ) -> Collected:
     """Count all rows that can be read; the others are noted."""
+    from train.data.inspect.collect import Collector
+
     collector, display = Collector(codecs, target, tasks), display_of(progress, scan)
     try:
         for item in watched(scan, display):

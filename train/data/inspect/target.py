@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni.checkpoint.folder import CODEC, TOKENIZER, read_config
+from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
-from omni.text import Tokenizer
+from omni.process import importing
 from train.data.inspect.command import Parser
+
+if TYPE_CHECKING:
+    from omni.text import Tokenizer
 
 BYTES = 256
 """Text ids of a model that reads bytes."""
@@ -49,6 +52,12 @@ def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
         if file is not None:
             raise UserError(f"--tokenizer {file} is given without a model: name one with --model or --preset")
         return None
+    if folder is not None:
+        check_folder(folder)
+    with importing():
+        from omni.checkpoint.folder import read_config
+        from omni.text import Tokenizer
+
     config = read_config(folder) if folder is not None else preset(str(name))
     if folder is not None and file is None:
         file = folder / TOKENIZER

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from omni.audio.codec import AudioCodec, load_codec
+from omni.audio.codec_registry import load_codec
 from omni.errors import UserError
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.rows import RowMaker
@@ -21,6 +19,8 @@ from train.data.row import Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from omni.audio.codec import AudioCodec
 
 BLOCK = 32
 """Items of a block. Shards end between blocks, so another number makes other shards."""
@@ -84,6 +84,8 @@ class BlockMaker:
     def __init__(
         self, source: Source, config: PrepareConfig, schema: pa.Schema, codec: AudioCodec | None = None
     ) -> None:  # fmt: skip
+        import torch
+
         torch.set_num_threads(config.threads)
         codec = codec or codec_of(config)
         specs = {"question": config.voice, "answer": config.answering}

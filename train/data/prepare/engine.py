@@ -6,9 +6,8 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omni.audio.codec import AudioCodec
 from omni.errors import UserError
 from omni.remote import refuse_remote
 from train.data.prepare.blocks import BLOCK, codec_of
@@ -25,6 +24,9 @@ from train.data.prepare.tally import Tally
 from train.data.prepare.voices import make_voice
 from train.data.readers import Source, open_source
 from train.progress import Kind
+
+if TYPE_CHECKING:
+    from omni.audio.codec import AudioCodec
 
 _HOPELESS = 1000
 """So many items without a single row, and the settings are wrong rather than the data."""

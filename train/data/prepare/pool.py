@@ -12,16 +12,16 @@ import signal
 import traceback
 from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
-from omni.audio.codec import AudioCodec
 from omni.errors import UserError
 from train.data.prepare.blocks import BLOCK, Block, BlockMaker, Tick
 from train.data.prepare.config import PrepareConfig
 from train.data.readers import Source
 from train.data.row import features
+
+if TYPE_CHECKING:
+    from omni.audio.codec import AudioCodec
 
 _AHEAD = 2  # blocks that each process has been told of: the one it makes and the next
 _WINDOW = 4  # blocks for each process that are told of and not handed out yet
@@ -53,6 +53,8 @@ def make_blocks(
 def _here(
     source: Source, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None
 ) -> Iterator[Block]:
+    import torch
+
     threads = torch.get_num_threads()
     try:
         maker = BlockMaker(source, config, features().arrow_schema, codec)

@@ -6,12 +6,8 @@ Dimensions: S samples, A audio streams, F frames.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from omni.audio.codec import AudioCodec
 from omni.audio.io import AudioSource, audio_info
 from omni.errors import UserError
 from train.data.inspect.codecs import Codecs
@@ -20,6 +16,11 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.tally import Tally
 from train.data.prepare.voices import Voice
 from train.data.row import Codes, Row, RowTurn, Sound, inside, to_plain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from omni.audio.codec import AudioCodec
 
 _KEPT_FORMATS = ("FLAC", "OGG", "MP3", "MPEG")
 
@@ -126,6 +127,8 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
 
 def checked(samples: Tensor) -> Tensor:
     """The same samples [S]; UserError where there are none, or one is not finite."""
+    import torch
+
     if len(samples) == 0:
         raise UserError("its sound holds no samples: record or convert it again")
     finite = torch.isfinite(samples)

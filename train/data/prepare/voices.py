@@ -13,16 +13,15 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
 from train.data.keys import dice
 from train.data.row import Sound
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TIMEOUT = 600.0
 """Seconds that a program may take for one text."""
@@ -197,6 +196,10 @@ def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _samples(made: Any) -> Tensor:
     """Samples [S] (float32) of a tensor, an array or a list; integers are PCM of 16 bits."""
+    import numpy as np
+    import torch
+    from torch import Tensor
+
     samples = made.detach().cpu() if isinstance(made, Tensor) else torch.from_numpy(np.array(made))
     if samples.ndim != 1:
         raise UserError(f"its samples are {list(samples.shape)}, not one row [S]: mix the channels")

@@ -15,14 +15,14 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.data.readers.contract import Options
 from train.data.row import CODE_ORDERS, Codes
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ SHOWN = {"streams": "c0 c1 c2 c2 c1 c2 c2", "levels": "c0 | c1 c1 | c2 c2 c2 c2"
 _LEVELS = {"streams": (0, 1, 2, 2, 1, 2, 2), "levels": (0, 1, 1, 2, 2, 2, 2)}
 """SNAC's level at each place of a frame, by order."""
 
-_STREAMS = {"streams": tuple(range(7)), **{name: tuple(np.argsort(places)) for name, places in CODE_ORDERS["snac"].items()}}
+_STREAMS = {
+    "streams": tuple(range(7)),
+    **{name: tuple(sorted(range(7), key=places.__getitem__)) for name, places in CODE_ORDERS["snac"].items()},
+}
 """The model's stream at each place of a frame, by order."""
 
 
@@ -75,6 +78,9 @@ def read_codes(value: Any, codec: str, order: str, options: Options) -> Codes | 
     Raises:
         UserError: broken frames, a code out of range (with the packing that would explain it), no codec named at all.
     """
+    import numpy as np
+    import torch
+
     codec = options.codec or codec
     if not codec:
         raise UserError(
@@ -114,6 +120,8 @@ def check_duration(codes: Codes | None, seconds: float | None) -> None:
 
 def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
     """Integers [F, K] as they are stored."""
+    import numpy as np
+
     if value is None:
         return np.zeros((0, streams), np.int64)
     if isinstance(value, np.ndarray):
@@ -161,6 +169,8 @@ def _from_text(text: str, codec: str, streams: int) -> list[int]:
 
 
 def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
+    import numpy as np
+
     if array.dtype.kind not in "iu":
         raise UserError(f"its codes are {array.dtype}, not integers: save them as integers")
     squeezed = array.reshape(-1, 1) if streams == 1 and array.size == max(array.shape, default=0) else array.T
@@ -173,6 +183,8 @@ def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
 
 def _explain(frames: np.ndarray, kind: Kind, packing: str, order: str) -> str:
     """Which packing or order fits codes that are out of range."""
+    import numpy as np
+
     places = np.arange(kind.streams)
     fitting = []
     for name, (base, step) in PACKINGS.items():
@@ -210,6 +222,8 @@ def _explain(frames: np.ndarray, kind: Kind, packing: str, order: str) -> str:
 
 def load_array(path: Path) -> np.ndarray:
     """The array in an .npy file; UserError for another file, or one that holds Python objects (which is never unpickled)."""
+    import numpy as np
+
     try:
         loaded = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

@@ -6,18 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import soundfile
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import refuse_remote
 from train.data.readers.contract import Options
 from train.data.row import Sound, inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AUDIO = ("required", "optional", "none")
 
@@ -170,6 +168,10 @@ def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
 
 def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:
     """All channels [S, C] between two times, and their rate."""
+    import numpy as np
+    import soundfile
+    import torch
+
     info = header(path)
     rate = info.sample_rate
     first, last = round(start * rate), min(round(end * rate), info.samples)

@@ -21,13 +21,15 @@ Dimensions: R rows, 7 places, C codes of a codebook.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from train.data.readers.codes import CODECS, SHOWN
 from train.data.readers.contract import Broken
 from train.data.row import Row
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ROWS = 64
 """Rows that are looked at, from the first."""
@@ -49,6 +51,8 @@ def check_order(items: Iterable[Row | Broken], said: str, format: str) -> None:
         items: the first `ROWS` of a data set; those without such codes do not count.
         said: the documented order.
     """
+    import numpy as np
+
     rows, frames = [], []
     for item in items:
         if isinstance(item, Broken):
@@ -77,6 +81,8 @@ def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
     About -1 where `said` is right and 1 where the other is; 0 where the codes do not say. The error is the jackknife's over
     rows (infinite where no code is more common than others).
     """
+    import numpy as np
+
     size = CODECS["snac"].size
     counts = np.stack([[np.bincount(place, minlength=size) for place in part] for part in frames]).astype(float)  # [R, 7, C]
     total = counts.sum(0)

@@ -1,0 +1,78 @@
+"""What each question is asked as, and where its answer goes: known before a model is read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from infer.options import AskOptions
+from omni.errors import UserError
+from omni.tasks import TASKS, Task, find_task
+
+PIPE = "-"
+"""Standard input among the questions, standard output as a place for the answer."""
+
+
+def choose_tasks(name: str | None, spoken: Sequence[bool], chat: bool = True) -> list[Task]:
+    """The task of each question: that of the name, or the one that answers its kind in text and speech.
+
+    Of sound and text together, `name` is the task of one kind, and those of the other are asked for the same answer.
+
+    Raises:
+        UserError: sound and text together without `chat`, an unknown task, or one that does not fit.
+    """
+    mixed = len(set(spoken)) > 1
+    if mixed and not chat:
+        raise UserError("sound files and --text were given together; add --chat to make them turns of one conversation")
+    if not mixed:
+        return [choose_task(name, spoken[0])] * len(spoken)
+    both = {True: "A1A2", False: "T1A2"}
+    if name is not None:
+        given = find_task(name)
+        both = {True: f"A1{given.name[2:]}", False: f"T1{given.name[2:]}"}
+        if not {*both.values()} <= TASKS.keys():
+            raise UserError(f"--task {given.name} is for one kind of question, but sound and --text were given; leave it out")
+    return [TASKS[both[one]] for one in spoken]
+
+
+def choose_task(name: str | None, spoken: bool) -> Task:
+    """The task of that name, or the one that answers such questions in text and speech; UserError where it does not
+    fit."""
+    task = find_task(name or ("A1A2" if spoken else "T1A2"))
+    if (task.question == "audio") != spoken:
+        given, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
+        raise UserError(f"--task {task.name} asks by {task.question}, but {given}; choose another task, or give {use}")
+    return task
+
+
+def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
+    """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
+    file."""
+    if (options.json or options.out == PIPE) and sys.__stdout__ is None:
+        raise UserError(f"{'--json' if options.json else '--out -'} wants standard output, but that was closed; leave it open")
+    spoken, several = [task.audio for task in tasks], len(tasks) > 1
+    if options.json and options.out == PIPE:
+        raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
+    if options.out == PIPE and not any(spoken):
+        raise UserError(f"--out - wants sound, but --task {tasks[0].name} answers in text only; leave --out out")
+    if options.out == PIPE or (options.out is None and options.speaker):
+        return [None] * len(tasks)
+    given = Path(options.out or "answer.wav")
+    names = [given.with_stem(f"{given.stem}-{n}") if several else given for n in range(1, len(tasks) + 1)]
+    return [check_place(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
+
+
+def check_place(path: str, inputs: Sequence[str]) -> Path:
+    """Where a WAV file is to be written; UserError where its folder is missing, or it is a folder or one of the
+    inputs."""
+    place = Path(path)
+    if not place.parent.is_dir():
+        raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
+    if place.is_dir():
+        raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
+    for given in inputs:
+        if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
+            raise UserError(f"--out {path!r} is also the question; write the answer to another file")
+    return place

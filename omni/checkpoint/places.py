@@ -1,0 +1,61 @@
+"""Names in a model folder, and what can be said of its place before anything is read."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+from omni.errors import UserError
+from omni.remote import refuse_remote
+
+WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
+
+PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
+"""Second bytes of a pickle."""
+
+
+def real_place(folder: str | os.PathLike[str]) -> Path:
+    """Where a folder that is to be written stands, links followed; UserError where it has no name to be renamed to."""
+    refuse_remote(folder, "folder", write=True)
+    try:
+        place = Path(folder).resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{folder} cannot be followed ({error}); mend the link, or give another place") from error
+    if not place.name:
+        raise UserError(f"{folder} is the root of a disk; give a folder in it")
+    return place
+
+
+def no_folder(path: Path) -> str:
+    """Why there is no folder of that name, and what to do."""
+    refuse_remote(path, "model folder")
+    wanted = f"a folder with {CONFIG} and {WEIGHTS}"
+    if path.is_file():
+        kind = "a pickle, which could run code; convert it to safetensors, and" if is_pickle(path) else "a file, not a folder;"
+        return f"model {path} is {kind} give {wanted}"
+    place = real_place(path)
+    left = sorted(place.parent.glob(f".{glob.escape(place.name)}.old-*"))
+    if left:
+        return f"model folder {path} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back"
+    return f"model folder {path} does not exist; give {wanted}"
+
+
+def is_pickle(file: Path) -> bool:
+    """Whether a file begins as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5).
+
+    A safetensors file begins with the length of its header, eight bytes that may look like a protocol; a `{` follows.
+    """
+    if not file.is_file():
+        return False
+    with file.open("rb") as handle:
+        head = handle.read(9)
+    return head[:4] == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in PROTOCOLS and head[4:] != b"\0\0\0\0{")
+
+
+def check_folder(path: Path) -> None:
+    """UserError where there is no model folder of that name."""
+    if not path.is_dir():
+        raise UserError(no_folder(path))
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} has no {CONFIG}; it is not a model folder (see `python -m train fit`)")
