@@ -28,7 +28,7 @@ from train.data.prepare import PrepareConfig
 from train.data.prepare import prepare as prepare_rows
 
 MIB = 1 << 20
-IMPORTS = ("datasets", "pyarrow.parquet", "train.data.prepare.engine", "omni.audio.codec2")
+IMPORTS = ("torch", "torchaudio", "soundfile", "datasets", "pyarrow.parquet", "train.data.prepare.engine", "omni.audio.codec2")
 """What the command imports only once it has begun."""
 SHORT = 0.16
 """Seconds of the answers of which many are prepared: four frames of Codec2."""
