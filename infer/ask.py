@@ -219,7 +219,7 @@ def report(
         underruns=figures.underruns,
         ended=ended.reason,
         warnings=tuple(warnings),
-        error=ended.error,
+        error=None if ended.error is None else in_options(ended.error),
     )
 
 

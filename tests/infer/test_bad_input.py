@@ -111,7 +111,7 @@ WORDS = {
     "context beyond": (["ask", "q.wav", "--context", "1" + "0" * 30], "--context"),
     "top_k beyond": (["ask", "q.wav", "--top_k", "1" + "0" * 30], "--top_k"),
     "seed beyond": (["ask", "q.wav", "--seed", str(2**64)], "--seed is 18446744073709551616", "64 bits"),
-    "bench seconds": (["bench", "--seconds", "nan"], "--seconds is nan"),
+    "bench seconds": (["bench", "--seconds", "nan"], "--seconds is", "nan"),
     "device of many digits": (["ask", "q.wav", "--device", "cuda:" + "9" * 30], "--device", "unknown"),
     "bench repeat": (["bench", "--repeat", "0"], "--repeat is 0"),
 }

@@ -6,8 +6,10 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 HELD = 0.5
 """Seconds for which what it takes stays there."""

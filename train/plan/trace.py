@@ -206,7 +206,7 @@ def _apart(fake: FakeTensorMode) -> Iterator[None]:
         with _disable_current_modes():
             plan = real(*args, **kwargs)
         groups = [replace(g, place=_fake(g.place, fake), mask=_fake(g.mask, fake)) for g in plan.groups]
-        tensors = {name: _fake(getattr(plan, name), fake) for name in ("source", "live", "kept", "positions", "output")}
+        tensors = {name: _fake(getattr(plan, name), fake) for name in ("source", "gaps", "kept", "positions", "output")}
         return replace(plan, groups=groups, **tensors)
 
     speech_encoder.pack = pack  # type: ignore[assignment]
