@@ -119,10 +119,10 @@ def test_a_named_pipe_without_end_is_refused(begin, run, tmp_path, monkeypatch):
             except BrokenPipeError:
                 return
 
-    feeder = threading.Thread(target=feed)
+    feeder = threading.Thread(target=feed, daemon=True)
     feeder.start()
     done = run("ask", "pipe")
-    feeder.join()
+    feeder.join(30)
     assert done.code == 2 and "pipe" in done.err and ("1 MiB" in done.err) == bool(begin)
     assert sum(written) < 1 << 22
 
