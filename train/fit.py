@@ -123,11 +123,11 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         return validator(merged_state(model, weights), step)
 
     held_out = None
+    _check_parts(model.config.adapter, config.data)
     if config.validation.questions:
         rank, world = fabric.global_rank, fabric.world_size
         held_out = build_held_out(config.data, pipeline.maker, config.validation.questions, rank, world)
     objective = Objective(model, config.objective)
-    _check_parts(model.config.adapter, config.data)
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     if base is not None:

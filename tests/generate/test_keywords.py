@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two limits": ({"max_tokens": 5, "max_new_tokens": 5}, UserError, "max_tokens and max_new_tokens"),
     "contradiction": ({"do_sample": False, "temperature": 0.5}, UserError, "do_sample is False, but temperature is 0.5"),
     "cold draw": ({"do_sample": True, "temperature": 0}, UserError, "do_sample is True, but temperature is 0"),
-    "value": ({"top_p": 2.0}, UserError, r"top_p 2.0 is outside"),
+    "value": ({"top_p": 2.0}, UserError, r"top_p is 2.0; it must be"),
     "limit": ({"max_new_tokens": 0}, UserError, "max_new_tokens is 0"),
     "no stop": ({"stop": ["a", ""]}, UserError, r"stop is \['a', ''\]"),
     "number": ({"stop": [3]}, UserError, r"stop is \[3\]"),

@@ -95,6 +95,8 @@ def test_rows_of_a_damaged_page_are_named_or_skipped_and_counted(folder, tmp_pat
     resumed = StepLoader(pipeline(StoredSource(tmp_path), "skip"), 2, workers=workers, start_step=2, states=states)
     found += [next(resumed) for _ in range(2)]
     resumed.close()
+    for batch in (batch for step in (*found, *wanted) for batch in step):
+        batch.state = {key: value for key, value in batch.state.items() if key != "counts"}  # they name the two folders
     same_steps(found, wanted)
     mixture = pipeline(StoredSource(folder)).mixture
     for state in resumed.states.values():
