@@ -11,12 +11,14 @@ S samples.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from omni.errors import UserError
+from omni.files import beside, replaceable, replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,19 +66,16 @@ def write_audio(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -
     if suffix == ".wav":
         return write_wav(path, audio, sample_rate)
     data = np.frombuffer(pcm16(audio), "<i2")
-    place = _replaceable(path)
-    part = place.with_name(f".{place.name}.part-{os.getpid()}-{id(data):x}")
     try:
-        with soundfile.SoundFile(part, "w", sample_rate, 1, format=FORMATS[suffix]) as file:
+        with replacing(path) as part, soundfile.SoundFile(part, "w", sample_rate, 1, format=FORMATS[suffix]) as file:
             for start in range(0, len(data), _BLOCK):
                 file.write(data[start : start + _BLOCK])
-        os.replace(part, place)
+    except UserError:
+        raise
     except OSError as error:
         raise _refused(path, error.strerror or str(error)) from error
     except (soundfile.SoundFileError, ValueError) as error:  # a rate that the format does not have, a full disk
-        raise _refused(path, str(error).removeprefix(f"Error opening {str(part)!r}: ")) from error
-    finally:
-        part.unlink(missing_ok=True)
+        raise _refused(path, re.sub(r"^Error opening '.*?': ", "", str(error))) from error
     return Path(path)
 
 
@@ -102,8 +101,8 @@ class WavWriter:
         self.samples = 0
         self._encoding = encoding
         self._bytes = 0
-        self._place = _replaceable(path)
-        self._part = self._place.with_name(f".{self._place.name}.part-{os.getpid()}-{id(self):x}")
+        self._place = replaceable(path)
+        self._part = beside(self._place, self)
         self._file: BinaryIO | None = None
         try:
             self._file = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
@@ -171,14 +170,6 @@ class WavWriter:
         except OSError as error:
             self.abort()
             raise _refused(self.path, error.strerror or str(error)) from error
-
-
-def _replaceable(path: str | os.PathLike[str]) -> Path:
-    """Where a file of that name is: a link keeps pointing at its file; a device is not replaced by a file of its name."""
-    place = Path(os.path.realpath(path))
-    if place.exists() and not place.is_file():
-        raise UserError(f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file")
-    return place
 
 
 def _refused(path: str | os.PathLike[str], reason: str) -> UserError:

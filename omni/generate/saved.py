@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.files import replacing
 from omni.generate.history import Exchange
 from omni.generate.messages import Past
 from omni.generate.question import read_question
@@ -54,24 +55,20 @@ def save_conversation(
             if t is not None
         }
         texts = {"question": turn.question, "answer": turn.text}
-        turns.append({"task": find_task(turn.task).name} | {k: tokenizer.decode(ids) for k, ids in texts.items() if ids})
+        said = {k: tokenizer.decode(ids) for k, ids in texts.items() if ids}
+        turns.append({"task": find_task(turn.task).name, **said})
     head = {"format": FORMAT_VERSION, **_model(model), "asked": asked, "turns": turns}
     data = save(tensors, {KEY: json.dumps(head, ensure_ascii=False)})
-    place = Path(os.path.realpath(path))
-    part = place.with_name(f".{place.name}.part-{os.getpid()}-{id(data):x}")
     try:
-        with part.open("wb") as file:
+        with replacing(path) as part, part.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, place)
     except OSError as error:
         raise UserError(
             f"the conversation cannot be written to {os.fspath(path)!r} ({error.strerror or error}); name a file in a folder "
             "that is there and can be written"
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
     return Path(path)
 
 
