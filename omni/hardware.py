@@ -68,12 +68,14 @@ def synchronize(device: torch.device) -> None:
 def multiplies_bf16(kind: str = "auto") -> bool:
     """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; else no) multiplies bf16 by itself, hence faster than fp32.
 
-    Of processors those with AVX512-BF16 or AMX; a product then takes about a quarter of the time.
+    Of processors those with AMX, and AMD's with AVX512-BF16. Intel's AVX512-BF16 does as many products a cycle as its fp32: a
+    product of 2048 x 1024 x 1024 took 26 ms in bf16 and 14 in fp32 on a Xeon without AMX.
     """
     if kind in ("cuda", "gpu") or (kind == "auto" and torch.cuda.is_available()):
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities() if kind in ("auto", "cpu") and hasattr(torch.cpu, "get_capabilities") else {}
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    fast = capabilities.get("avx512_bf16", False) and "Intel" not in capabilities.get("cpu_name", "")
+    return bool(fast or capabilities.get("amx_bf16", False))
 
 
 def peak_flops(device: torch.device) -> float | None:

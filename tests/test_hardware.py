@@ -18,22 +18,23 @@ from train.bench_precision import precision
 from train.config import FabricConfig
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, **capabilities: bool) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, **capabilities: bool | str) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: MappingProxyType(capabilities))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize("name", ["avx512_bf16", "amx_bf16"])
 def test_precision_auto_is_bf16_where_the_processor_multiplies_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    pretend(monkeypatch, **{name: True, "avx2": True})
+    pretend(monkeypatch, **{name: True, "cpu_name": "AMD EPYC 9B14" if name == "avx512_bf16" else "Intel Xeon"})
     assert [multiplies_bf16(kind) for kind in ("cpu", "auto", "gpu", "cuda", "mps")] == [True, True, False, False, False]
     assert FabricConfig(accelerator="cpu", precision="auto").decided().precision == "bf16-mixed"
     assert FabricConfig(accelerator="mps", precision="auto").decided().precision == "32-true"
     assert FabricConfig(accelerator="cpu").precision == "32-true"
 
 
-def test_precision_auto_is_fp32_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, avx512_bf16=False, avx512_f=True)
+@pytest.mark.parametrize("capabilities", [{"avx512_bf16": False}, {"avx512_bf16": True, "cpu_name": "Intel Xeon"}, {}])
+def test_precision_auto_is_fp32_elsewhere(monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool | str]) -> None:
+    pretend(monkeypatch, avx512_f=True, **capabilities)
     assert not multiplies_bf16("cpu") and not multiplies_bf16()
     assert FabricConfig(precision="auto").decided().precision == "32-true"
 
