@@ -1,4 +1,4 @@
-"""The alignment loss is torch's CTC: of one spelling or two, and of clips that have a transcript."""
+"""What is spelt for the alignment loss, and that loss: torch's CTC, of one spelling or two, of clips that have a transcript."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from tests.train.data_toys import TOKENIZER
 from tests.train.test_objective import MODELS, gradients, make_examples, pack
+from train.data.alignment import Alignment
 from train.objective import Objective, ObjectiveConfig, targets
 
 
@@ -78,3 +81,33 @@ def test_clips_without_a_transcript_learn_nothing_from_the_alignment(silent):
     torch.testing.assert_close(losses.ctc_sum, wanted.detach(), rtol=1e-5, atol=1e-4)
     for name, value in gradients(model).items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_alignments_spell():
+    letters = Alignment("letters")
+    assert letters.size == 29 and letters.ids("Don't  go!") == letters.ids("don\u2019t go") == [6, 17, 16, 2, 22, 1, 9, 17]
+    words = Alignment("words", ["one", "plus", "two"])
+    assert words.size == 4 and words.ids("One plus two?") == [1, 2, 3] and words.ids("one plus three") == []
+    tokens = Alignment("tokens", tokenizer=TOKENIZER)
+    assert tokens.size == 257 and tokens.ids("ab") == [i + 1 for i in TOKENIZER.encode("ab")]
+    none = Alignment("none")
+    assert none.size == 0 and none.ids("one") == []
+    mistakes = ((("word",), "alignment 'word' is unknown"), (("words",), "needs the words"), (("tokens",), "tokenizer"))
+    for wrong, named in mistakes:
+        with pytest.raises(UserError, match=named):
+            Alignment(*wrong)
+
+
+def test_alignments_spell_by_sounds_as_well():
+    plain, both = Alignment("words", ["one", "six"]), Alignment("words", ["one", "six"], sounds=True)
+    assert plain.sound_size == 0 and both.size == plain.size == 3
+    split = lambda text: ([i for i in both.ids(text) if i < 3], [i - 3 for i in both.ids(text) if i >= 3])  # noqa: E731
+    words, sounds = split("One six")
+    assert words == [1, 2] and len(sounds) == 3 + 4 and sounds[3] == sounds[6]
+    assert split("six sick") == ([], [*sounds[3:], *sounds[3:6]])  # a word that is not known has its sounds alone
+    assert split("far")[1] == [*split("fa")[1], split("red")[1][0]]  # a vowel before r is two sounds
+    assert split("...") == ([], []) and both.ids("don't") == both.ids("don\u2019t")
+    every = {i for text in ("church judge toy cow bath the vision hello", "young king ago") for i in split(text)[1]}
+    assert min(every) > 0 and max(every) < both.sound_size  # 0 is the blank
+    with pytest.raises(UserError, match=r"data.sounds is a second spelling, but data.alignment is none"):
+        Alignment("none", sounds=True)

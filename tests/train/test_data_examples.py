@@ -20,12 +20,10 @@ from train.data.build import build_alignment, build_pipeline, held_out_rows
 from train.data.columns import turn_columns
 from train.data.config import DataConfig, SourceConfig
 from train.data.examples import ExampleMaker, Prepared
-from train.data.interrupt import heard, interrupted
-from train.data.keys import dice
 from train.data.lanes import Lane
 from train.data.parquet import StoredRows, write_rows
 from train.data.pipeline import PackingConfig
-from train.data.row import Row, RowTurn, Sound, Word
+from train.data.row import Row, RowTurn, Sound
 from train.data.synthetic import SpokenDigitsConfig
 
 AUGMENT = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(5, 20), freq_masks=1, time_masks=1)
@@ -227,36 +225,6 @@ def test_a_row_without_what_its_task_needs_is_named(task, field):
     assert "\n" not in str(error.value)
 
 
-def test_alignments_spell():
-    letters = Alignment("letters")
-    assert letters.size == 29 and letters.ids("Don't  go!") == letters.ids("don\u2019t go") == [6, 17, 16, 2, 22, 1, 9, 17]
-    words = Alignment("words", ["one", "plus", "two"])
-    assert words.size == 4 and words.ids("One plus two?") == [1, 2, 3] and words.ids("one plus three") == []
-    tokens = Alignment("tokens", tokenizer=TOKENIZER)
-    assert tokens.size == 257 and tokens.ids("ab") == [i + 1 for i in TOKENIZER.encode("ab")]
-    none = Alignment("none")
-    assert none.size == 0 and none.ids("one") == []
-    mistakes = ((("word",), "alignment 'word' is unknown"), (("words",), "needs the words"), (("tokens",), "tokenizer"))
-    for wrong, named in mistakes:
-        with pytest.raises(UserError, match=named):
-            Alignment(*wrong)
-
-
-def test_alignments_spell_by_sounds_as_well():
-    plain, both = Alignment("words", ["one", "six"]), Alignment("words", ["one", "six"], sounds=True)
-    assert plain.sound_size == 0 and both.size == plain.size == 3
-    split = lambda text: ([i for i in both.ids(text) if i < 3], [i - 3 for i in both.ids(text) if i >= 3])  # noqa: E731
-    words, sounds = split("One six")
-    assert words == [1, 2] and len(sounds) == 3 + 4 and sounds[3] == sounds[6]
-    assert split("six sick") == ([], [*sounds[3:], *sounds[3:6]])  # a word that is not known has its sounds alone
-    assert split("far")[1] == [*split("fa")[1], split("red")[1][0]]  # a vowel before r is two sounds
-    assert split("...") == ([], []) and both.ids("don't") == both.ids("don\u2019t")
-    every = {i for text in ("church judge toy cow bath the vision hello", "young king ago") for i in split(text)[1]}
-    assert min(every) > 0 and max(every) < both.sound_size  # 0 is the blank
-    with pytest.raises(UserError, match=r"data.sounds is a second spelling, but data.alignment is none"):
-        Alignment("none", sounds=True)
-
-
 def test_what_does_not_fit_the_model_is_refused():
     model = MODELS["codec2"]
     with pytest.raises(UserError, match=r"the alignment has 0 ids of sounds, model.ctc_sounds is 9"):
@@ -335,42 +303,6 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
         held_out_rows(DataConfig((replace(source, held_out=3),)), None, 4)
     with pytest.raises(UserError, match="held_out is 0"):
         replace(source, held_out=0)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("task", TASKS)
-def test_answers_are_cut_but_the_last(name, task):
-    """A cut answer's columns are those of what was heard, its ends are not learnt, and no draw cuts a conversation's last."""
-    model = MODELS[name]
-    row = row_of(model, turns=2)
-    maker, whole = maker_of(model, cut=1.0), maker_of(model).make(0, Prepared(row), [task] * 2).columns
-    first, last = (turn_columns(model.layout, turn) for turn in turns_of(model, row, task))
-    lengths = set()
-    for draw in range(20):
-        made = maker.make(draw, Prepared(row), [task] * 2).columns
-        assert torch.equal(made.tokens, maker.make(draw, Prepared(row), [task] * 2).columns.tokens)
-        begin, rest = len(prompt(model.layout, turns_of(model, row, task)[0])), len(made) - len(last)
-        assert torch.equal(made.tokens[:, rest:], last.tokens) and torch.equal(made.targets[:, rest:], last.targets)
-        text, codes = model.layout.undelayed(made.tokens[:, begin:rest])
-        heard = replace(turns_of(model, row, task)[0], text=text.tolist(), codes=codes, cut=True)
-        assert torch.equal(made.tokens[:, :rest], example(model.layout, [heard]).tokens)
-        assert torch.equal(made.targets[:, :rest], example(model.layout, [heard]).targets)
-        assert text.tolist() == (answer_ids(row.turns[0], task)[: len(text)] if TASKS[task].text else [])
-        lengths.add(rest)
-    assert len(lengths) > 1 and max(lengths) <= len(first)
-    assert len(whole) == len(first) + len(last)
-
-
-def test_of_a_cut_answers_text_the_words_heard_are_kept():
-    words = (Word("one", 0.0, 0.2, "model"), Word("two", 0.2, 0.4, "model"), Word("say", 0.0, 0.3, "user"))
-    turn = RowTurn(answer_text="one, two", words=words)
-    assert [heard(turn, seconds) for seconds in (0.0, 0.05, 0.15, 0.25, 0.35, 9.0)] == [0, 0, 3, 3, 8, 8]
-    assert heard(replace(turn, words=()), 0.2) is None and heard(replace(turn, answer_text="1, 2"), 0.2) is None
-    whole = Turn("T1A2", question=[1], text=TOKENIZER.encode("one, two"), codes=torch.zeros(4, 10, dtype=torch.long))
-    cuts = [interrupted(whole, turn, TOKENIZER, 25.0, dice(i)) for i in range(40)]
-    assert {(cut.codes.shape[1], TOKENIZER.decode(cut.text)) for cut in cuts} == {
-        (frames, "" if frames < 3 else "one" if frames < 8 else "one, two") for frames in range(10)
-    }
 
 
 @pytest.mark.parametrize(
