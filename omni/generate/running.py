@@ -112,7 +112,8 @@ class Running:
                 frames = min(frames, int(self.played * self.codec.frame_rate + 1e-6))
         characters = min(self.characters, self._heard() if self.shown is None else self.shown)
         text = tuple(reply.text.ids[: reply.text.tokens_of(characters)]) if self.task.text else None
-        return replace(self.exchange, turn=replace(self.exchange.turn, text=text, codes=reply.codes(frames)))
+        whole = reply.reason == "end" and frames == len(reply.frames) and (text is None or len(text) == len(reply.text.ids))
+        return replace(self.exchange, turn=replace(self.exchange.turn, text=text, codes=reply.codes(frames), cut=not whole))
 
     def _heard(self) -> int:
         """Characters of the text that were heard, by the placement of `omni.generate.heard`; all where nothing says less."""

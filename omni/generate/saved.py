@@ -2,7 +2,7 @@
 
 Per turn `turn.N.audio` (the spoken question, [S] float32 at 16 kHz), or `turn.N.question` (its ids), and of the answer
 `turn.N.text` (ids) and `turn.N.codes` ([A, F]), where there are any. The metadata's `conversation` holds the version, the
-layout, the codec's name, how many questions were asked, and of each turn its task and its texts for people to read.
+layout, the codec's name, how many questions were asked, and of each turn its task, whether its answer was cut, and its texts.
 Weights are not checked: a model that was trained on goes on with the conversation.
 """
 
@@ -56,7 +56,7 @@ def save_conversation(
         }
         texts = {"question": turn.question, "answer": turn.text}
         said = {k: tokenizer.decode(ids) for k, ids in texts.items() if ids}
-        turns.append({"task": find_task(turn.task).name, **said})
+        turns.append({"task": find_task(turn.task).name, "cut": turn.cut, **said})
     head = {"format": FORMAT_VERSION, **_model(model), "asked": asked, "turns": turns}
     data = save(tensors, {KEY: json.dumps(head, ensure_ascii=False)})
     try:
@@ -114,7 +114,7 @@ def _turn(number: int, facts: dict[str, Any], tensors: dict[str, Tensor], model:
         raise UserError(f"turn {number + 1} is {task.name}, but its answer is of another kind; save the conversation again")
     if codes is not None:
         layout.check_codes(codes)
-    return replace(asked, turn=replace(turn, text=text, codes=codes))
+    return replace(asked, turn=replace(turn, text=text, codes=codes, cut=facts.get("cut") is True))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
