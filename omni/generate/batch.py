@@ -6,8 +6,9 @@ and the rows behind it move up, so that the steps get cheaper towards the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,14 @@ from omni.model.lora import choice_of
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
 from omni.text import Tokenizer
+
+
+def one_each(what: str, given: Any, count: int) -> list[Any]:
+    """What was given one for all questions, or one per question, as a list; UserError where there are more or fewer."""
+    each = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given] * count
+    if len(each) != count:
+        raise UserError(f"{len(each)} {what} for {count} questions; give one for all, or one each")
+    return each
 
 
 @dataclass(eq=False)

@@ -104,9 +104,11 @@ class Options:
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
         if self.max_new_tokens is not None:
             check_number("max_new_tokens", self.max_new_tokens)
-        stops = self.stops
-        if not all(isinstance(text, str) and text for text in stops):
-            raise UserError(f"stop is {self.stop!r}; it must be a text, or several, none of them empty")
+        if not isinstance(self.sampling, (Sampling, Mapping)):
+            raise UserError(f"sampling is {repr(self.sampling)[:80]}; give a Sampling, or a dict of one per stream or kind")
+        listed = self.stop is None or isinstance(self.stop, (str, list, tuple))
+        if not listed or not all(isinstance(text, str) and text for text in self.stops):
+            raise UserError(f"stop is {repr(self.stop)[:80]}; it must be a text, or a list of several, none of them empty")
 
     def __repr__(self) -> str:
         return brief(self)

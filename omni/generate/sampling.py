@@ -60,7 +60,7 @@ def _signed(x: int) -> int:
 
 def seed_key(seed: int, turn: int = 0) -> int:
     """Where a row's random numbers start, as an int64: any integer seed, and the number of the turn in a conversation."""
-    x = (seed + turn * _GOLDEN) & _MASK
+    x = (int(seed) + turn * _GOLDEN) & _MASK
     return _signed(_mix_int(x))
 
 

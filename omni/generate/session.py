@@ -24,7 +24,7 @@ import torch
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
-from omni.generate.bounds import Bound, check_number
+from omni.generate.bounds import check_number
 from omni.generate.history import Exchange, Key, common_prefix, lay_out, written_key
 from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
@@ -115,11 +115,13 @@ class Session:
             seed: of this answer's draws; by default made of the session's seed and the turn's number.
 
         Raises:
-            UserError: a bad question, features of it that are not finite, no room left in the cache (see
+            UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
                 `Options.overflow`), another answer being made in another thread, an adapter that was removed or
                 merged meanwhile, or a closed session.
         """
         clock = Clock()
+        if seed is not None:
+            check_number("seed", seed)
         self._open()
         self._settle(self._last)
         self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
@@ -196,7 +198,7 @@ class Session:
         """
         for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
             if value is not None:
-                check_number(name, value, _HEARD[name])
+                check_number(name, value)
         with self._lock:
             last = self._last
             if last is None:
@@ -422,11 +424,6 @@ class Session:
             raise UserError("this session is closed; start a new one")
         return self._runner
 
-
-_HEARD = {
-    "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),
-    "shown_characters": Bound(0, 2**63 - 1, "by default all that was handed over was shown"),
-}
 
 _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 

@@ -27,7 +27,8 @@ from omni.config import ModelConfig
 from omni.edit.deltas import Edits
 from omni.edit.lend import edited_everywhere, lend, lent
 from omni.errors import UserError
-from omni.generate.batch import Batch
+from omni.generate.batch import Batch, one_each
+from omni.generate.bounds import check_number
 from omni.generate.messages import History, read_history
 from omni.generate.options import Keywords, SamplingNames, SessionOptions, make_options
 from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
@@ -222,8 +223,8 @@ class SpeechLM:
             UserError: a bad value, a history of another layout or codec, or one that finds no room.
         """
         options = make_options(values, "session", ("context", "history"))
-        if context is not None and context < 1:
-            raise UserError(f"context is {context}; a session's cache needs at least one position")
+        if context is not None:
+            check_number("context", context)
         length = min(context or 4096, self.config.decoder.context)
         self._check(options.edits)
         past = read_history(history, self.model, self.tokenizer, self.codec)
@@ -321,30 +322,18 @@ class SpeechLM:
             sampling, max_seconds, max_tokens, max_new_tokens, stop, more: as for `session`, for all.
             system: a system message for all, or one per question ("" for none).
         """
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; it must be at least 1")
-        tasks = [task] * len(questions) if isinstance(task, (str, Task)) else list(task)
-        seeds = [seed] * len(questions) if isinstance(seed, int) else list(seed)
-        adapters = [adapter] * len(questions) if adapter is None or isinstance(adapter, str) else list(adapter)
-        corrections = [edits] * len(questions) if edits is None or isinstance(edits, Edits) else list(edits)
-        systems: list[Any] = list(system) if isinstance(system, (list, tuple)) else [system] * len(questions)
-        each: dict[str, Sequence[object]] = {
-            "tasks": tasks,
-            "seeds": seeds,
-            "adapters": adapters,
-            "edits": corrections,
-            "system messages": systems,
-        }
-        for name, given in each.items():
-            if len(given) != len(questions):
-                raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
+        check_number("batch_size", batch_size)
+        given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
+        tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
+        for one in seeds:
+            check_number("seed", one)
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
         asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
         options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
-        for one in corrections:
-            self._check(one)
+        for own in corrections:
+            self._check(own)
         with lent(self.model, corrections) as names:
             acting: list[Acting] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
             return batch.answer(asked, seeds, batch_size, acting)
