@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
@@ -32,6 +33,7 @@ from omni.generate.prefill import pack, prefill, prefill_fork
 from omni.generate.question import (
     NOT_HEARD,
     SAMPLE_RATE,
+    Asked,
     Question,
     encode_questions,
     is_finite,
@@ -49,7 +51,7 @@ from omni.hardware import synchronize
 from omni.model.acting import Acting, using
 from omni.model.lora import choice_of, edits_everywhere
 from omni.model.speech_model import SpeechModel
-from omni.tasks import TASKS, Columns, Task, Turn, answer, prompt
+from omni.tasks import TASKS, Columns, Task, Turn, answer, prompt, system_message
 from omni.text import Tokenizer
 
 
@@ -126,12 +128,7 @@ class Session:
         self._settle(self._last)
         self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
         asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
-        with using(self._choice):
-            (features,) = encode_questions(self.model, [asked])
-        synchronize(self.model.device)
-        encoded = clock.seconds
-        if not is_finite(features):
-            raise UserError(NOT_HEARD)
+        features, encoded = self._encode(asked), clock.seconds
         layout = self.model.layout
         frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
         stop = self.options.stops
@@ -295,6 +292,14 @@ class Session:
                 self.close()
         yield Ended(reason, running.timings(), reply.error)
 
+    def _encode(self, asked: Asked) -> Tensor | None:
+        """Features of a question, waited for; UserError where they are not finite."""
+        with using(self._choice):
+            (features,) = encode_questions(self.model, [asked])
+        if not is_finite(features):
+            raise UserError(NOT_HEARD)
+        return features
+
     def _begin(self, running: Running, runner: Runner) -> None:
         """Bring the cache to the end of the question and write the answer's first column."""
         model, task, keys = self.model, running.task, running.keys
@@ -365,12 +370,10 @@ class Session:
 
     def _remember(self, past: Past) -> None:
         """Begin with a past; its questions are encoded one by one, as they were when they were asked."""
-        exchanges = []
-        for number, asked in enumerate(past.turns, past.asked - len(past.turns)):
-            with using(self._choice):
-                (features,) = encode_questions(self.model, [asked])
-            exchanges.append(Exchange(asked.turn, features, number, asked.clip))
-        taken = sum(len(prompt(self.model.layout, e.turn)) + len(answer(self.model.layout, e.turn)) for e in exchanges)
+        first = past.asked - len(past.turns)
+        exchanges = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
+        taken = len(system_message(self.model.layout, self._system)) if exchanges else 0
+        taken += sum(len(prompt(self.model.layout, e.turn)) + len(answer(self.model.layout, e.turn)) for e in exchanges)
         if self.options.overflow == "end" and taken >= self._open().length:
             raise UserError(
                 f"the history takes {taken} positions, but the session's cache has {self._open().length}: leave its oldest "

@@ -126,6 +126,11 @@ def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPat
         now[0] += 5.0
 
     monkeypatch.setattr("omni.generate.results.time.perf_counter", lambda: now[0])
+    def looked_at(features: torch.Tensor) -> bool:  # which waits for them
+        wait(features.device)
+        return True
+
+    monkeypatch.setattr("omni.generate.session.is_finite", looked_at)
     monkeypatch.setattr("omni.generate.session.synchronize", wait)
     monkeypatch.setattr("omni.generate.batch.synchronize", wait)
     for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate_batch([tone(0.3)], max_seconds=0.3)):
