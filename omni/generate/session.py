@@ -308,6 +308,7 @@ class Session:
         if everywhere != self._everywhere:  # what the cache holds was made with other edits than act now
             self._fed, self._everywhere = [], everywhere
         keep = self._rewind(common_prefix(self._fed, keys[:-1]), runner)
+        self._high = max(self._high, len(keys))  # now: a prefill that fails has written some of them
         question = pack(model.layout, [running.columns], features, [keep])
         start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, acting=self._acting)
         if self.options.text_assist and task.text and task.audio:
@@ -319,7 +320,7 @@ class Session:
             with using(self._choice):
                 hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
             starts = [start]
-        self._fed, self._high = list(keys), max(self._high, len(keys))
+        self._fed = list(keys)
         synchronize(model.device)
         running.prefill = running.clock.seconds
         running.rows = runner.begin(0, hidden, starts)

@@ -239,6 +239,26 @@ def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(
         assert begun[-1][1] == 0
 
 
+def test_a_prefill_that_fails_is_known_to_have_written_over_slots(
+    layout: Layout, begun: list[tuple[Tensor, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = make_lm(layout, window=6)
+    init, prefill = Runner.__init__, session_module.prefill
+    monkeypatch.setattr(Runner, "__init__", lambda self, *a, **k: init(self, *a, **{**k, "chunk": 4}))
+
+    def failing(*args: Any) -> Any:
+        prefill(*args)
+        raise RuntimeError("no memory")
+
+    with lm.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=12) as session:
+        list(ask(lm, session, begun, 0))
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+            patch.setattr(session_module, "prefill", failing)
+            list(session.ask(*ASKED[1]))
+        list(ask(lm, session, begun, 2))
+        assert begun[-1][1] == 0
+
+
 def test_cancel_from_another_thread(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
     lm = make_lm(layout, context=2000)
     session = lm.session(max_seconds=70.0)
