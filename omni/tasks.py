@@ -86,6 +86,12 @@ def find_task(name: str | Task) -> Task:
     return TASKS[name]
 
 
+def find_writer(task: Task) -> Task:
+    """The task that is asked in the same way, and answered in text only."""
+    wanted = (task.question, task.marker, True, False)
+    return next(t for t in TASKS.values() if (t.question, t.marker, t.text, t.audio) == wanted)
+
+
 @dataclass(frozen=True)
 class Columns:
     """A piece of a sequence.

@@ -26,7 +26,7 @@ from torch import Tensor
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
 from omni.generate.bounds import check_number
-from omni.generate.history import Exchange, Key, common_prefix, lay_out, written_key
+from omni.generate.history import Exchange, Held, check_room, fit
 from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
@@ -51,7 +51,7 @@ from omni.hardware import synchronize
 from omni.model.acting import Acting, using
 from omni.model.lora import choice_of, edits_everywhere
 from omni.model.speech_model import SpeechModel
-from omni.tasks import TASKS, Columns, Task, Turn, answer, prompt, system_message
+from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
 
 
@@ -91,9 +91,7 @@ class Session:
         self._lock = threading.RLock()  # over what the history and the last answer are
         self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
         self._closing = False
-        self._fed: list[Key] = []  # columns that row 0 of the cache holds
-        self._everywhere: tuple[str, ...] = ()  # the edits of every row (`SpeechLM.edited`) that they were fed under
-        self._high = 0  # positions ever written there since it was last empty
+        self._held = Held()
         _OPEN.add(self)
 
     # --- what a caller does -----------------------------------------------------------------------------------
@@ -140,7 +138,8 @@ class Session:
             self._settle(self._last)  # once more: another thread may have asked meanwhile
             clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
             before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
-            columns, keys = self._lay_out(exchange, runner.length)
+            forget = self.options.overflow == "forget"
+            self._past, columns, keys = fit(layout, before, exchange, self._system, runner.length, forget)
             key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
             self._asked += 1
             running = self._last = Running(exchange, before, columns, keys, reply, self.codec, clock, key, encode=encoded)
@@ -232,7 +231,7 @@ class Session:
 
     def __repr__(self) -> str:
         runner, turns = self._runner, len(self._past)
-        place = "closed" if runner is None else f"{len(self._fed)} of {runner.length} positions"
+        place = "closed" if runner is None else f"{len(self._held.keys)} of {runner.length} positions"
         adapter = f", adapter={self.options.adapter!r}" if self.options.adapter else ""
         return f"Session({turns} turn{'' if turns == 1 else 's'}, {place}{adapter})"
 
@@ -304,11 +303,7 @@ class Session:
         """Bring the cache to the end of the question and write the answer's first column."""
         model, task, keys = self.model, running.task, running.keys
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
-        everywhere = edits_everywhere(model)
-        if everywhere != self._everywhere:  # what the cache holds was made with other edits than act now
-            self._fed, self._everywhere = [], everywhere
-        keep = self._rewind(common_prefix(self._fed, keys[:-1]), runner)
-        self._high = max(self._high, len(keys))  # now: a prefill that fails has written some of them
+        keep = self._held.keep(keys, edits_everywhere(model), runner.cache)
         question = pack(model.layout, [running.columns], features, [keep])
         start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, acting=self._acting)
         if self.options.text_assist and task.text and task.audio:
@@ -320,24 +315,10 @@ class Session:
             with using(self._choice):
                 hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
             starts = [start]
-        self._fed = list(keys)
+        self._held.keys = list(keys)
         synchronize(model.device)
         running.prefill = running.clock.seconds
         running.rows = runner.begin(0, hidden, starts)
-
-    def _rewind(self, keep: int, runner: Runner) -> int:
-        """Make row 0 hold the first `keep` of its columns and no more; how many it does hold then.
-
-        In a sliding window's ring the slots before them may have been written over: then it is emptied.
-        """
-        cache = runner.cache
-        if keep == 0 or (cache.ring and self._high - keep > cache.chunk):
-            cache.reset([0])
-            keep = self._high = 0
-        else:
-            cache.rewind(0, keep)
-        self._fed = self._fed[:keep]
-        return keep
 
     def _written(self, running: Running, runner: Runner, flush: bool) -> Iterator[TextDelta | AudioChunk]:
         """Events of what the steps wrote on the speaking row. An assisting row that has ended its text leaves."""
@@ -373,13 +354,8 @@ class Session:
         """Begin with a past; its questions are encoded one by one, as they were when they were asked."""
         first = past.asked - len(past.turns)
         exchanges = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
-        taken = len(system_message(self.model.layout, self._system)) if exchanges else 0
-        taken += sum(len(prompt(self.model.layout, e.turn)) + len(answer(self.model.layout, e.turn)) for e in exchanges)
-        if self.options.overflow == "end" and taken >= self._open().length:
-            raise UserError(
-                f"the history takes {taken} positions, but the session's cache has {self._open().length}: leave its oldest "
-                "turns out, use overflow='forget', or give a larger context"
-            )
+        if self.options.overflow == "end":
+            check_room(self.model.layout, exchanges, self._system, self._open().length)
         self._past, self._asked = exchanges, past.asked
 
     def _settle(self, running: Running | None) -> None:
@@ -396,8 +372,7 @@ class Session:
             runner = self._runner
             assert runner is not None  # it is given back after the last answer was settled
             if running.rows:
-                self._high = max(self._high, running.rows[0].position)
-                self._fed += [written_key(column) for column in running.reply.columns[:-1]]
+                self._held.add(running.reply.columns[:-1], running.rows[0].position)
             for row in running.rows:
                 runner.leave(row)
             running.rows = []
@@ -405,23 +380,7 @@ class Session:
             if running.reply.error is None:
                 self._past.append(running.delivered())
             else:
-                self._past, self._asked, self._fed = running.before, running.exchange.number, []
-
-    def _lay_out(self, exchange: Exchange, length: int) -> tuple[Columns, list[Key]]:
-        """The conversation's columns with the new question, after forgetting what finds no room."""
-        past, forget = list(self._past), self.options.overflow == "forget"
-        columns, keys = lay_out(self.model.layout, past, exchange, self._system)
-        while forget and past and len(keys) > length - length // 4:
-            del past[0]
-            columns, keys = lay_out(self.model.layout, past, exchange, self._system)
-        if len(keys) >= length:
-            way = "shorten the question" if forget else "use overflow='forget', or start a new session"
-            raise UserError(
-                f"history and question take {len(keys)} positions, but the session's cache has {length} and an "
-                f"answer needs some: {way}, or give a larger context"
-            )
-        self._past = past
-        return columns, keys
+                self._past, self._asked, self._held.keys = running.before, running.exchange.number, []
 
     def _open(self) -> Runner:
         if self._runner is None or self._closing:
@@ -438,9 +397,3 @@ def _close_all() -> None:
     for session in list(_OPEN):
         if session._last is None or not session._last.busy:
             session.close()
-
-
-def find_writer(task: Task) -> Task:
-    """The task of the assisting row: asked in the same way, for text only."""
-    wanted = (task.question, task.marker, True, False)
-    return next(t for t in TASKS.values() if (t.question, t.marker, t.text, t.audio) == wanted)

@@ -212,7 +212,7 @@ def test_training_writes_a_cut_answer_as_a_session_feeds_it(
         cut(session, ask(chatty, session, begun, 1))
         events = ask(chatty, session, begun, 2)
         assert session._last is not None
-        fed = torch.tensor([key[: len(layout)] for key in session._fed]).T
+        fed = torch.tensor([key[: len(layout)] for key in session._held.keys]).T
         asked = replace(session._last.exchange.turn, text=(1,))
         whole = example(layout, [*(replace(turn, cut=True) for turn in session.turns), asked])
         assert torch.equal(whole.tokens[:, : fed.shape[1]], fed)
@@ -338,7 +338,7 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
     """The listener interrupts the last answer just when the next is asked: either the new layout has the cut, or the
     cancel goes to the new answer; the history and what the cache is told must never differ."""
     lm = make_lm(layout)
-    laid_out = session_module.lay_out
+    fit = session_module.fit
     with lm.session(sampling=TALKATIVE, seed=11, max_seconds=1.0) as session:
         list(session.ask(*ASKED[1]))
 
@@ -347,10 +347,10 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
             thread.start()
             thread.join(0.2)
             threads.append(thread)
-            return laid_out(*args)
+            return fit(*args)
 
         threads: list[threading.Thread] = []
-        monkeypatch.setattr(session_module, "lay_out", slowly)
+        monkeypatch.setattr(session_module, "fit", slowly)
         before = list(session._past)
         events = session.ask(*ASKED[4])
         for thread in threads:
