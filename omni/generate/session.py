@@ -61,7 +61,8 @@ class Session:
     One answer at a time: `ask` gives its events as they come, `cancel` stops it from any thread.
 
     Args:
-        release: takes the runner back when the session ends.
+        past: what was said before; its questions are encoded one by one, as they were when they were asked.
+        release: called when the session ends; from then on the runner is somebody else's.
         edits: the name under which its edits are lent to the model (`omni.edit.lend`).
         time: how long the model's voice takes for a text.
     """
@@ -73,9 +74,11 @@ class Session:
         codec: AudioCodec | None,
         runner: Runner,
         options: Options,
-        release: Callable[[Runner], None] | None = None,
-        edits: str | None = None,
-        time: SpeechTime | None = None,
+        *,
+        past: Past,
+        release: Callable[[], None],
+        edits: str | None,
+        time: SpeechTime,
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options, self.time = options, time
@@ -85,8 +88,11 @@ class Session:
         self._system = read_system(options.system, tokenizer)
         self._runner: Runner | None = runner
         self._release = release
-        self._past: list[Exchange] = []
-        self._asked = 0
+        first = past.asked - len(past.turns)
+        self._past = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
+        self._asked = past.asked
+        if options.overflow == "end":
+            check_room(model.layout, self._past, self._system, runner.length)
         self._last: Running | None = None
         self._lock = threading.RLock()  # over what the history and the last answer are
         self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
@@ -251,8 +257,8 @@ class Session:
                 self._idle.wait()
             self._settle(self._last)
             runner, self._runner = self._runner, None
-        if runner is not None and self._release is not None:
-            self._release(runner)
+        if runner is not None:
+            self._release()
 
     def __enter__(self) -> Session:
         return self
@@ -349,14 +355,6 @@ class Session:
             self._idle.notify_all()
 
     # --- the history ------------------------------------------------------------------------------------------
-
-    def _remember(self, past: Past) -> None:
-        """Begin with a past; its questions are encoded one by one, as they were when they were asked."""
-        first = past.asked - len(past.turns)
-        exchanges = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
-        if self.options.overflow == "end":
-            check_room(self.model.layout, exchanges, self._system, self._open().length)
-        self._past, self._asked = exchanges, past.asked
 
     def _settle(self, running: Running | None) -> None:
         """Put an answer into the history as it was delivered (once), and free its rows: whoever still holds its iterator

@@ -369,7 +369,7 @@ def test_what_the_library_does_is_logged_and_not_printed(
         session.answer("hi", "T1T2", seed=1)
     lines = [record.getMessage() for record in caplog.records]
     assert any(str(silent_folder) in line and " s: SpeechLM(" in line for line in lines)
-    assert any("a session begins, of 512 positions" in line for line in lines)
+    assert any("a session of 512 positions starts" in line for line in lines)
     assert capfd.readouterr() == ("", "")
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("omni").handlers)
 
