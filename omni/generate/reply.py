@@ -5,7 +5,8 @@ Dimensions: K streams, A audio streams, F frames.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -104,6 +105,7 @@ class Reply:
         self.reason: Reason | None = None
         self._stop = StopText(stop)
         self.error: str | None = None
+        self._codec = codec
         self._sound = codec.stream() if codec is not None and task.audio else None
         self._sample_rate = codec.sample_rate if codec is not None else 0
         self._samples = 0  # given out so far
@@ -118,41 +120,50 @@ class Reply:
             self.fail(NOT_FINITE.format(len(self.columns)))
             return events
         self.columns.append(written.column)
-        if written.text is not None:
-            self._say(events, self._stop.push(self.text.push(written.text)))
-        else:  # the text has ended: nothing completes what was held back
-            self._say(events, self._stop.finish())
         full = written.frame is not None and len(self.frames) == self.max_frames
-        if written.frame is not None and not full:
-            self.frames.append(written.frame)
-            if self._sound is not None:
-                self._play(events, self._sound.push(torch.tensor(written.frame)[:, None]))
-        if self._stop.found:
-            self._cut()
-        elif written.done:
+        if written.done:
             self.reason = "end"
         elif full or len(self.columns) >= self.max_columns:
             self.reason = "length"
+        with self.decoding():
+            if written.text is not None:
+                self._say(events, self._stop.push(self.text.push(written.text)))
+            else:  # the text has ended: nothing completes what was held back
+                self._say(events, self._stop.finish())
+        if written.frame is not None and not full:
+            self.frames.append(written.frame)
+            if self._sound is not None:
+                with self.decoding(self._codec):
+                    self._play(events, self._sound.push(torch.tensor(written.frame)[:, None]))
         return events
 
     def fail(self, error: str) -> None:
         """The answer is broken; it ends here."""
         self.reason, self.error = "error", error
 
+    @contextmanager
+    def decoding(self, codec: AudioCodec | None = None) -> Iterator[None]:
+        """Whatever goes wrong within, where text (or sound, by a codec) is decoded, breaks this answer alone; that memory ran out
+        is raised."""
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if codec is None:
+                self.fail(f"the answer's text cannot be decoded ({error}); is it the model's own tokenizer?")
+            else:
+                self.fail(f"codec {codec.name} cannot decode the answer ({error}); generate_batch(sound=False) gives its codes")
+
     def finish(self) -> list[TextDelta | AudioChunk]:
         """Text and sound that were held back for what might have followed."""
         events: list[TextDelta | AudioChunk] = []
-        self._say(events, self._stop.push(self.text.finish()) + self._stop.finish())
-        if self._stop.found:
-            self._cut()
+        with self.decoding():
+            self._say(events, self._stop.push(self.text.finish()) + self._stop.finish())
         if self._sound is not None:
-            self._play(events, self._sound.finish())
+            with self.decoding(self._codec):
+                self._play(events, self._sound.finish())
         return events
-
-    def _cut(self) -> None:
-        """A stop string was written: of the text's tokens only those before it stay."""
-        self.reason = "stop"
-        del self.text.ids[self.text.tokens_of(self._stop.characters) :]
 
     def codes(self, frames: int | None = None) -> Tensor | None:
         """The first frames (all by default), [A, F]; None where the task does not speak."""
@@ -162,6 +173,9 @@ class Reply:
         return torch.tensor(chosen).T if chosen else torch.zeros(self.layout.n_audio, 0, dtype=torch.long)
 
     def _say(self, events: list[TextDelta | AudioChunk], text: str) -> None:
+        if self._stop.found:  # of the text's tokens only those before the stop string stay
+            self.reason = "stop"
+            del self.text.ids[self.text.tokens_of(self._stop.characters) :]
         if text and self.task.audio:
             start = self._said
             self._said += sum(self.time.durations(text, self._reader))

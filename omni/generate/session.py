@@ -163,15 +163,17 @@ class Session:
         """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
         text, sound = [], [torch.zeros(0)]
         ended = Ended("cancelled", Timings())
-        for event in self.ask(question, task, sample_rate=sample_rate, seed=seed):
+        events = self.ask(question, task, sample_rate=sample_rate, seed=seed)
+        last, codec = self._last, self.codec
+        assert last is not None
+        for event in events:
             if isinstance(event, TextDelta):
                 text.append(event.text)
             elif isinstance(event, AudioChunk):
                 sound.append(event.samples)
             else:
                 ended = event
-        last, codec = self._last, self.codec
-        turn = last.delivered().turn if ended.reason == "error" and last is not None else self.turns[-1]
+        turn = last.delivered().turn
         return Answer(
             text="".join(text),
             audio=torch.cat(sound) if codec is not None and turn.codes is not None else None,
@@ -331,7 +333,7 @@ class Session:
         for row, written in runner.results(flush):
             if running.settled:  # while the event before was looked at: the rows belong to others now
                 return
-            if row is running.rows[0] and running.reply.reason is None:
+            if row is running.rows[0]:
                 yield from running.reply.write(written)
             elif row.done:
                 runner.leave(row)
@@ -344,7 +346,7 @@ class Session:
             self._go_on(running)
 
     def _go_on(self, running: Running) -> None:
-        """Work on an answer begins, or begins again; one that was settled meanwhile is `cancelled`, and is left alone."""
+        """Work on an answer starts, or goes on; where it was settled meanwhile it is `cancelled`, and soon over."""
         with self._lock:
             running.go_on()
 
