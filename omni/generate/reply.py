@@ -5,6 +5,7 @@ Dimensions: K streams, A audio streams, F frames.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -40,13 +41,16 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
+        self._given: list[int] = []  # characters given out with and before each id
         self._context = 0  # first id that is decoded along
         self._shown = 0  # ids whose text has been given out
 
     def push(self, token: int) -> str:
         """The text that is known with one more token, maybe none."""
         self.ids.append(token)
-        return self._next(whole=True)
+        text = self._next(whole=True)
+        self._given.append(len(text) + (self._given[-1] if self._given else 0))
+        return text
 
     def finish(self) -> str:
         """What was held back."""
@@ -62,7 +66,7 @@ class TextStream:
 
     def tokens_of(self, characters: int) -> int:
         """How many of the tokens make at most so many characters."""
-        count = len(self.ids)
+        count = min(bisect_right(self._given, characters), len(self.ids))  # more tokens gave out more characters
         while count and len(self.tokenizer.decode(self.ids[:count])) > characters:
             count -= 1
         return count
@@ -143,8 +147,8 @@ class Reply:
 
     @contextmanager
     def decoding(self, codec: AudioCodec | None = None) -> Iterator[None]:
-        """Whatever goes wrong within, where text (or sound, by a codec) is decoded, breaks this answer alone; that memory ran out
-        is raised."""
+        """Let what goes wrong while text is decoded (or sound, by a codec) break this answer alone; only a lack of memory is
+        raised."""
         try:
             yield
         except (MemoryError, torch.OutOfMemoryError):
