@@ -126,6 +126,7 @@ def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPat
         now[0] += 5.0
 
     monkeypatch.setattr("omni.generate.results.time.perf_counter", lambda: now[0])
+
     def looked_at(features: torch.Tensor) -> bool:  # which waits for them
         wait(features.device)
         return True
