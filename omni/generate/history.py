@@ -20,7 +20,7 @@ from omni.model.kv_cache import KVCache
 from omni.tasks import Columns, Turn, answer, join, prompt, system_message
 
 Key = tuple[int, ...]
-"""What a column is: its K ids, the number of the exchange whose features stand in it, and which; -1 and -1 for none."""
+"""What a column is: its K ids, the number of the exchange one of whose features it takes, and which; -1 and -1 for none."""
 
 
 @dataclass(frozen=True)
