@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from omni.errors import SoundWarning, UserError
     from omni.generate.messages import Message
     from omni.generate.results import Answer, AudioChunk, Ended, TextDelta, Timings
-    from omni.generate.sampling import Sampling
+    from omni.generate.sampling_config import Sampling
     from omni.generate.session import Session
     from omni.generate.speech_lm import SpeechLM
 
@@ -21,7 +21,7 @@ _PLACES = {
     "AudioChunk": "omni.generate.results",
     "Ended": "omni.generate.results",
     "Message": "omni.generate.messages",
-    "Sampling": "omni.generate.sampling",
+    "Sampling": "omni.generate.sampling_config",
     "Session": "omni.generate.session",
     "SoundWarning": "omni.errors",
     "SpeechLM": "omni.generate.speech_lm",

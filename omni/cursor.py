@@ -41,7 +41,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where each row stands in its answer. Immutable: `push` returns the next cursor; nothing here waits for the device.
+    """Where each row is in its answer. Immutable: `push` returns the next cursor; nothing here waits for the device.
 
     Attributes:
         step: columns pushed so far, [B].

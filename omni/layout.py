@@ -17,8 +17,8 @@ The answer of the preset `codec2` (4 audio streams with delays 1..4, text "no" a
     text      n    o  end    .    .    .    .
 
 An answer that its listener cut is written as the whole answer of what was heard: each stream ends right at the cut. The same
-answer, cut after one frame and the text "n" (`delayed(..., cut=True)`; a star marks what is learnt, and no end is: a model
-that learnt these would stop early):
+answer, cut after one frame and the text "n" (`delayed(..., cut=True)`; a star marks what is trained, and no end is: a model
+trained on these would stop early):
 
     column    0    1    2    3    4    5
     audio0    .   a0*  end   .    .    .
@@ -119,8 +119,8 @@ class Layout:
 
     Attributes:
         streams: the audio streams, then the text stream.
-        features: encoder features `replace` the audio streams' embeddings where they stand, or `add` to all.
-        fill: what stands on a predicted stream before its delay and after its end. `pad`: forced when serving and left out
+        features: encoder features `replace` the audio streams' embeddings where they are, or `add` to all.
+        fill: what is on a predicted stream before its delay and after its end. `pad`: forced when serving and left out
             of the loss. `sampled`: whatever the model says is fed back (mini-omni's weights); the loss then asks for pad. Text
             after its end is pad in both.
     """
@@ -243,10 +243,10 @@ class Layout:
         Args:
             text: token ids [T], or None where the text stream is silent.
             codes: frames [A, F], or None where the audio streams are silent.
-            cut: this is what was heard of an answer that was cut: its ends, and what follows them, are not learnt.
+            cut: this is what was heard of an answer that was cut: its ends, and what follows them, are not trained.
 
         Returns:
-            tokens [K, C] and valid [K, C] bool, true where a token is to be learnt.
+            tokens [K, C] and valid [K, C] bool, true where a token is trained.
         """
         import torch
 
@@ -319,14 +319,14 @@ class Layout:
     ) -> str:
         """Draw columns as text, one line a stream; the rows of a batch one under another.
 
-        A star marks a cell that is learnt; `.` is pad, `~` stands on the audio streams where encoder features do.
+        A star marks a cell that is trained; `.` is pad, `~` encoder features on the audio streams.
 
         Args:
             tokens: [K, C], or [B, K, C]; the other tensors then begin with B too.
-            valid: which cells are learnt, [K, C] bool.
+            valid: which cells are trained, [K, C] bool.
             decode: turns a text id into its string.
             width: characters of a cell.
-            feature_index: which feature stands in a column, [C], -1 for none.
+            feature_index: which feature a column takes, [C], -1 for none.
         """
         if tokens.ndim == 3:
             rows = []

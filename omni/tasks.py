@@ -1,10 +1,10 @@
-"""Tasks as rows of a table: what is asked, what is answered, what is learnt.
+"""Tasks as rows of a table: what is asked, what is answered, what is trained.
 
 A task lays out a prompt and says which streams answer it; training and serving build their columns here, so that a training
 example's prompt is the serving prompt, bit for bit (`example() = prompt() + answer`). The prompts are mini-omni's
 (gpt-omni/mini-omni @ 26c31d5, `inference.py`):
 
-    speech in   input | T x pad, where the T encoder features stand | end | answer      on every stream
+    speech in   input | T x pad, where the T encoder features are   | end | answer      on every stream
     text in     input | the question's tokens                       | end | answer      on text; pad, ..., answer on audio
 
 A system message, which says how the answers of a conversation are to be, comes before its first question. It has the marks of a
@@ -15,14 +15,14 @@ written question, but no `answer` after its end:
 The text stream's marker is `asr` where the question is to be transcribed; a stream that does not answer has pad in the last
 column, where the others have their marker.
 
-| task | question | answer        | learnt: text | learnt: audio | what it is                       |
-|------|----------|---------------|--------------|---------------|----------------------------------|
-| A1T1 | speech   | text (`asr`)  | yes          | -             | transcription                    |
-| A1T2 | speech   | text          | yes          | -             | written answer to speech         |
-| A1A2 | speech   | text + speech | yes          | yes           | spoken answer to speech          |
-| T1A1 | text     | speech        | -            | yes           | reading aloud                    |
-| T1A2 | text     | text + speech | yes          | yes           | spoken answer to text            |
-| T1T2 | text     | text          | yes          | -             | written answer to text           |
+| task | question | answer        | trained: text | trained: audio | what it is                       |
+|------|----------|---------------|---------------|----------------|----------------------------------|
+| A1T1 | speech   | text (`asr`)  | yes           | -              | transcription                    |
+| A1T2 | speech   | text          | yes           | -              | written answer to speech         |
+| A1A2 | speech   | text + speech | yes           | yes            | spoken answer to speech          |
+| T1A1 | text     | speech        | -             | yes            | reading aloud                    |
+| T1A2 | text     | text + speech | yes           | yes            | spoken answer to text            |
+| T1T2 | text     | text          | yes           | -              | written answer to text           |
 
 Dimensions: K streams, C columns, N features of a clip after the adapter.
 """
@@ -47,7 +47,7 @@ class Task:
 
     Attributes:
         question: `audio` or `text`.
-        text, audio: the answer is written, is spoken (and the streams are learnt).
+        text, audio: the answer is written, is spoken (and the streams are trained).
         marker: the text stream's last prompt id, where text answers.
     """
 
@@ -86,14 +86,20 @@ def find_task(name: str | Task) -> Task:
     return TASKS[name]
 
 
+def find_writer(task: Task) -> Task:
+    """The task that is asked in the same way, and answered in text only."""
+    wanted = (task.question, task.marker, True, False)
+    return next(t for t in TASKS.values() if (t.question, t.marker, t.text, t.audio) == wanted)
+
+
 @dataclass(frozen=True)
 class Columns:
     """A piece of a sequence.
 
     Attributes:
         tokens: [K, C] ids local to each stream.
-        targets: [K, C]; `targets[:, c]` is to be predicted from column c, `IGNORE` where nothing is learnt.
-        feature_index: [C]; which encoder feature stands in the column, counted over all clips of the piece, -1 for none.
+        targets: [K, C]; `targets[:, c]` is to be predicted from column c, `IGNORE` where nothing is trained.
+        feature_index: [C]; which encoder feature the column takes, counted over all clips of the piece, -1 for none.
         features: number of features of each clip, in order.
     """
 
@@ -178,7 +184,7 @@ def prompt(layout: Layout, turn: Turn) -> Columns:
 
 
 def answer(layout: Layout, turn: Turn) -> Columns:
-    """The answer's columns; `targets` here are the columns' own tokens where learnt (see `join` for the shift)."""
+    """The answer's columns; `targets` here are the columns' own tokens where they are trained (see `join` for the shift)."""
     import torch
 
     task = find_task(turn.task)

@@ -9,12 +9,15 @@ Dimensions: B rows, R rank, I inputs, O outputs.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from omni.edit.deltas import Delta, Edits, low, product
+from omni.errors import UserError
 from omni.model import lora
 
 _NUMBERS = itertools.count(1)
@@ -59,6 +62,28 @@ def lend(model: nn.Module, edits: Edits) -> str:
         pairs[target] = LentDelta(one.deltas[target])
     lora.lend(model, pairs, name)
     return name
+
+
+class Bases:
+    """Checks that edits are of a model's weights, and remembers those that are: a checksum takes a reading of the weights."""
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakValueDictionary[tuple[Any, ...], Edits] = weakref.WeakValueDictionary()
+
+    def check(self, model: nn.Module, edits: Edits | None) -> None:
+        """Refuse edits of other weights (UserError); weights are read again only after somebody wrote them."""
+        if edits is None:
+            return
+        if not isinstance(edits, Edits):
+            raise UserError(f"edits are {repr(edits)[:80]}; give what load_edits(folder, lm.model) reads (omni.edit)")
+        modules = dict(model.named_modules())
+        weights = [getattr(modules.get(name), "weight", None) for name in edits.deltas]
+        now = (id(edits), *((id(weight), getattr(weight, "_version", 0)) for weight in weights))
+        if edits.base is None or self._found.get(now) is edits:
+            return
+        with lora.CHANGING:
+            edits.check_base(model)
+        self._found[now] = edits
 
 
 @contextmanager

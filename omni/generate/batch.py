@@ -6,8 +6,9 @@ and the rows behind it move up, so that the steps get cheaper towards the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from omni.generate.prefill import pack, prefill
 from omni.generate.question import NOT_HEARD, Asked, encode_questions, is_finite
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
-from omni.generate.rows import Row, Start, Written
+from omni.generate.rows import Row, Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.step import Runner
 from omni.hardware import synchronize
@@ -28,6 +29,14 @@ from omni.model.lora import choice_of
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
 from omni.text import Tokenizer
+
+
+def one_each(what: str, given: Any, count: int) -> list[Any]:
+    """What was given one for all questions, or one per question, as a list; UserError where there are more or fewer."""
+    each = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given] * count
+    if len(each) != count:
+        raise UserError(f"{len(each)} {what} for {count} questions; give one for all, or one each")
+    return each
 
 
 @dataclass(eq=False)
@@ -145,8 +154,8 @@ class Batch:
         while members:
             flush = any(row.position >= runner.length for row in members)
             for row, written in runner.results(flush):
-                if row in members and members[row].reply.reason is None:
-                    self._take_in(members[row], written)
+                if row in members:
+                    members[row].events += members[row].reply.write(written)
             for row in [row for row in members if self._ended(row, members[row].reply, runner)]:
                 steps = len(members[row].reply.columns)
                 members[row].timings = Timings(encode=encoded, prefill=filled, total=clock.seconds, steps=steps)
@@ -156,14 +165,6 @@ class Batch:
             runner.step()
         runner.results(flush=True)
         return [self._answer(member) for member in everyone]
-
-    @staticmethod
-    def _take_in(member: _Member, written: Written) -> None:
-        """What goes wrong in one answer is told with it: its neighbours know nothing of it."""
-        try:
-            member.events += member.reply.write(written)
-        except Exception as error:
-            member.reply.fail(f"the answer's text cannot be decoded ({error}); is it the model's own tokenizer?")
 
     @staticmethod
     def _ended(row: Row, reply: Reply, runner: Runner) -> bool:
@@ -178,10 +179,8 @@ class Batch:
         codes = reply.codes()
         sound: Tensor | None = None
         if self.sound and codec is not None and codes is not None:
-            try:
+            with reply.decoding(codec):
                 sound = codec.decode(codes).cpu() if codes.shape[1] else torch.zeros(0)
-            except Exception as error:
-                reply.fail(f"codec {codec.name} cannot decode the answer ({error}); ask with sound=False for its codes")
         assert member.timings is not None and reply.reason is not None
         audio = len(sound) / codec.sample_rate if codec is not None and sound is not None else 0.0
         return Answer(

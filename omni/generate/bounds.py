@@ -30,6 +30,9 @@ BOUNDS = {
     "max_tokens": Bound(1, 2**20, "512 is the default"),
     "max_new_tokens": Bound(1, 2**20, "each is a time step"),
     "context": Bound(1, 2**31 - 1, "more positions than the model's are never taken"),
+    "batch_size": Bound(1, 2**31 - 1, "64 is the default"),
+    "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),
+    "shown_characters": Bound(0, 2**63 - 1, "by default all that was handed over was shown"),
     "input_rate": Bound(1, 768_000, "samples per second, such as 16000"),
     "channel": Bound(0, 1023, "channels are counted from 0"),
 }

@@ -29,30 +29,39 @@ _SPREAD, _LEAST = 0.14, 0.1  # error of an estimated time: a part that grows wit
 _SKIP = {"comma": 1.0, "stop": 3.0}  # cost of punctuation without a pause
 _SKIP_PAUSE = 2.0  # cost of a pause without punctuation
 _WAIT, _PATIENCE = 0.2, 1.0  # seconds of a pause that is waited for, and for how many standard deviations
+_WAITING = 32  # pieces of sound that are kept to be measured together
 _BACK = 4  # how many marks, and pauses, may be without one another in a row
 
 
 class Loudness:
-    """Loudness of the sound handed over so far, window by window."""
+    """Loudness of the sound handed over so far, window by window; measured when it is asked for, or much waits."""
 
     def __init__(self, sample_rate: int) -> None:
         self.window = max(1, round(sample_rate * WINDOW))
         self.step = self.window / sample_rate
-        self.levels: list[float] = []
-        self._rest = torch.zeros(0)
+        self._levels: list[float] = []
+        self._rest = [torch.zeros(0)]  # not measured yet
 
     def push(self, samples: Tensor) -> None:
         """The next samples [S]."""
-        known = torch.cat([self._rest, samples.detach().float()])
+        self._rest.append(samples.detach().float().clone())
+        if len(self._rest) > _WAITING:
+            self.levels()
+
+    def levels(self) -> list[float]:
+        """Of each whole window."""
+        known = torch.cat(self._rest)
         whole = len(known) // self.window * self.window
-        self.levels += known[:whole].view(-1, self.window).square().mean(1).sqrt().tolist()
-        self._rest = known[whole:].clone()
+        self._levels += known[:whole].view(-1, self.window).square().mean(1).sqrt().tolist()
+        self._rest = [known[whole:]]
+        return self._levels
 
     def speech(self) -> list[tuple[float, float]]:
         """Stretches of speech, start and end, with a pause between each and the next."""
-        limit = _QUIET * max(self.levels, default=0.0)
+        levels = self.levels()
+        limit = _QUIET * max(levels, default=0.0)
         out: list[tuple[float, float]] = []
-        for i, level in enumerate(self.levels):
+        for i, level in enumerate(levels):
             if level > limit:
                 start, end = i * self.step, (i + 1) * self.step
                 if out and start - out[-1][1] < _PAUSE:

@@ -1,8 +1,8 @@
 """The past of a conversation as columns: what was asked and what of the answers was delivered.
 
 The past is kept as turns. A cache is only a memory of columns that were fed, so what it must hold is laid out
-anew from the turns for each question, and compared with what it does hold: an answer that was cut short, or
-fed otherwise than the offline layout has it, differs from some column on, and from there it is fed again.
+again from the turns for each question, and compared with what it does hold (`Held`): an answer that was cut short,
+or fed otherwise than the offline layout has it, differs from some column on, and from there it is fed again.
 
 Dimensions: K streams, C columns, N features, W width.
 """
@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from omni.errors import UserError
 from omni.layout import Layout
-from omni.tasks import Columns, Turn, answer, join, prompt
+from omni.model.kv_cache import KVCache
+from omni.tasks import Columns, Turn, answer, join, prompt, system_message
 
 Key = tuple[int, ...]
-"""What a column is: its K ids, the number of the exchange whose features stand in it, and which; -1 and -1 for none."""
+"""What a column is: its K ids, the number of the exchange one of whose features it takes, and which; -1 and -1 for none."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,80 @@ def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange, system: S
     return join(pieces), keys
 
 
-def written_key(column: Sequence[int]) -> Key:
-    """The key of a column that a step wrote."""
-    return (*column, -1, -1)
+def fit(
+    layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int], length: int, forget: bool
+) -> tuple[list[Exchange], Columns, list[Key]]:
+    """Lay out a conversation with a new question in a cache of `length` positions.
+
+    Args:
+        forget: drop the oldest turns until a quarter of the cache is free, or only the question is left.
+
+    Returns:
+        the turns that were kept, the columns and their keys.
+
+    Raises:
+        UserError: there is no room for an answer.
+    """
+    past = list(past)
+    columns, keys = lay_out(layout, past, asked, system)
+    while forget and past and len(keys) > length - length // 4:
+        del past[0]
+        columns, keys = lay_out(layout, past, asked, system)
+    if len(keys) >= length:
+        way = "shorten the question" if forget else "use overflow='forget', or start a new session"
+        raise UserError(
+            f"history and question take {len(keys)} positions, but the session's cache has {length} and an "
+            f"answer needs some: {way}, or give a larger context"
+        )
+    return past, columns, keys
+
+
+def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], length: int) -> None:
+    """Refuse turns that fill a cache of `length` positions by themselves (UserError)."""
+    taken = len(system_message(layout, system)) if past else 0
+    taken += sum(len(prompt(layout, e.turn)) + len(answer(layout, e.turn)) for e in past)
+    if taken >= length:
+        raise UserError(
+            f"the history takes {taken} positions, but the session's cache has {length}: leave its oldest turns out, use "
+            "overflow='forget', or give a larger context"
+        )
+
+
+class Held:
+    """What row 0 of a cache holds.
+
+    Attributes:
+        keys: of its columns.
+        everywhere: the edits of every row (`SpeechLM.edited`) under which they were fed.
+        high: positions that were ever written since the row was last empty.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []
+        self.everywhere: tuple[str, ...] = ()
+        self.high = 0
+
+    def keep(self, wanted: Sequence[Key], everywhere: tuple[str, ...], cache: KVCache) -> int:
+        """Rewind the cache to the columns that it shares with `wanted`, all of which are about to be fed; how many it keeps.
+
+        The last of `wanted` is always fed. In a sliding window's ring the slots before the kept columns may have been written
+        over: then the row is emptied.
+        """
+        if everywhere != self.everywhere:  # what it holds was made with other edits than act now
+            self.keys, self.everywhere = [], everywhere
+        keep = common_prefix(self.keys, wanted[:-1])
+        if keep == 0 or (cache.ring and self.high - keep > cache.chunk):
+            cache.reset([0])
+            keep = self.high = 0
+        else:
+            cache.rewind(0, keep)
+        self.keys, self.high = self.keys[:keep], max(self.high, len(wanted))  # a prefill that fails has written some
+        return keep
+
+    def add(self, columns: Sequence[Sequence[int]], position: int) -> None:
+        """Steps wrote these columns and fed them, and nothing at `position` or beyond."""
+        self.keys += [(*column, -1, -1) for column in columns]
+        self.high = max(self.high, position)
 
 
 def common_prefix(a: Sequence[Key], b: Sequence[Key]) -> int:

@@ -17,7 +17,8 @@ from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.results import brief
-from omni.generate.sampling import GREEDY, Sampling, SamplingPlan
+from omni.generate.sampling import GREEDY, SamplingPlan
+from omni.generate.sampling_config import Sampling
 from omni.tasks import Task
 
 
@@ -104,9 +105,11 @@ class Options:
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
         if self.max_new_tokens is not None:
             check_number("max_new_tokens", self.max_new_tokens)
-        stops = self.stops
-        if not all(isinstance(text, str) and text for text in stops):
-            raise UserError(f"stop is {self.stop!r}; it must be a text, or several, none of them empty")
+        if not isinstance(self.sampling, (Sampling, Mapping)):
+            raise UserError(f"sampling is {repr(self.sampling)[:80]}; give a Sampling, or a dict of one per stream or kind")
+        listed = self.stop is None or isinstance(self.stop, (str, list, tuple))
+        if not listed or not all(isinstance(text, str) and text for text in self.stops):
+            raise UserError(f"stop is {repr(self.stop)[:80]}; it must be a text, or a list of several, none of them empty")
 
     def __repr__(self) -> str:
         return brief(self)
@@ -117,7 +120,8 @@ class Options:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> tuple[int, int]:
-        """Most frames and most columns of an answer; one column is for the end."""
+        """Most frames and most columns of an answer; one column is for the end. Without a codec, which knows a frame's
+        length, `max_new_tokens` limits the frames, or else `max_tokens`."""
         frames = self.max_tokens if codec is None else max(1, ceil(self.max_seconds * codec.frame_rate - 1e-9))
         if self.max_new_tokens is None:
             return frames, (frames + max_delay if task.audio else self.max_tokens) + 1

@@ -1,6 +1,6 @@
 """Prefill: prompts into the cache, and only each prompt's last hidden state out of it.
 
-Prompts of different lengths stand right-aligned in one batch, filled up at the front with columns at position
+Prompts of different lengths are right-aligned in one batch, filled up at the front with columns at position
 -1, which write nothing; so every row's last column is the batch's last. `prefill_fork` serves two rows whose
 prompts differ in the last column only: one sequence of T + 1 columns instead of two of T.
 
@@ -27,9 +27,9 @@ class Prompt(NamedTuple):
 
     Attributes:
         tokens: [B, K, T].
-        input_pos: where the columns stand in their rows, [B, T]; -1 is padding.
+        input_pos: of the columns in their rows, [B, T]; -1 is padding.
         features: encoder features of all clips, [N, W], None where nothing was said.
-        feature_index: which feature stands in a column, [B, T], -1 for none.
+        feature_index: which feature a column takes, [B, T], -1 for none.
     """
 
     tokens: Tensor

@@ -5,7 +5,9 @@ Dimensions: K streams, A audio streams, F frames.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -39,13 +41,16 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
+        self._given: list[int] = []  # characters given out with and before each id
         self._context = 0  # first id that is decoded along
         self._shown = 0  # ids whose text has been given out
 
     def push(self, token: int) -> str:
         """The text that is known with one more token, maybe none."""
         self.ids.append(token)
-        return self._next(whole=True)
+        text = self._next(whole=True)
+        self._given.append(len(text) + (self._given[-1] if self._given else 0))
+        return text
 
     def finish(self) -> str:
         """What was held back."""
@@ -61,7 +66,7 @@ class TextStream:
 
     def tokens_of(self, characters: int) -> int:
         """How many of the tokens make at most so many characters."""
-        count = len(self.ids)
+        count = min(bisect_right(self._given, characters), len(self.ids))  # more tokens gave out more characters
         while count and len(self.tokenizer.decode(self.ids[:count])) > characters:
             count -= 1
         return count
@@ -104,6 +109,7 @@ class Reply:
         self.reason: Reason | None = None
         self._stop = StopText(stop)
         self.error: str | None = None
+        self._codec = codec
         self._sound = codec.stream() if codec is not None and task.audio else None
         self._sample_rate = codec.sample_rate if codec is not None else 0
         self._samples = 0  # given out so far
@@ -118,41 +124,50 @@ class Reply:
             self.fail(NOT_FINITE.format(len(self.columns)))
             return events
         self.columns.append(written.column)
-        if written.text is not None:
-            self._say(events, self._stop.push(self.text.push(written.text)))
-        else:  # the text has ended: nothing completes what was held back
-            self._say(events, self._stop.finish())
         full = written.frame is not None and len(self.frames) == self.max_frames
-        if written.frame is not None and not full:
-            self.frames.append(written.frame)
-            if self._sound is not None:
-                self._play(events, self._sound.push(torch.tensor(written.frame)[:, None]))
-        if self._stop.found:
-            self._cut()
-        elif written.done:
+        if written.done:
             self.reason = "end"
         elif full or len(self.columns) >= self.max_columns:
             self.reason = "length"
+        with self.decoding():
+            if written.text is not None:
+                self._say(events, self._stop.push(self.text.push(written.text)))
+            else:  # the text has ended: nothing completes what was held back
+                self._say(events, self._stop.finish())
+        if written.frame is not None and not full:
+            self.frames.append(written.frame)
+            if self._sound is not None:
+                with self.decoding(self._codec):
+                    self._play(events, self._sound.push(torch.tensor(written.frame)[:, None]))
         return events
 
     def fail(self, error: str) -> None:
         """The answer is broken; it ends here."""
         self.reason, self.error = "error", error
 
+    @contextmanager
+    def decoding(self, codec: AudioCodec | None = None) -> Iterator[None]:
+        """Let what goes wrong while text is decoded (or sound, by a codec) break this answer alone; only a lack of memory is
+        raised."""
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if codec is None:
+                self.fail(f"the answer's text cannot be decoded ({error}); is it the model's own tokenizer?")
+            else:
+                self.fail(f"codec {codec.name} cannot decode the answer ({error}); generate_batch(sound=False) gives its codes")
+
     def finish(self) -> list[TextDelta | AudioChunk]:
         """Text and sound that were held back for what might have followed."""
         events: list[TextDelta | AudioChunk] = []
-        self._say(events, self._stop.push(self.text.finish()) + self._stop.finish())
-        if self._stop.found:
-            self._cut()
+        with self.decoding():
+            self._say(events, self._stop.push(self.text.finish()) + self._stop.finish())
         if self._sound is not None:
-            self._play(events, self._sound.finish())
+            with self.decoding(self._codec):
+                self._play(events, self._sound.finish())
         return events
-
-    def _cut(self) -> None:
-        """A stop string was written: of the text's tokens only those before it stay."""
-        self.reason = "stop"
-        del self.text.ids[self.text.tokens_of(self._stop.characters) :]
 
     def codes(self, frames: int | None = None) -> Tensor | None:
         """The first frames (all by default), [A, F]; None where the task does not speak."""
@@ -162,6 +177,9 @@ class Reply:
         return torch.tensor(chosen).T if chosen else torch.zeros(self.layout.n_audio, 0, dtype=torch.long)
 
     def _say(self, events: list[TextDelta | AudioChunk], text: str) -> None:
+        if self._stop.found:  # of the text's tokens only those before the stop string stay
+            self.reason = "stop"
+            del self.text.ids[self.text.tokens_of(self._stop.characters) :]
         if text and self.task.audio:
             start = self._said
             self._said += sum(self.time.durations(text, self._reader))

@@ -18,8 +18,8 @@ Reason = Literal["end", "stop", "length", "cache", "cancelled", "error"]
 """Why an answer ended: the model ended it, a stop string was written, a limit was reached, the cache is full, it was
 cancelled, or it broke."""
 
-LINE = 120
-"""Most characters of a `repr`."""
+LINE, QUOTED = 120, 48
+"""Most characters of a `repr`, and of a text within it."""
 
 
 def brief(value: Any) -> str:
@@ -42,10 +42,10 @@ def brief(value: Any) -> str:
     return line if len(line) <= LINE else line[: LINE - 2] + "…)"
 
 
-def quoted(text: str, characters: int = 48) -> str:
+def quoted(text: str) -> str:
     """A text's `repr`, or the beginning of it."""
     shown = repr(text)
-    return shown if len(shown) <= characters else f"{shown[: characters - 2]}…{shown[0]}"
+    return shown if len(shown) <= QUOTED else f"{shown[: QUOTED - 2]}…{shown[0]}"
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,13 @@ class TextDelta:
 
 @dataclass(frozen=True, eq=False)
 class AudioChunk:
-    """The next samples [S] of the answer.
+    """The next samples [S] of the answer, exact: no later frame changes them.
 
     Attributes:
-        exact: no later frame changes them (always so for our codecs).
-        start, end: where they stand in the answer's sound, in seconds.
+        start, end: where they are in the answer's sound, in seconds.
     """
 
     samples: Tensor
-    exact: bool = True
     start: float = 0.0
     end: float = 0.0
 

@@ -1,21 +1,21 @@
-"""What the step runner takes and gives for a row: how it starts, where it stands, what a step wrote on it."""
+"""What the step runner takes and gives for a row: how it starts, where it is, what a step wrote on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from omni.generate.sampling import Sampling
+from omni.generate.sampling_config import Sampling
 from omni.model.acting import Acting
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a row begins its answer.
+    """How a row starts its answer.
 
     Attributes:
         text, audio: the streams it answers on.
-        position: where the prompt's last column stands in the cache.
+        position: of the prompt's last column in the cache.
         settings: sampling of each stream.
         key: of its random numbers (`seed_key`).
         partner: slot of the row that writes its text (text assist), None where it writes itself.

@@ -63,7 +63,7 @@ class Running:
         return find_task(self.exchange.turn.task)
 
     def go_on(self) -> None:
-        """Work begins, or begins again."""
+        """Work starts, or goes on."""
         self.busy, self.worker = True, threading.get_ident()
         self.clock.go_on()
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omni.errors import UserError
-from omni.generate.sampling_config import Sampling as Sampling
+from omni.generate.sampling_config import Sampling
 from omni.layout import Layout
 
 GREEDY = Sampling()
@@ -60,7 +60,7 @@ def _signed(x: int) -> int:
 
 def seed_key(seed: int, turn: int = 0) -> int:
     """Where a row's random numbers start, as an int64: any integer seed, and the number of the turn in a conversation."""
-    x = (seed + turn * _GOLDEN) & _MASK
+    x = (int(seed) + turn * _GOLDEN) & _MASK
     return _signed(_mix_int(x))
 
 
@@ -205,7 +205,7 @@ class Sampler:
         self._audio_index = index.to(device)
 
     def set(self, row: int, settings: Sequence[Sampling], key: int) -> None:
-        """Start a row anew with its settings, one per stream, and its key."""
+        """Give a row its settings, one per stream, and its key; what it wrote before is forgotten."""
         a = self.layout.n_audio
         device = self.key.device
         self.key[row] = key

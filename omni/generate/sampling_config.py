@@ -10,8 +10,7 @@ from omni.generate.results import brief
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an id is chosen from its logits. The filters apply in the order of the fields' listing here, last to first:
-    repetition penalty, temperature, top-k, top-p.
+    """How an id is chosen from its logits. Applied in this order: repetition penalty, temperature, top-k, top-p.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the likeliest id (greedy), and top-k and top-p have no

@@ -21,17 +21,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.errors import UserError
-from omni.generate.bounds import Bound, check_number
-from omni.generate.history import Exchange, Key, common_prefix, lay_out, written_key
+from omni.generate.bounds import check_number
+from omni.generate.history import Exchange, Held, check_room, fit
 from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
 from omni.generate.question import (
     NOT_HEARD,
     SAMPLE_RATE,
+    Asked,
     Question,
     encode_questions,
     is_finite,
@@ -49,7 +51,7 @@ from omni.hardware import synchronize
 from omni.model.acting import Acting, using
 from omni.model.lora import choice_of, edits_everywhere
 from omni.model.speech_model import SpeechModel
-from omni.tasks import TASKS, Columns, Task, Turn, answer, prompt
+from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
 
 
@@ -59,7 +61,8 @@ class Session:
     One answer at a time: `ask` gives its events as they come, `cancel` stops it from any thread.
 
     Args:
-        release: takes the runner back when the session ends.
+        past: what was said before; its questions are encoded one by one, as they were when they were asked.
+        release: called when the session ends; from then on the runner is somebody else's.
         edits: the name under which its edits are lent to the model (`omni.edit.lend`).
         time: how long the model's voice takes for a text.
     """
@@ -71,9 +74,11 @@ class Session:
         codec: AudioCodec | None,
         runner: Runner,
         options: Options,
-        release: Callable[[Runner], None] | None = None,
-        edits: str | None = None,
-        time: SpeechTime | None = None,
+        *,
+        past: Past,
+        release: Callable[[], None],
+        edits: str | None,
+        time: SpeechTime,
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options, self.time = options, time
@@ -83,15 +88,16 @@ class Session:
         self._system = read_system(options.system, tokenizer)
         self._runner: Runner | None = runner
         self._release = release
-        self._past: list[Exchange] = []
-        self._asked = 0
+        first = past.asked - len(past.turns)
+        self._past = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
+        self._asked = past.asked
+        if options.overflow == "end":
+            check_room(model.layout, self._past, self._system, runner.length)
         self._last: Running | None = None
         self._lock = threading.RLock()  # over what the history and the last answer are
         self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
         self._closing = False
-        self._fed: list[Key] = []  # columns that row 0 of the cache holds
-        self._everywhere: tuple[str, ...] = ()  # the edits of every row (`SpeechLM.edited`) that they were fed under
-        self._high = 0  # positions ever written there since it was last empty
+        self._held = Held()
         _OPEN.add(self)
 
     # --- what a caller does -----------------------------------------------------------------------------------
@@ -115,21 +121,18 @@ class Session:
             seed: of this answer's draws; by default made of the session's seed and the turn's number.
 
         Raises:
-            UserError: a bad question, features of it that are not finite, no room left in the cache (see
+            UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
                 `Options.overflow`), another answer being made in another thread, an adapter that was removed or
                 merged meanwhile, or a closed session.
         """
         clock = Clock()
+        if seed is not None:
+            check_number("seed", seed)
         self._open()
         self._settle(self._last)
         self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
         asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
-        with using(self._choice):
-            (features,) = encode_questions(self.model, [asked])
-        synchronize(self.model.device)
-        encoded = clock.seconds
-        if not is_finite(features):
-            raise UserError(NOT_HEARD)
+        features, encoded = self._encode(asked), clock.seconds
         layout = self.model.layout
         frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
         stop = self.options.stops
@@ -141,7 +144,8 @@ class Session:
             self._settle(self._last)  # once more: another thread may have asked meanwhile
             clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
             before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
-            columns, keys = self._lay_out(exchange, runner.length)
+            forget = self.options.overflow == "forget"
+            self._past, columns, keys = fit(layout, before, exchange, self._system, runner.length, forget)
             key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
             self._asked += 1
             running = self._last = Running(exchange, before, columns, keys, reply, self.codec, clock, key, encode=encoded)
@@ -159,15 +163,17 @@ class Session:
         """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
         text, sound = [], [torch.zeros(0)]
         ended = Ended("cancelled", Timings())
-        for event in self.ask(question, task, sample_rate=sample_rate, seed=seed):
+        events = self.ask(question, task, sample_rate=sample_rate, seed=seed)
+        last, codec = self._last, self.codec
+        assert last is not None
+        for event in events:
             if isinstance(event, TextDelta):
                 text.append(event.text)
             elif isinstance(event, AudioChunk):
                 sound.append(event.samples)
             else:
                 ended = event
-        last, codec = self._last, self.codec
-        turn = last.delivered().turn if ended.reason == "error" and last is not None else self.turns[-1]
+        turn = last.delivered().turn
         return Answer(
             text="".join(text),
             audio=torch.cat(sound) if codec is not None and turn.codes is not None else None,
@@ -196,7 +202,7 @@ class Session:
         """
         for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
             if value is not None:
-                check_number(name, value, _HEARD[name])
+                check_number(name, value)
         with self._lock:
             last = self._last
             if last is None:
@@ -233,7 +239,7 @@ class Session:
 
     def __repr__(self) -> str:
         runner, turns = self._runner, len(self._past)
-        place = "closed" if runner is None else f"{len(self._fed)} of {runner.length} positions"
+        place = "closed" if runner is None else f"{len(self._held.keys)} of {runner.length} positions"
         adapter = f", adapter={self.options.adapter!r}" if self.options.adapter else ""
         return f"Session({turns} turn{'' if turns == 1 else 's'}, {place}{adapter})"
 
@@ -253,8 +259,8 @@ class Session:
                 self._idle.wait()
             self._settle(self._last)
             runner, self._runner = self._runner, None
-        if runner is not None and self._release is not None:
-            self._release(runner)
+        if runner is not None:
+            self._release()
 
     def __enter__(self) -> Session:
         return self
@@ -293,14 +299,19 @@ class Session:
                 self.close()
         yield Ended(reason, running.timings(), reply.error)
 
+    def _encode(self, asked: Asked) -> Tensor | None:
+        """Features of a question, waited for; UserError where they are not finite."""
+        with using(self._choice):
+            (features,) = encode_questions(self.model, [asked])
+        if not is_finite(features):
+            raise UserError(NOT_HEARD)
+        return features
+
     def _begin(self, running: Running, runner: Runner) -> None:
         """Bring the cache to the end of the question and write the answer's first column."""
         model, task, keys = self.model, running.task, running.keys
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
-        everywhere = edits_everywhere(model)
-        if everywhere != self._everywhere:  # what the cache holds was made with other edits than act now
-            self._fed, self._everywhere = [], everywhere
-        keep = self._rewind(common_prefix(self._fed, keys[:-1]), runner)
+        keep = self._held.keep(keys, edits_everywhere(model), runner.cache)
         question = pack(model.layout, [running.columns], features, [keep])
         start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, acting=self._acting)
         if self.options.text_assist and task.text and task.audio:
@@ -312,31 +323,17 @@ class Session:
             with using(self._choice):
                 hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
             starts = [start]
-        self._fed, self._high = list(keys), max(self._high, len(keys))
+        self._held.keys = list(keys)
         synchronize(model.device)
         running.prefill = running.clock.seconds
         running.rows = runner.begin(0, hidden, starts)
-
-    def _rewind(self, keep: int, runner: Runner) -> int:
-        """Make row 0 hold the first `keep` of its columns and no more; how many it does hold then.
-
-        In a sliding window's ring the slots before them may have been written over: then it is emptied.
-        """
-        cache = runner.cache
-        if keep == 0 or (cache.ring and self._high - keep > cache.chunk):
-            cache.reset([0])
-            keep = self._high = 0
-        else:
-            cache.rewind(0, keep)
-        self._fed = self._fed[:keep]
-        return keep
 
     def _written(self, running: Running, runner: Runner, flush: bool) -> Iterator[TextDelta | AudioChunk]:
         """Events of what the steps wrote on the speaking row. An assisting row that has ended its text leaves."""
         for row, written in runner.results(flush):
             if running.settled:  # while the event before was looked at: the rows belong to others now
                 return
-            if row is running.rows[0] and running.reply.reason is None:
+            if row is running.rows[0]:
                 yield from running.reply.write(written)
             elif row.done:
                 runner.leave(row)
@@ -349,7 +346,7 @@ class Session:
             self._go_on(running)
 
     def _go_on(self, running: Running) -> None:
-        """Work on an answer begins, or begins again; one that was settled meanwhile is `cancelled`, and is left alone."""
+        """Work on an answer starts, or goes on; where it was settled meanwhile it is `cancelled`, and soon over."""
         with self._lock:
             running.go_on()
 
@@ -360,21 +357,6 @@ class Session:
             self._idle.notify_all()
 
     # --- the history ------------------------------------------------------------------------------------------
-
-    def _remember(self, past: Past) -> None:
-        """Begin with a past; its questions are encoded one by one, as they were when they were asked."""
-        exchanges = []
-        for number, asked in enumerate(past.turns, past.asked - len(past.turns)):
-            with using(self._choice):
-                (features,) = encode_questions(self.model, [asked])
-            exchanges.append(Exchange(asked.turn, features, number, asked.clip))
-        taken = sum(len(prompt(self.model.layout, e.turn)) + len(answer(self.model.layout, e.turn)) for e in exchanges)
-        if self.options.overflow == "end" and taken >= self._open().length:
-            raise UserError(
-                f"the history takes {taken} positions, but the session's cache has {self._open().length}: leave its oldest "
-                "turns out, use overflow='forget', or give a larger context"
-            )
-        self._past, self._asked = exchanges, past.asked
 
     def _settle(self, running: Running | None) -> None:
         """Put an answer into the history as it was delivered (once), and free its rows: whoever still holds its iterator
@@ -390,8 +372,7 @@ class Session:
             runner = self._runner
             assert runner is not None  # it is given back after the last answer was settled
             if running.rows:
-                self._high = max(self._high, running.rows[0].position)
-                self._fed += [written_key(column) for column in running.reply.columns[:-1]]
+                self._held.add(running.reply.columns[:-1], running.rows[0].position)
             for row in running.rows:
                 runner.leave(row)
             running.rows = []
@@ -399,34 +380,13 @@ class Session:
             if running.reply.error is None:
                 self._past.append(running.delivered())
             else:
-                self._past, self._asked, self._fed = running.before, running.exchange.number, []
-
-    def _lay_out(self, exchange: Exchange, length: int) -> tuple[Columns, list[Key]]:
-        """The conversation's columns with the new question, after forgetting what finds no room."""
-        past, forget = list(self._past), self.options.overflow == "forget"
-        columns, keys = lay_out(self.model.layout, past, exchange, self._system)
-        while forget and past and len(keys) > length - length // 4:
-            del past[0]
-            columns, keys = lay_out(self.model.layout, past, exchange, self._system)
-        if len(keys) >= length:
-            way = "shorten the question" if forget else "use overflow='forget', or start a new session"
-            raise UserError(
-                f"history and question take {len(keys)} positions, but the session's cache has {length} and an "
-                f"answer needs some: {way}, or give a larger context"
-            )
-        self._past = past
-        return columns, keys
+                self._past, self._asked, self._held.keys = running.before, running.exchange.number, []
 
     def _open(self) -> Runner:
         if self._runner is None or self._closing:
             raise UserError("this session is closed; start a new one")
         return self._runner
 
-
-_HEARD = {
-    "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),
-    "shown_characters": Bound(0, 2**63 - 1, "by default all that was handed over was shown"),
-}
 
 _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -437,9 +397,3 @@ def _close_all() -> None:
     for session in list(_OPEN):
         if session._last is None or not session._last.busy:
             session.close()
-
-
-def find_writer(task: Task) -> Task:
-    """The task of the assisting row: asked in the same way, for text only."""
-    wanted = (task.question, task.marker, True, False)
-    return next(t for t in TASKS.values() if (t.question, t.marker, t.text, t.audio) == wanted)

@@ -13,21 +13,20 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.config import ModelConfig
 from omni.edit.deltas import Edits
-from omni.edit.lend import edited_everywhere, lend, lent
+from omni.edit.lend import Bases, edited_everywhere, lend, lent
 from omni.errors import UserError
-from omni.generate.batch import Batch
+from omni.generate.batch import Batch, one_each
+from omni.generate.bounds import check_number
 from omni.generate.messages import History, read_history
 from omni.generate.options import Keywords, SamplingNames, SessionOptions, make_options
 from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
@@ -40,9 +39,8 @@ from omni.hardware import find_device, find_dtype
 from omni.layout import Layout
 from omni.model.acting import Acting
 from omni.model.linears import linears_of
-from omni.model.lora import CHANGING, activate, active_names, adapter_names, attach, remove_adapter, take_back
-from omni.model.lora_weights import base_weight
-from omni.model.quantize import plain_checksum
+from omni.model.lora import activate, active_names, adapter_names, attach, remove_adapter, take_back
+from omni.model.lora_weights import base_weight, has_weight
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
 from omni.text import Tokenizer
@@ -102,7 +100,7 @@ class SpeechLM:
         self._graph, self._compile = graph, compile
         self._idle: list[Runner] = []
         self._lock = threading.Lock()
-        self._checked: weakref.WeakValueDictionary[tuple[Any, ...], Edits] = weakref.WeakValueDictionary()
+        self._bases = Bases()
 
     @classmethod
     def from_pretrained(
@@ -132,7 +130,7 @@ class SpeechLM:
         loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
-        LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, repr(lm))
+        LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, lm)
         return lm
 
     def __repr__(self) -> str:
@@ -167,7 +165,7 @@ class SpeechLM:
         from omni.checkpoint.peft import check_base, load_adapter
 
         weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
-        whole = [n for n in weights.whole if n not in weights.copies or not self._has(n, weights.whole[n])]
+        whole = [n for n in weights.whole if n not in weights.copies or not has_weight(self.model, n, weights.whole[n])]
         if whole:
             raise UserError(
                 f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
@@ -199,14 +197,6 @@ class SpeechLM:
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
 
-    def _has(self, name: str, value: Tensor) -> bool:
-        """Whether a linear has this weight."""
-        linear = linears_of(self.model).get(name.removesuffix(".weight"))
-        if linear is None or plain_checksum(linear) is not None:
-            return False
-        own = torch.as_tensor(base_weight(linear))
-        return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
-
     def session(self, *, context: int | None = None, history: History | None = None, **values: Unpack[Keywords]) -> Session:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
@@ -221,29 +211,32 @@ class SpeechLM:
             TypeError: an unknown keyword.
             UserError: a bad value, a history of another layout or codec, or one that finds no room.
         """
-        options = make_options(values, "session", ("context", "history"))
-        if context is not None and context < 1:
-            raise UserError(f"context is {context}; a session's cache needs at least one position")
+        return self._session("session", ("context", "history"), values, context, history)
+
+    def _session(
+        self, call: str, also: Sequence[str], values: Any, context: int | None = None, history: History | None = None
+    ) -> Session:
+        """A session for a call of that name, which takes keywords `also` besides those of `Options`."""
+        options = make_options(values, call, also)
+        if context is not None:
+            check_number("context", context)
         length = min(context or 4096, self.config.decoder.context)
-        self._check(options.edits)
+        self._bases.check(self.model, options.edits)
         past = read_history(history, self.model, self.tokenizer, self.codec)
-        with ExitStack() as undo:
+        stack = ExitStack()
+        try:
             name = None
             if options.edits is not None:
                 name = lend(self.model, options.edits)
-                undo.callback(take_back, self.model, name)
+                stack.callback(take_back, self.model, name)
             runner = self._take(2 if options.text_assist else 1, length, exact=context is not None)
-            undo.callback(self._give, runner)
-
-            def release(runner: Runner) -> None:
-                if name is not None:
-                    take_back(self.model, name)
-                self._give(runner)
-
-            session = Session(self.model, self.tokenizer, self.codec, runner, options, release, name, self.speech_time)
-            session._remember(past)
-            undo.pop_all()
-        LOG.debug("a session begins, of %d positions and %d earlier turns", runner.length, len(past.turns))
+            stack.callback(self._give, runner)
+            parts = (self.model, self.tokenizer, self.codec, runner, options)
+            session = Session(*parts, past=past, release=stack.close, edits=name, time=self.speech_time)
+        except BaseException:
+            stack.close()
+            raise
+        LOG.debug("a session of %d positions starts, with %d earlier turns", runner.length, len(past.turns))
         return session
 
     def stream(
@@ -266,7 +259,7 @@ class SpeechLM:
             TypeError: an unknown keyword.
             UserError: a bad question, option or task, at once.
         """
-        session = self._single("stream", options)
+        session = self._session("stream", _QUESTION, options, options.pop("context", None))
         try:
             events = session.ask(question, task, sample_rate=sample_rate)
         except BaseException:
@@ -283,13 +276,8 @@ class SpeechLM:
         **options: Unpack[SessionOptions],
     ) -> Answer:
         """Answer one question and return when the answer is whole; arguments as for `stream`."""
-        with self._single("generate", options) as session:
+        with self._session("generate", _QUESTION, options, options.pop("context", None)) as session:
             return session.answer(question, task, sample_rate=sample_rate)
-
-    def _single(self, call: str, values: SessionOptions) -> Session:
-        """The session of one question."""
-        make_options({name: value for name, value in values.items() if name != "context"}, call, _QUESTION)
-        return self.session(**values)
 
     def generate_batch(
         self,
@@ -321,30 +309,18 @@ class SpeechLM:
             sampling, max_seconds, max_tokens, max_new_tokens, stop, more: as for `session`, for all.
             system: a system message for all, or one per question ("" for none).
         """
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; it must be at least 1")
-        tasks = [task] * len(questions) if isinstance(task, (str, Task)) else list(task)
-        seeds = [seed] * len(questions) if isinstance(seed, int) else list(seed)
-        adapters = [adapter] * len(questions) if adapter is None or isinstance(adapter, str) else list(adapter)
-        corrections = [edits] * len(questions) if edits is None or isinstance(edits, Edits) else list(edits)
-        systems: list[Any] = list(system) if isinstance(system, (list, tuple)) else [system] * len(questions)
-        each: dict[str, Sequence[object]] = {
-            "tasks": tasks,
-            "seeds": seeds,
-            "adapters": adapters,
-            "edits": corrections,
-            "system messages": systems,
-        }
-        for name, given in each.items():
-            if len(given) != len(questions):
-                raise UserError(f"{len(given)} {name} for {len(questions)} questions; give one for all, or one each")
+        check_number("batch_size", batch_size)
+        given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
+        tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
+        for one in seeds:
+            check_number("seed", one)
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
         asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
         options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
-        for one in corrections:
-            self._check(one)
+        for own in corrections:
+            self._bases.check(self.model, own)
         with lent(self.model, corrections) as names:
             acting: list[Acting] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
             return batch.answer(asked, seeds, batch_size, acting)
@@ -358,24 +334,9 @@ class SpeechLM:
         Raises:
             UserError: edits of another model.
         """
-        self._check(edits)
+        self._bases.check(self.model, edits)
         with edited_everywhere(self.model, edits):
             yield self
-
-    def _check(self, edits: Edits | None) -> None:
-        """Refuse edits of other weights (once, while nobody writes them: their checksum takes a reading of the weights)."""
-        if edits is None:
-            return
-        if not isinstance(edits, Edits):
-            raise UserError(f"edits are {repr(edits)[:80]}; give what load_edits(folder, lm.model) reads (omni.edit)")
-        modules = dict(self.model.named_modules())
-        weights = [getattr(modules.get(name), "weight", None) for name in edits.deltas]
-        now = (id(edits), *((id(weight), getattr(weight, "_version", 0)) for weight in weights))
-        if edits.base is None or self._checked.get(now) is edits:
-            return
-        with CHANGING:
-            edits.check_base(self.model)
-        self._checked[now] = edits
 
     # --- caches -------------------------------------------------------------------------------------------------------
 

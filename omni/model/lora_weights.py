@@ -163,6 +163,15 @@ def base_weight(linear: nn.Module) -> Tensor | int:
     return known if known is not None else original if original is not None else dense_weight(linear)
 
 
+def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
+    """Whether the linear of a weight's name has this one, or begins with it (text rows may have been added)."""
+    linear = linears_of(model).get(name.removesuffix(".weight"))
+    if linear is None or plain_checksum(linear) is not None:
+        return False
+    own = torch.as_tensor(base_weight(linear))
+    return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
+
+
 @torch.no_grad()
 def replace_whole(model: nn.Module, weights: AdapterWeights, where: str) -> None:
     """Put the parameters that learnt beside an adapter into a model; UserError where one does not fit."""

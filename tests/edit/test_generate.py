@@ -226,7 +226,7 @@ def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, 
         with lm.session(**ASKED) as session:
             for number, question in enumerate(turns):
                 if anew:
-                    session._fed = []
+                    session._held.keys = []
                 with lm.edited(edits) if number == 1 else nullcontext():
                     answers.append(session.answer(question))
         return answers

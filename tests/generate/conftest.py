@@ -38,14 +38,14 @@ class EchoCodec(AudioCodec):
         self.codebook_sizes = codebook_sizes
 
     def stream(self, seed: int = 0) -> CodecStream:
-        return _EchoStream(self)
+        return EchoStream(self)
 
     def _encode(self, audio: Tensor) -> Tensor:
         level = (audio[:: self.frame_samples].abs() * 5).long()
         return torch.stack([level % n for n in self.codebook_sizes])
 
 
-class _EchoStream(CodecStream):
+class EchoStream(CodecStream):
     held: Tensor | None = None
 
     def _sound(self, codes: Tensor, after: Tensor) -> Tensor:

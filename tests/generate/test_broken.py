@@ -19,7 +19,8 @@ from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import broken_rows
 from omni.model.lora import activate, add_adapter
 from omni.model.low_rank import LoRAConfig
-from tests.generate.conftest import LAYOUTS, make_lm, tone
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, EchoStream, make_lm, tone
 from tests.generate.session_toys import ASKED, TALKATIVE
 
 NAN = float("nan")
@@ -132,6 +133,10 @@ def test_features_that_are_not_finite_are_refused_and_spoil_no_clip_beside_them(
         with pytest.raises(UserError, match="features of the question that are not finite"):
             session.ask(clips[0])
         assert not session.turns
+    with lm.session(**SHORT) as session:
+        session.answer(clips[0])
+    with pytest.raises(UserError, match="features of the question that are not finite"):
+        lm.session(adapter=huge, history=session.history)
     answers = lm.generate_batch(clips, adapter=[None, huge, None], **SHORT)
     assert broke(answers[1]) and [said(answers[i]) for i in (0, 2)] == [clean[0], clean[2]]
 
@@ -172,6 +177,18 @@ def test_a_codec_that_fails_for_one_answer_leaves_the_others(monkeypatch: pytest
     assert answers[1].error is not None and "codec echo cannot decode the answer (no such code)" in answers[1].error
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_memory_that_ran_out_is_no_answer_s_fault(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Tensor:
+        raise error("no memory")
+
+    lm = make_lm(LAYOUTS["pad"])
+    monkeypatch.setattr(EchoStream, "_push", full)
+    for answer in (lm.generate, lambda question, *rest, **options: lm.generate_batch([question], *rest, **options)):
+        with pytest.raises(error, match="no memory"):
+            answer("one", "T1A2", **SHORT)  # type: ignore[operator]
+
+
 # --- sessions -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +213,29 @@ def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
             return out, [(turn.text, turn.task) for turn in session.turns]
 
     assert talk(True) == talk(False)
+
+
+@pytest.mark.parametrize("place, says", [
+    ((EchoStream, "_push"), "codec echo cannot decode the answer (no such code)"),
+    ((EchoStream, "_finish"), "codec echo cannot decode the answer (no such code)"),
+    ((Tokenizer, "decode"), "the answer's text cannot be decoded (no such code)"),
+])  # fmt: skip
+def test_an_answer_that_cannot_be_decoded_ends_and_is_not_remembered(
+    place: tuple[type, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+
+    def failing(*_: object) -> None:
+        patch.undo()  # once
+        raise RuntimeError("no such code")
+
+    with lm.session(**SHORT) as session, lm.session(**SHORT) as other:
+        assert said(session.answer("one", "T1A2")) == said(other.answer("one", "T1A2"))
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, failing)
+            answer = session.answer("two", "T1A2")
+        assert answer.ended == "error" and answer.error is not None and answer.error.startswith(says)
+        assert len(session.turns) == 1 and said(session.answer("three", "T1A2")) == said(other.answer("three", "T1A2"))
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -78,7 +78,7 @@ def test_loudness_does_not_depend_on_the_pieces() -> None:
     whole.push(sound)
     for piece in sound.split(77):
         pieces.push(piece)
-    assert pieces.levels == whole.levels
+    assert pieces.levels() == whole.levels()
     assert whole.speech() == [(pytest.approx(0.03), pytest.approx(0.29)), (pytest.approx(0.53), pytest.approx(0.67))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "limit": ({"max_new_tokens": 0}, UserError, "max_new_tokens is 0"),
     "no stop": ({"stop": ["a", ""]}, UserError, r"stop is \['a', ''\]"),
     "number": ({"stop": [3]}, UserError, r"stop is \[3\]"),
+    "one number": ({"stop": 5}, UserError, "stop is 5; it must be a text"),
+    "no sampling": ({"sampling": 0.7}, UserError, "sampling is 0.7; give a Sampling"),
+    "large seed": ({"seed": 2**70}, UserError, "seed is 1180591620717411303424; it must be"),
+    "half a seed": ({"seed": 1.5}, UserError, "seed is 1.5; give a whole number"),
     "close": ({"temprature": 0.5}, TypeError, r"\(\) has no keyword 'temprature'; did you mean 'temperature'\?"),
     "far": ({"xyzzy": 0.5}, TypeError, "'xyzzy'; known: .*sampling.*temperature"),
 }
@@ -85,6 +90,27 @@ def test_mistakes_are_told(name: str) -> None:
     if kind is TypeError:
         with pytest.raises(TypeError, match="generate_batch"):
             lm.generate_batch(["hi"], "T1T2", **keywords)
+
+
+def test_a_question_s_own_seed_is_checked_before_a_turn_is_forgotten() -> None:
+    with make_lm(LAYOUTS["pad"]).session(context=40, overflow="forget", max_tokens=20, top_k=3) as session:
+        session.answer("hello", "T1T2")
+        for seed in (1.5, 2**70, "x"):
+            with pytest.raises(UserError, match="^seed is "):
+                session.ask("a question without room for more", "T1T2", seed=seed)  # type: ignore[arg-type]
+        assert len(session.turns) == 1
+
+
+def test_numpy_s_whole_numbers_are_numbers() -> None:
+    lm, two = make_lm(LAYOUTS["pad"]), np.int64(2)
+    options: dict[str, Any] = {"task": "T1T2", "top_k": 3, "max_tokens": 9}
+    wanted = lm.generate("hello", seed=2, **options).tokens
+    assert lm.generate("hello", seed=two, context=np.int64(64), **options).tokens == wanted
+    for seeds in (two, np.array([2, 2])):
+        answers = lm.generate_batch(["hello", "hello"], seed=seeds, batch_size=two, **options)
+        assert [answer.tokens for answer in answers] == [wanted] * 2
+    with lm.session(top_k=3, max_tokens=9) as session:
+        assert session.answer("hello", "T1T2", seed=two).tokens == wanted
 
 
 # --- stop strings -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -56,3 +58,32 @@ def test_tokens_of_counts_whole_tokens() -> None:
     for token in tokenizer.encode("añb"):  # 1 + 2 + 1 bytes
         stream.push(token)
     assert [stream.tokens_of(n) for n in range(5)] == [0, 1, 3, 4, 4]
+
+
+def byte_fallback() -> Tokenizer:
+    """A tokenizer of which half a character in a run of bytes spoils the whole run: each byte is then one of its own."""
+    inner = tokenizers.Tokenizer(models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(inner)
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer.bytes(), byte_fallback()], ids=["bytes", "fallback"])
+@pytest.mark.parametrize("text", [*TEXTS, "你好世界 \U0001f680\U0001f469\u200d\U0001f680 ñandú", "éé" * 9])
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_tokens_of_counts_as_a_scan_of_every_prefix_and_decodes_few(
+    tokenizer: Tokenizer, text: str, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, ids = TextStream(tokenizer), tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    for token in ids[: len(ids) - missing]:
+        stream.push(token)
+    stream.finish()
+    lengths = [len(tokenizer.decode(stream.ids[:n])) for n in range(len(stream.ids) + 1)]
+    calls: list[Sequence[int]] = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: calls.append(ids) or decode(ids))
+    for characters in range(lengths[-1] + 2):
+        wanted = max(n for n, length in enumerate(lengths) if length <= characters)
+        calls.clear()
+        assert stream.tokens_of(characters) == wanted
+        assert len(calls) <= 5

@@ -212,7 +212,7 @@ def test_training_writes_a_cut_answer_as_a_session_feeds_it(
         cut(session, ask(chatty, session, begun, 1))
         events = ask(chatty, session, begun, 2)
         assert session._last is not None
-        fed = torch.tensor([key[: len(layout)] for key in session._fed]).T
+        fed = torch.tensor([key[: len(layout)] for key in session._held.keys]).T
         asked = replace(session._last.exchange.turn, text=(1,))
         whole = example(layout, [*(replace(turn, cut=True) for turn in session.turns), asked])
         assert torch.equal(whole.tokens[:, : fed.shape[1]], fed)
@@ -236,6 +236,26 @@ def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(
         session.cancel(played_seconds=0.04)
         list(ask(lm, session, begun, 2))
         assert session._runner is not None and session._runner.cache.ring
+        assert begun[-1][1] == 0
+
+
+def test_a_prefill_that_fails_is_known_to_have_written_over_slots(
+    layout: Layout, begun: list[tuple[Tensor, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = make_lm(layout, window=6)
+    init, prefill = Runner.__init__, session_module.prefill
+    monkeypatch.setattr(Runner, "__init__", lambda self, *a, **k: init(self, *a, **{**k, "chunk": 4}))
+
+    def failing(*args: Any) -> Any:
+        prefill(*args)
+        raise RuntimeError("no memory")
+
+    with lm.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=12) as session:
+        list(ask(lm, session, begun, 0))
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+            patch.setattr(session_module, "prefill", failing)
+            list(session.ask(*ASKED[1]))
+        list(ask(lm, session, begun, 2))
         assert begun[-1][1] == 0
 
 
@@ -318,7 +338,7 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
     """The listener interrupts the last answer just when the next is asked: either the new layout has the cut, or the
     cancel goes to the new answer; the history and what the cache is told must never differ."""
     lm = make_lm(layout)
-    laid_out = session_module.lay_out
+    fit = session_module.fit
     with lm.session(sampling=TALKATIVE, seed=11, max_seconds=1.0) as session:
         list(session.ask(*ASKED[1]))
 
@@ -327,10 +347,10 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
             thread.start()
             thread.join(0.2)
             threads.append(thread)
-            return laid_out(*args)
+            return fit(*args)
 
         threads: list[threading.Thread] = []
-        monkeypatch.setattr(session_module, "lay_out", slowly)
+        monkeypatch.setattr(session_module, "fit", slowly)
         before = list(session._past)
         events = session.ask(*ASKED[4])
         for thread in threads:

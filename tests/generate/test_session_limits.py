@@ -89,6 +89,15 @@ def test_a_system_message_is_before_every_question_and_never_forgotten(layout: L
         assert max(lengths) < 6 and [turn.system for turn in session.turns[1:]] == [()] * (lengths[-1] - 1)
 
 
+def test_a_history_needs_room_for_its_system_message_too() -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    lm.session(history=history, context=12).close()
+    with pytest.raises(UserError, match="the history takes 21 positions, but the session's cache has 12"):
+        lm.session(history=history, context=12, system="be brief")
+    lm.session(context=5, system="be brief").close()  # nothing was said, and the first question is refused
+
+
 def test_limits_end_an_answer(lm: SpeechLM) -> None:
     spoken = lm.generate("hello", "T1A1", max_seconds=0.2)
     assert spoken.ended == "length" and spoken.codes is not None and spoken.codes.shape[1] == 5
