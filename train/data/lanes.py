@@ -91,7 +91,7 @@ class Lane:
                         f"raise packing.length {packing.length} where it is too small"
                     )
             else:
-                self.counts.add(self.pipeline.source(example.draw), example.tasks)
+                self.counts.add(example.source, example.tasks)
                 self.buffer.append(example)
                 filled += len(example.columns)
         chosen = choose([len(example.columns) for example in self.buffer], packing.length)
