@@ -152,6 +152,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         validate=validate if validator is not None else None,
         export=export,
         draw=lambda: pictures(folder),
+        broken_limit=config.data.broken_limit,
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
         examined=(held_out.rows, held_out.examples) if held_out is not None else (0, 0),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from train.balance.feed import CountedStep, CountingFeed
 from train.balance.run import Balancing
 from train.balance.section import BalanceSection
 from train.config import BudgetConfig, FitConfig, completed
-from train.data.lanes import merge, remember
+from train.data.lanes import States, merge, remember
 from train.data.loader import process_lanes
-from train.data.unused import Counts
 from train.feed import Feed, Step
 from train.held_out import held_out_loss
-from train.logs import Logs
+from train.logs import LeftOut, Logs
 from train.meter import Meter
 from train.optim import Average, build_optimizer, set_learning_rate, set_trainable
 from train.parallel import Team, accumulating, compile_blocks, full_state
@@ -40,8 +40,6 @@ from train.step_times import StepTimes
 from train.stop import Stop
 from train.watch import Watch
 
-UNUSED = "unused.csv"
-"""Rows that were not used: how many of which source and task, why, and the first of each."""
 GIVE_UP = 10
 """Steps one after another that may be left out because their gradients are no numbers."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
@@ -81,7 +79,6 @@ class Loop:
         self.exported: Path | None = None
         self.told: str | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
-        self.unused, self.known_faults = 0.0, set[tuple[str, str, str]]()
         torch.manual_seed(config.seed + 1 + self.team.rank)
         self._resume()
         self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
@@ -89,6 +86,7 @@ class Loop:
         self.progress = Progress(config.log.progress if self.team.first else "off", start)
         if self.told is not None:
             self.progress.say(self.told)
+        self.left_out = LeftOut(folder, self.team, self.progress.say, parts.broken_limit)
         self.before, self.since = self.position.seconds, time.perf_counter()
         self.times, self.first_step, self.shown = StepTimes(), self.position.step + 1, self.position.seconds
 
@@ -106,7 +104,8 @@ class Loop:
                 self.times.begin()
                 while not stopped and self._used() < 1:
                     self.meter.start()
-                    step = self._next(feed)
+                    with self._data():
+                        step = feed.next()
                     position.seconds = step.seconds
                     if self._used() >= 1:
                         break
@@ -161,10 +160,11 @@ class Loop:
             self.team, len(self.lanes), max(self.config.objective.ctc_weight, self.config.objective.ctc_final or 0) > 0,
         )  # fmt: skip
 
-    def _next(self, feed: Feed) -> Step:
-        """The next step. Broken data end the run, but not what was learnt before them."""
+    @contextmanager
+    def _data(self) -> Iterator[None]:
+        """Broken data end the run, but the state is saved before."""
         try:
-            return feed.next()
+            yield
         except UserError:
             if self.position.step:
                 self._save()
@@ -227,14 +227,15 @@ class Loop:
         figures["lr"] = lr
         figures["seconds"] = position.seconds
         figures["gradient_norm"] = float(self.norm)
-        figures.update(self._left_out())
-        self._tell_unused(sum(figures.get(f"rows_{kind}", 0.0) for kind in ("skipped", "broken")))
+        figures |= self.left_out.figures(self._own_lanes().values())
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
             self.logs.metrics(position.step, figures)
             if balance:
                 self.logs.balance(position.step, balance)
+        with self._data():
+            self.left_out.check()
 
     def _line_is_due(self) -> bool:
         """Whether the screen shows this step although the log has no row of it; the same in all processes."""
@@ -255,27 +256,6 @@ class Loop:
         line = self.times.end(self.position.step, left_out=told)
         if line is not None:
             self.progress.say(line)
-
-    def _left_out(self) -> Figures:
-        """Rows that were too long or broken and therefore not used, since the beginning of the run."""
-        own = [lane for lane in self.position.lanes.values() if lane["lane"] in self.lanes]
-        kinds = ("skipped", "broken")
-        counts = self.team.sum(torch.tensor([sum(lane.get(kind, 0) for lane in own) for kind in kinds]))
-        return {f"rows_{kind}": count for kind, count in zip(kinds, counts.tolist(), strict=True) if count}
-
-    def _tell_unused(self, count: float) -> None:
-        """Write down which rows were not used, of which source and why, where there are more than before; say what is new."""
-        if count == self.unused:
-            return
-        self.unused = count
-        own = [lane.get("counts", {}) for lane in self.position.lanes.values() if lane["lane"] in self.lanes]
-        counts = Counts.joined(one for of in self.team.gather(own) for one in of)
-        for key, line in counts.lines().items():
-            if key not in self.known_faults:
-                self.progress.say(f"{line}; see {self.folder / UNUSED}")
-        self.known_faults |= counts.unused.keys()
-        if counts.unused:
-            self.team.first_alone(lambda: shelf.write_text(self.folder / UNUSED, counts.table()))
 
     def _check_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
@@ -363,8 +343,7 @@ class Loop:
         if position.validated[0] != position.step:
             position.figures = {}
         position.scaler = self.fabric.strategy.precision.state_dict()
-        own = {key: lane for key, lane in position.lanes.items() if lane["lane"] in self.lanes}
-        whole = replace(position, lanes=merge(self.team.gather(own)))  # others' may date from the last start
+        whole = replace(position, lanes=merge(self.team.gather(self._own_lanes())))  # others' may date from the last start
         balance = None
         if self.balance is not None:
             balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
@@ -374,6 +353,9 @@ class Loop:
     def _prune(self) -> None:
         keep = self.config.checkpoint
         shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
+
+    def _own_lanes(self) -> States:
+        return {key: lane for key, lane in self.position.lanes.items() if lane["lane"] in self.lanes}
 
     def _is_saved(self) -> bool:
         return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)

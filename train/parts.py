@@ -36,6 +36,7 @@ class Parts:
         export: writes the finished model and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
             first process only.
+        broken_limit: share of a source's draws for a task that may be broken.
         sources: what the examples come from, and the number of rows, None where they are made without end.
         examined: rows and examples that are held out, over all processes.
     """
@@ -54,6 +55,7 @@ class Parts:
     validate: Callable[[dict[str, Tensor], int], Figures] | None = None
     export: Callable[[dict[str, Tensor]], Path] | None = None
     draw: Callable[[], dict[str, Path]] | None = None
+    broken_limit: float = 1.0
     sources: Sequence[tuple[str, int | None]] = ()
     examined: tuple[int, int] = (0, 0)
 

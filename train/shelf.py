@@ -15,7 +15,7 @@ from omni.errors import UserError
 FORMAT = 1
 STATE, LAST = "state.json", "last"
 OF_A_RUN = (
-    *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv"),
+    *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv", "unused.csv"),
     *("curves.png", "spectrogram.png", "balance.png"),
 )
 """What `resume: restart` deletes of a run folder."""
@@ -113,7 +113,7 @@ def annotate(folder: Path, **entries: Any) -> None:
 FREE = (
     "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy",
     "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
-    "model.tokenizer", "model.codec_folder", "model.init_from",
+    "data.broken_limit", "model.tokenizer", "model.codec_folder", "model.init_from",
 )  # fmt: skip
 """Keys that may differ between the starts of a run: they do not change what is learnt, or say where files lie, which move."""
 

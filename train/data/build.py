@@ -65,7 +65,6 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
         config.packing,
         config.seed,
         broken=config.broken,
-        broken_limit=config.broken_limit,
     )
 
 

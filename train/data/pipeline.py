@@ -20,12 +20,11 @@ class Pipeline:
         tasks: one mixture of tasks for each source.
         kept: prepared rows to keep, of sources whose rows come back soon.
         broken: a row that is no good is an `error`, or skipped and counted (`skip`).
-        broken_limit: share of a source's draws for a task that may be skipped so.
     """
 
     def __init__(
         self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
-        kept: int = 2048, broken: str = "error", broken_limit: float = 1.0,
+        kept: int = 2048, broken: str = "error",
     ) -> None:  # fmt: skip
         if len(tasks) != len(mixture.sources):
             raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
@@ -37,7 +36,7 @@ class Pipeline:
         self.seed = seed
         self._kept: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
         self._keep = kept
-        self.broken, self.broken_limit = broken, broken_limit
+        self.broken = broken
 
     def fetch(self, number: int) -> Example | Unused:
         """The example of draw `number`, or why there is none, where such ones are skipped.
