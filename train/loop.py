@@ -77,15 +77,13 @@ class Loop:
         self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
         self.saved: Path | None = None
         self.exported: Path | None = None
-        self.told: str | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
         torch.manual_seed(config.seed + 1 + self.team.rank)
-        self._resume()
+        resumed = self._resume()
         self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
-        start = (self._used(), self.position.seconds)
-        self.progress = Progress(config.log.progress if self.team.first else "off", start)
-        if self.told is not None:
-            self.progress.say(self.told)
+        self.progress = Progress(config.log.progress if self.team.first else "off", (self._used(), self.position.seconds))
+        if resumed is not None:
+            self.progress.say(resumed)
         self.left_out = LeftOut(folder, self.team, self.progress.say, parts.broken_limit)
         self.before, self.since = self.position.seconds, time.perf_counter()
         self.times, self.first_step, self.shown = StepTimes(), self.position.step + 1, self.position.seconds
@@ -221,12 +219,12 @@ class Loop:
                 self.progress.show(position.step, share, position.seconds)
             return
         figures = self.meter.figures()
-        self._check_finite("loss", figures["loss"])
+        shelf.check_finite(self.place, position.step, "loss", figures["loss"])
         if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
-            self._check_finite(f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm))
-        figures["lr"] = lr
-        figures["seconds"] = position.seconds
-        figures["gradient_norm"] = float(self.norm)
+            shelf.check_finite(
+                self.place, position.step, f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm)
+            )
+        figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.norm)}
         figures |= self.left_out.figures(self._own_lanes().values())
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
@@ -256,15 +254,6 @@ class Loop:
         line = self.times.end(self.position.step, left_out=told)
         if line is not None:
             self.progress.say(line)
-
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            good = shelf.newest(self.place)
-            where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
-            raise UserError(
-                f"the {what} is {value} at step {self.position.step}; {where}; try a lower optimizer.lr, clip 1.0 or precision "
-                "bf16-mixed"
-            )
 
     # --- validation ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +326,7 @@ class Loop:
             return
         position.meters = self.meter.state()
         position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
-        self._check_finite("loss", position.meter[0])
+        shelf.check_finite(self.place, position.step, "loss", position.meter[0])
         position.seconds = self.team.share(self._clock())
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
@@ -360,24 +349,24 @@ class Loop:
     def _is_saved(self) -> bool:
         return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)
 
-    def _resume(self) -> None:
-        """Continue from the last checkpoint of the run folder, if there is one and it is of this run."""
+    def _resume(self) -> str | None:
+        """Continue from the last checkpoint of the run folder, if there is one and it is of this run; what is to be said of an
+        extended schedule."""
         rows = self.position.rows = dict(self.parts.rows)
         if self.config.resume == "restart":
             self.team.first_alone(lambda: shelf.clear(self.folder))
-            return
+            return None
         self.team.first_alone(lambda: shelf.sweep(self.place))
         found = self.team.share(self.team.first_alone(lambda: shelf.newest(self.place)))
         extend = self.config.resume == "extend"
         if found is None and extend:
             raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
         if found is None:
-            return
+            return None
         before = shelf.read_state(found)
         stored_config = completed(before["config"])
         if self.config.resume != "force":
-            changed = [*shelf.differences(stored_config, self.plain), *shelf.differences(before.get("rows", rows), rows)]
-            shelf.refuse(self.folder, [entry for entry in changed if not (extend and entry[0].startswith("budget."))])
+            shelf.check_goes_on(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
         if extend:
             budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
             check_larger(budget, self.config.budget)
@@ -395,11 +384,11 @@ class Loop:
             elif stored is not None:
                 self.balance.load_state_dict(stored)
                 self.balance.tally.values = self.position.tally
-        if extend:
-            rate = max(group["base_lr"] for group in self.optimizer.param_groups)
-            step, seconds = self.position.step, self.position.seconds
-            self.told = extension(self.config.schedule, budget, self.config.budget, step, seconds, rate)
         self.saved = found
+        if not extend:
+            return None
+        rate, position = max(group["base_lr"] for group in self.optimizer.param_groups), self.position
+        return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
