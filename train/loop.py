@@ -86,7 +86,7 @@ class Loop:
             self.progress.say(resumed)
         self.left_out = LeftOut(folder, self.team, self.progress.say, parts.broken_limit)
         self.before, self.since = self.position.seconds, time.perf_counter()
-        self.times, self.first_step, self.shown = StepTimes(), self.position.step + 1, self.position.seconds
+        self.first_step, self.shown, self.times, self.idle = self.position.step + 1, self.before, StepTimes(), set[int]()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -99,8 +99,8 @@ class Loop:
                 feed = self.feed(stop)
                 if position.step:
                     self._validate_if_due()  # a signal came first
-                self.times.begin()
                 while not stopped and self._used() < 1:
+                    self.times.begin()
                     self.meter.start()
                     with self._data():
                         step = feed.next()
@@ -117,16 +117,17 @@ class Loop:
                     remember(position.lanes, step.batches)
                     if self.average is not None:
                         self.average.update(position.step)
-                    told = time.perf_counter()
+                    self.times.add("waiting for data", feed.waited)
+                    self.times.add("waiting for another process", feed.held_up)
+                    slow = self.times.end(position.step)
                     self._report(factor)
                     self.meter.pause()
-                    self._time_step(feed, time.perf_counter() - told)
+                    if slow is not None:
+                        self.progress.say(slow)
                     stopped = step.stop
                     if not stopped:
-                        with self.times.part("saving a checkpoint"):
-                            self._save_if_due()
-                        with self.times.part("validation"):
-                            self._validate_if_due()
+                        self._save_if_due()
+                        self._validate_if_due()
                 self._save()
                 if not stopped:
                     self._finish()
@@ -193,7 +194,11 @@ class Loop:
             assert isinstance(step, CountedStep)
             lr = max(group["lr"] for group in self.optimizer.param_groups)
             balance.take(step, denominators, progress, lr, self.meter.add)
-        for p in self.parts.idle(progress):
+        idle = {id(p): p for p in self.parts.idle(progress)}
+        if idle.keys() != self.idle:  # from here on steps take another time
+            self.times.recent.clear()
+            self.idle = set(idle)
+        for p in idle.values():
             p.grad = None
         limit = math.inf if self.config.clip is None else self.config.clip
         norm = self.fabric.clip_gradients(self.module, self.stepper, max_norm=limit, error_if_nonfinite=False)
@@ -247,13 +252,6 @@ class Loop:
         if speed and peak:
             figures["mfu"] = speed / (peak * self.team.world)
         self.progress.row(position.step, self._used(), position.seconds, figures)
-
-    def _time_step(self, feed: Feed, told: float) -> None:
-        self.times.add("waiting for data", feed.waited)
-        self.times.add("waiting for another process", feed.held_up)
-        line = self.times.end(self.position.step, left_out=told)
-        if line is not None:
-            self.progress.say(line)
 
     # --- validation ---------------------------------------------------------------------------------------------------
 

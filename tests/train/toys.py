@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,10 +36,11 @@ from train.config import (
 )
 from train.loop import Loop, Outcome, Parts
 from train.objective import Losses
-from train.parallel import build_fabric, leave
+from train.parallel import Team, build_fabric, leave
 from train.precision import quantized_type
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
+ALONE = Team(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
 
 
 @dataclass
