@@ -60,8 +60,9 @@ def fit(config: FitConfig) -> Outcome | None:
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
+        say = announce.speaker(config, fabric.global_rank == 0)
         for note in notes:
-            fabric.print(note, file=sys.stderr)
+            say(note)
         loop = prepare(config, fabric, Path(config.run_folder))
         loop.team.first_alone(lambda: _speak_ahead(config))
         outcome = loop.run()

@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from omni.errors import UserError
 from tests.train.eval_toys import save_model
 from tests.train.toys import ALONE, toy_batch, toy_config, toy_fit, toy_parts
 from train import fit, loop
@@ -174,6 +175,20 @@ def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd
     assert len(resumed) == 1 and "step-00000001, after 1 steps and " in resumed[0]
     assert main(["fit", str(recipe), "--resume", "restart", "--log.progress", "off"]) == 0
     assert "training" not in capfd.readouterr().err
+
+
+def test_what_is_known_of_the_rows_is_said_unless_nothing_is(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "check_start", lambda config: ["3 of 12 rows are short"])
+
+    def prepare(*_: object) -> None:
+        raise UserError("enough")
+
+    monkeypatch.setattr(fit, "prepare", prepare)
+    for progress, said in (("lines", "3 of 12 rows are short\n"), ("off", "")):
+        assert main(["fit", str(recipe), "--log.progress", progress]) == 2
+        assert capfd.readouterr().err == said + "error: enough\n"
 
 
 def test_the_first_lines_come_before_anything_is_loaded(
