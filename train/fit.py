@@ -27,7 +27,7 @@ from train.balance.run import Balanced
 from train.balance.section import BILEVEL, balanced_tasks
 from train.config import FitConfig, plain_config
 from train.data.batch import Batch
-from train.data.build import build_alignment, build_pipeline
+from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
@@ -94,15 +94,18 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
+    found = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
     validator = build_validator(
         config.validation,
-        config.data,
+        [row for _, rows in found for row in rows],
         model.config,
         initial.tokenizer,
         initial.codec,
         fabric.device,
         config.fabric.precision,
         folder,
+        broken,
     )
 
     def export(weights: dict[str, Tensor]) -> Path:
@@ -123,11 +126,9 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         assert validator is not None
         return validator(merged_state(model, weights), step)
 
-    held_out = None
     _check_parts(model.config.adapter, config.data)
-    if config.validation.questions:
-        rank, world = fabric.global_rank, fabric.world_size
-        held_out = build_held_out(config.data, pipeline.maker, config.validation.questions, rank, world)
+    rank, world = fabric.global_rank, fabric.world_size
+    held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
     objective = Objective(model, config.objective)
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
@@ -149,13 +150,12 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         balanced=balanced,
         flops=StepFlops(model),
         rows=fixed,
-        held_out=held_out.batches if held_out is not None else (),
+        held_out=held_out,
         validate=validate if validator is not None else None,
         export=export,
         draw=lambda: pictures(folder),
         broken_limit=config.data.broken_limit,
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
-        examined=(held_out.rows, held_out.examples) if held_out is not None else (0, 0),
     )
 
 

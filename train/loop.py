@@ -266,10 +266,11 @@ class Loop:
         position, keep, parts = self.position, self.config.checkpoint, self.parts
         position.validated = (position.step, position.seconds)
         asked = self.team.share(parts.validate is not None)
-        if not asked and not parts.held_out:
+        batches = parts.held_out.batches
+        if not asked and not batches:
             return
         losses = held_out_loss(
-            self.module, self.objective, parts.held_out, parts.tasks, parts.streams, self.fabric.device, self.average, self.team
+            self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.team
         )
         weights, validate = self._weights() if asked else {}, parts.validate
         figures = self.team.first_alone(lambda: validate(weights, position.step) if validate is not None else None)

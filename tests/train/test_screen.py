@@ -15,12 +15,14 @@ from torch import Tensor
 from omni.errors import UserError
 from tests.train.eval_toys import save_model
 from tests.train.toys import ALONE, toy_batch, toy_config, toy_fit, toy_parts
-from train import fit, loop
+from train import announce, fit, loop
 from train.cli import main
 from train.config import BudgetConfig, LogConfig, ValidationConfig
+from train.held_out import HeldOut
 from train.logs import METRICS, read_table
 from train.meter import Meter
 from train.progress import Progress, figures_line, losses_line
+from train.state import Position
 from train.step_times import StepTimes
 
 LINES = LogConfig(every=5, progress="lines")
@@ -175,6 +177,15 @@ def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd
     assert len(resumed) == 1 and "step-00000001, after 1 steps and " in resumed[0]
     assert main(["fit", str(recipe), "--resume", "restart", "--log.progress", "off"]) == 0
     assert "training" not in capfd.readouterr().err
+
+
+def test_held_out_rows_that_are_broken_are_said(tmp_path: Path) -> None:
+    parts = replace(toy_parts(), held_out=HeldOut((), 100, 99, {"rows 3": "rows 3, turn 0: no.wav", "rows 5": "rows 5"}))
+    lines = announce.going_on(toy_config(tmp_path), parts, [], Position(), None)
+    assert lines[1:] == [
+        "  held out    100 rows, 99 examples",
+        "  broken      2 of the held-out rows, which are left out (the first: rows 3, turn 0: no.wav)",
+    ]
 
 
 def test_what_is_known_of_the_rows_is_said_unless_nothing_is(

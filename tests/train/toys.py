@@ -34,6 +34,7 @@ from train.config import (
     ScheduleConfig,
     ValidationConfig,
 )
+from train.held_out import HeldOut
 from train.loop import Loop, Outcome, Parts
 from train.objective import Losses
 from train.parallel import Team, build_fabric, leave
@@ -196,7 +197,7 @@ def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dic
     fabric.launch()
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
-        parts = replace(parts, held_out=toy_held_out(fabric.global_rank, fabric.world_size))
+        parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
     loop = Loop(config, asdict(config), parts, fabric, Path(config.run_folder))
     outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
