@@ -35,7 +35,7 @@ from train.data.recorded import speak_ahead
 from train.data.speech_time import estimate_speech_time
 from train.fit_command import main as main
 from train.flops import StepFlops
-from train.held_out import build_held_out
+from train.held_out import HeldOut, build_held_out
 from train.initial import Initial, build_initial
 from train.loop import Loop, Outcome, Parts
 from train.objective import Objective, cells, targets
@@ -129,6 +129,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     _check_parts(model.config.adapter, config.data)
     rank, world = fabric.global_rank, fabric.world_size
     held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
+    _check_metric(config, held_out)
     objective = Objective(model, config.objective)
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
@@ -176,6 +177,18 @@ def _check_parts(adapter: AdapterConfig, data: DataConfig) -> None:
                         f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it "
                         "there"
                     )
+
+
+def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
+    """Refuse to keep the checkpoints of the lowest loss where there is nothing to measure it on (UserError)."""
+    keep = config.checkpoint
+    measured = held_out.examples or not config.validation.questions
+    if keep.keep_best > 0 and keep.metric.partition("/")[0] == "loss" and not measured:
+        raise UserError(
+            f"checkpoint.metric is {keep.metric}, but none of the {held_out.rows} held-out rows makes an example: they lack "
+            "what the tasks of their sources need, are broken, or do not fit into packing.length; complete them, name another "
+            "metric, or set checkpoint.keep_best to 0"
+        )
 
 
 def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:

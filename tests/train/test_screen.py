@@ -202,6 +202,12 @@ def test_what_is_known_of_the_rows_is_said_unless_nothing_is(
         assert capfd.readouterr().err == said + "error: enough\n"
 
 
+def test_a_loss_that_no_row_measures_is_refused_before_the_first_step(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(recipe), "--checkpoint.metric", "loss/text", "--data.packing.length", "20"]) == 2
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert "checkpoint.metric is loss/text, but none of the 2 held-out rows makes an example" in told
+
+
 def test_the_first_lines_come_before_anything_is_loaded(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
