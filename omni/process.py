@@ -113,10 +113,10 @@ def forget(number: int) -> None:
         os.close(nowhere)
 
 
-def say(line: str) -> None:
-    """A line on standard error; where nobody can be told, the exit code tells."""
+def say(text: str) -> None:
+    """A text on standard error; where nobody can be told, the exit code tells."""
     with contextlib.suppress(OSError, ValueError):
-        print(" ".join(line.split()), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def all_imported() -> None:

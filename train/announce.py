@@ -42,6 +42,7 @@ def beginning(config: FitConfig, fabric: Fabric) -> list[str]:
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:
+    """How many values some parameters have, under a label."""
     return _line(label, f"{sum(p.numel() for p in parameters):,} parameters")
 
 
@@ -52,9 +53,11 @@ def going_on(
     lines = [parameters_line("trainable", trainable)]
     for i, (name, size) in enumerate(parts.sources):
         lines.append(_line("" if i else "data", f"{name}: {'made while training' if size is None else f'{size:,} rows'}"))
-    rows, examples = parts.examined
-    if rows:
-        lines.append(_line("held out", f"{rows:,} rows, {examples:,} examples"))
+    held = parts.held_out
+    if held.rows:
+        lines.append(_line("held out", f"{held.rows:,} rows, {held.examples:,} examples"))
+    for why in list(held.broken.values())[:1]:
+        lines.append(_line("broken", f"{len(held.broken):,} of the held-out rows, which are left out (the first: {why})"))
     if saved is not None:
         lines.append(_line("resumed", f"from {saved}, after {position.step} steps and {duration(position.seconds)}"))
     if config.fabric.compile:

@@ -65,8 +65,8 @@ def _converse(lm: SpeechLM, row: Row, task: str, cut: tuple[int, int] | None = N
     right = []
     with lm.session(max_seconds=MAX_SECONDS) as session:
         for number, turn in enumerate(row.turns):
-            spoken = task == "A1A2" and turn.question_audio is not None
-            question = turn.question_audio.load(SAMPLE_RATE) if spoken and turn.question_audio else turn.question_text
+            spoken = turn.question_audio if task == "A1A2" else None
+            question = spoken.load(SAMPLE_RATE) if spoken is not None else turn.question_text
             answer = session.answer(question, task)
             right.append(normalise(answer.text) == normalise(turn.answer_text))
             if cut is not None and answer.audio is not None and number < len(row.turns) - 1:

@@ -91,11 +91,16 @@ class Report:
 
 
 def items_of(
-    rows: Iterable[Row], tasks: Sequence[str], codec: AudioCodec | None, encoder: EncoderConfig | None = None
+    rows: Iterable[Row],
+    tasks: Sequence[str],
+    codec: AudioCodec | None,
+    encoder: EncoderConfig | None = None,
+    broken: dict[str, str] | None = None,
 ) -> list[Item]:
     """Held-out rows as items, each row's first turn once for every task that it has all parts for.
 
-    `kind` is what stands after the slash in the row's source. An `encoder` is asked whether it can hear the questions.
+    `kind` is what stands after the slash in the row's source. An `encoder` is asked whether it can hear the questions. `broken`
+    is given why a row is broken, by its name, and the row is left out; None where that is an error.
 
     Raises:
         UserError: a row is broken (it is named), or none can be asked as any of the tasks.
@@ -113,7 +118,10 @@ def items_of(
                     encoder.clips(len(spoken))
                 codes = turn.answer_codes.for_codec(codec) if task.audio and turn.answer_codes and codec else None
             except UserError as error:
-                raise UserError(f"held-out {row.where}: {error}") from error
+                if broken is None:
+                    raise UserError(f"held-out {row.where}: {error}") from error
+                broken.setdefault(row.where, f"{row.where}: {error}")
+                continue
             text = (turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None
             question: str | Tensor = turn.question_text if spoken is None else spoken
             items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2], row.system))

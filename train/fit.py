@@ -27,7 +27,7 @@ from train.balance.run import Balanced
 from train.balance.section import BILEVEL, balanced_tasks
 from train.config import FitConfig, plain_config
 from train.data.batch import Batch
-from train.data.build import build_alignment, build_pipeline
+from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
@@ -35,7 +35,7 @@ from train.data.recorded import speak_ahead
 from train.data.speech_time import estimate_speech_time
 from train.fit_command import main as main
 from train.flops import StepFlops
-from train.held_out import build_held_out
+from train.held_out import HeldOut, build_held_out
 from train.initial import Initial, build_initial
 from train.loop import Loop, Outcome, Parts
 from train.objective import Objective, cells, targets
@@ -60,8 +60,9 @@ def fit(config: FitConfig) -> Outcome | None:
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
+        say = announce.speaker(config, fabric.global_rank == 0)
         for note in notes:
-            fabric.print(note, file=sys.stderr)
+            say(note)
         loop = prepare(config, fabric, Path(config.run_folder))
         loop.team.first_alone(lambda: _speak_ahead(config))
         outcome = loop.run()
@@ -93,15 +94,18 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
+    found = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
     validator = build_validator(
         config.validation,
-        config.data,
+        [row for _, rows in found for row in rows],
         model.config,
         initial.tokenizer,
         initial.codec,
         fabric.device,
         config.fabric.precision,
         folder,
+        broken,
     )
 
     def export(weights: dict[str, Tensor]) -> Path:
@@ -122,11 +126,10 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         assert validator is not None
         return validator(merged_state(model, weights), step)
 
-    held_out = None
     _check_parts(model.config.adapter, config.data)
-    if config.validation.questions:
-        rank, world = fabric.global_rank, fabric.world_size
-        held_out = build_held_out(config.data, pipeline.maker, config.validation.questions, rank, world)
+    rank, world = fabric.global_rank, fabric.world_size
+    held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
+    _check_metric(config, held_out)
     objective = Objective(model, config.objective)
     sizes = enumerate(source.size for source in pipeline.mixture.sources)
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
@@ -148,12 +151,12 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         balanced=balanced,
         flops=StepFlops(model),
         rows=fixed,
-        held_out=held_out.batches if held_out is not None else (),
+        held_out=held_out,
         validate=validate if validator is not None else None,
         export=export,
         draw=lambda: pictures(folder),
+        broken_limit=config.data.broken_limit,
         sources=[(source.name, source.size) for source in pipeline.mixture.sources],
-        examined=(held_out.rows, held_out.examples) if held_out is not None else (0, 0),
     )
 
 
@@ -174,6 +177,18 @@ def _check_parts(adapter: AdapterConfig, data: DataConfig) -> None:
                         f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it "
                         "there"
                     )
+
+
+def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
+    """Refuse to keep the checkpoints of the lowest loss where there is nothing to measure it on (UserError)."""
+    keep = config.checkpoint
+    measured = held_out.examples or not config.validation.questions
+    if keep.keep_best > 0 and keep.metric.partition("/")[0] == "loss" and not measured:
+        raise UserError(
+            f"checkpoint.metric is {keep.metric}, but none of the {held_out.rows} held-out rows makes an example: they lack "
+            "what the tasks of their sources need, are broken, or do not fit into packing.length; complete them, name another "
+            "metric, or set checkpoint.keep_best to 0"
+        )
 
 
 def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:

@@ -9,24 +9,22 @@ Dimensions: T tasks, K streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from omni.errors import UserError
 from omni.tasks import find_task
-from train.balance.outer import KeptRows
 from train.data.batch import Batch, assemble
-from train.data.build import held_out_by_source
-from train.data.config import DataConfig
-from train.data.examples import Example, ExampleMaker
-from train.data.mixture import Draw, Mixture, TaskMixture
+from train.data.config import PackingConfig, SourceConfig
+from train.data.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.packing import choose
-from train.data.pipeline import Pipeline
-from train.data.unused import Unused
+from train.data.row import Row
 from train.meter import means
 from train.objective import Losses
 from train.optim import Average
@@ -40,61 +38,80 @@ class HeldOut:
     Attributes:
         batches: of this process; equally many in every process.
         rows, examples: over all processes.
+        broken: why rows were left out, by their names.
     """
 
-    batches: Sequence[Batch]
-    rows: int
-    examples: int
+    batches: Sequence[Any] = ()
+    rows: int = 0
+    examples: int = 0
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
-class _InOrder(Mixture):
-    """Row n is draw n."""
-
-    def draw(self, number: int) -> Draw:
-        return Draw(number, 0, number)
-
-
-def build_held_out(data: DataConfig, maker: ExampleMaker, count: int, rank: int, world: int) -> HeldOut | None:
-    """The held-out batches of process `rank` of `world`, of `count` rows over all sources; None where no example can be made.
+def build_held_out(
+    found: Sequence[tuple[SourceConfig, Sequence[Row]]],
+    packing: PackingConfig,
+    maker: ExampleMaker,
+    rank: int,
+    world: int,
+    broken: dict[str, str] | None = None,
+) -> HeldOut:
+    """The held-out batches of process `rank` of `world`; none where no example can be made.
 
     Examples that no packed row can hold are left out.
 
+    Args:
+        found: the rows of each source, as `held_out_by_source` gives them.
+        broken: is given why a row is broken, by its name, beside those that are there already, and the row is left out; None
+            where that is an error.
+
     Raises:
-        UserError: no source has held-out rows, or one of them is broken and `data.broken` is not `skip`.
+        UserError: a row is broken.
     """
-    found = held_out_by_source(data, maker.codec, count)
-    asked = [
-        replace(row, task=name)
-        for source, rows in found
-        for row in rows
-        for name in ([row.task] if row.task else [name for name, weight in source.tasks.items() if weight > 0])
-        if not any(turn.lacks(find_task(name)) for turn in row.turns)
-    ]
     calm = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment)
-    packing = replace(data.packing, too_long="skip")
-    pipeline = Pipeline(_InOrder([KeptRows(asked)], [1.0]), [TaskMixture()], calm, packing, broken=data.broken)
     layout, mels = maker.model.layout, maker.model.encoder.n_mels
     own: list[Batch] = []
     made, examples = 0, 0
-    for made, rows_of_batch in enumerate(_groups(_packed(pipeline, len(asked)), packing.rows), start=1):
-        examples += sum(map(len, rows_of_batch))
+    for made, rows in enumerate(_groups(_packed(_examples(found, packing, calm, broken), packing), packing.rows), start=1):
+        examples += sum(map(len, rows))
         if (made - 1) % world == rank:
-            own.append(assemble(rows_of_batch, packing.length, layout, mels, {}))
-    if not made:
-        return None
+            own.append(assemble(rows, packing.length, layout, mels, {}))
     if len(own) < -(-made // world):
         own.append(assemble([[] for _ in range(packing.rows)], packing.length, layout, mels, {}))
-    return HeldOut(own, sum(len(rows) for _, rows in found), examples)
+    return HeldOut(own, sum(len(rows) for _, rows in found), examples, broken or {})
 
 
-def _packed(pipeline: Pipeline, count: int) -> Iterator[list[Example]]:
-    """Examples 0 to `count`, packed into rows."""
-    packing, waiting = pipeline.packing, list[Example]()
-    for number in range(count):
-        example = pipeline.fetch(number)
-        if not isinstance(example, Unused):
+def _examples(
+    found: Sequence[tuple[SourceConfig, Sequence[Row]]],
+    packing: PackingConfig,
+    maker: ExampleMaker,
+    broken: dict[str, str] | None,
+) -> Iterator[Example]:
+    """Each row once for every task that its source trains, or for its own."""
+    for number, (source, row) in enumerate((source, row) for source, rows in found for row in rows):
+        prepared = Prepared(row, (0, number))  # heard once for all tasks
+        for name in [row.task] if row.task else [name for name, weight in source.tasks.items() if weight > 0]:
+            if any(turn.lacks(find_task(name)) for turn in row.turns):
+                continue
+            try:
+                example = maker.make(number, prepared, [name] * len(row.turns))
+            except TooLong:
+                continue
+            except UserError as error:
+                if broken is None:
+                    raise
+                broken.setdefault(row.where, str(error))
+                continue
+            if len(example.columns) <= packing.length:
+                yield example
+
+
+def _packed(examples: Iterator[Example], packing: PackingConfig) -> Iterator[list[Example]]:
+    """Examples packed into rows."""
+    waiting = list[Example]()
+    for example in chain(examples, [None]):
+        if example is not None:
             waiting.append(example)
-        while waiting and (len(waiting) >= packing.buffer or number == count - 1):
+        while waiting and (example is None or len(waiting) >= packing.buffer):
             chosen = set(choose([len(example.columns) for example in waiting], packing.length))
             yield [example for i, example in enumerate(waiting) if i in chosen]
             waiting = [example for i, example in enumerate(waiting) if i not in chosen]

@@ -7,13 +7,18 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from train.data.unused import Counts
+from train.shelf import write_text
 
-METRICS, VALIDATION, BALANCE = "metrics.csv", "validation.csv", "balance.csv"
+if TYPE_CHECKING:
+    from train.parallel import Team
+
+METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
 """Figures of the balance, each of which is followed by its tasks: `weight/A1T1`."""
 
@@ -132,6 +137,42 @@ class Logs:
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+class LeftOut:
+    """Rows that training leaves out because they are too long or broken, over all processes.
+
+    Args:
+        say: tells of each source, task and reason when it first happens.
+        limit: share of a source's draws for a task that may be broken.
+    """
+
+    def __init__(self, folder: Path, team: Team, say: Callable[[str], None], limit: float) -> None:
+        self.folder, self.team, self.say, self.limit = folder, team, say, limit
+        self.number, self.counts = 0, Counts()
+
+    def figures(self, lanes: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """How many there are since the beginning of the run, by the states of this process's lanes; all processes must call it.
+        `unused.csv` is written again where there are more."""
+        own, kinds = list(lanes), ("skipped", "broken")
+        each = self.team.gather([sum(lane.get(kind, 0) for lane in own) for kind in kinds])
+        numbers = [sum(of) for of in zip(*each, strict=True)]
+        if sum(numbers) != self.number:
+            self.number = sum(numbers)
+            self._tell([lane.get("counts", {}) for lane in own])
+        return {f"rows_{kind}": number for kind, number in zip(kinds, numbers, strict=True) if number}
+
+    def check(self) -> None:
+        """Refuse data of which too many are broken (UserError), in all processes alike."""
+        self.counts.check(self.limit)
+
+    def _tell(self, own: list[Mapping[str, Any]]) -> None:
+        known, self.counts = self.counts.unused, Counts.joined(one for of in self.team.gather(own) for one in of)
+        for key, line in self.counts.lines().items():
+            if key not in known:
+                self.say(f"{line}; see {self.folder / UNUSED}")
+        if self.counts.unused:
+            self.team.first_alone(lambda: write_text(self.folder / UNUSED, self.counts.table()))
 
 
 def _wandb_run(project: str, folder: Path, config: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from train.balance.feed import CountedStep, CountingFeed
 from train.balance.run import Balancing
 from train.balance.section import BalanceSection
 from train.config import BudgetConfig, FitConfig, completed
-from train.data.lanes import merge, remember
+from train.data.lanes import States, merge, remember
 from train.data.loader import process_lanes
-from train.data.unused import Counts
 from train.feed import Feed, Step
 from train.held_out import held_out_loss
-from train.logs import Logs
+from train.logs import LeftOut, Logs
 from train.meter import Meter
 from train.optim import Average, build_optimizer, set_learning_rate, set_trainable
 from train.parallel import Team, accumulating, compile_blocks, full_state
@@ -40,8 +40,6 @@ from train.step_times import StepTimes
 from train.stop import Stop
 from train.watch import Watch
 
-UNUSED = "unused.csv"
-"""Rows that were not used: how many of which source and task, why, and the first of each."""
 GIVE_UP = 10
 """Steps one after another that may be left out because their gradients are no numbers."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
@@ -79,18 +77,16 @@ class Loop:
         self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
         self.saved: Path | None = None
         self.exported: Path | None = None
-        self.told: str | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
-        self.unused, self.known_faults = 0.0, set[tuple[str, str, str]]()
         torch.manual_seed(config.seed + 1 + self.team.rank)
-        self._resume()
+        resumed = self._resume()
         self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
-        start = (self._used(), self.position.seconds)
-        self.progress = Progress(config.log.progress if self.team.first else "off", start)
-        if self.told is not None:
-            self.progress.say(self.told)
+        self.progress = Progress(config.log.progress if self.team.first else "off", (self._used(), self.position.seconds))
+        if resumed is not None:
+            self.progress.say(resumed)
+        self.left_out = LeftOut(folder, self.team, self.progress.say, parts.broken_limit)
         self.before, self.since = self.position.seconds, time.perf_counter()
-        self.times, self.first_step, self.shown = StepTimes(), self.position.step + 1, self.position.seconds
+        self.first_step, self.shown, self.times, self.idle = self.position.step + 1, self.before, StepTimes(), set[int]()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -103,10 +99,11 @@ class Loop:
                 feed = self.feed(stop)
                 if position.step:
                     self._validate_if_due()  # a signal came first
-                self.times.begin()
                 while not stopped and self._used() < 1:
+                    self.times.begin()
                     self.meter.start()
-                    step = self._next(feed)
+                    with self._data():
+                        step = feed.next()
                     position.seconds = step.seconds
                     if self._used() >= 1:
                         break
@@ -120,16 +117,17 @@ class Loop:
                     remember(position.lanes, step.batches)
                     if self.average is not None:
                         self.average.update(position.step)
-                    told = time.perf_counter()
+                    self.times.add("waiting for data", feed.waited)
+                    self.times.add("waiting for another process", feed.held_up)
+                    slow = self.times.end(position.step)
                     self._report(factor)
                     self.meter.pause()
-                    self._time_step(feed, time.perf_counter() - told)
+                    if slow is not None:
+                        self.progress.say(slow)
                     stopped = step.stop
                     if not stopped:
-                        with self.times.part("saving a checkpoint"):
-                            self._save_if_due()
-                        with self.times.part("validation"):
-                            self._validate_if_due()
+                        self._save_if_due()
+                        self._validate_if_due()
                 self._save()
                 if not stopped:
                     self._finish()
@@ -161,10 +159,11 @@ class Loop:
             self.team, len(self.lanes), max(self.config.objective.ctc_weight, self.config.objective.ctc_final or 0) > 0,
         )  # fmt: skip
 
-    def _next(self, feed: Feed) -> Step:
-        """The next step. Broken data end the run, but not what was learnt before them."""
+    @contextmanager
+    def _data(self) -> Iterator[None]:
+        """Broken data end the run, but the state is saved before."""
         try:
-            return feed.next()
+            yield
         except UserError:
             if self.position.step:
                 self._save()
@@ -195,7 +194,11 @@ class Loop:
             assert isinstance(step, CountedStep)
             lr = max(group["lr"] for group in self.optimizer.param_groups)
             balance.take(step, denominators, progress, lr, self.meter.add)
-        for p in self.parts.idle(progress):
+        idle = {id(p): p for p in self.parts.idle(progress)}
+        if idle.keys() != self.idle:  # from here on steps take another time
+            self.times.recent.clear()
+            self.idle = set(idle)
+        for p in idle.values():
             p.grad = None
         limit = math.inf if self.config.clip is None else self.config.clip
         norm = self.fabric.clip_gradients(self.module, self.stepper, max_norm=limit, error_if_nonfinite=False)
@@ -221,20 +224,21 @@ class Loop:
                 self.progress.show(position.step, share, position.seconds)
             return
         figures = self.meter.figures()
-        self._check_finite("loss", figures["loss"])
+        shelf.check_finite(self.place, position.step, "loss", figures["loss"])
         if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
-            self._check_finite(f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm))
-        figures["lr"] = lr
-        figures["seconds"] = position.seconds
-        figures["gradient_norm"] = float(self.norm)
-        figures.update(self._left_out())
-        self._tell_unused(sum(figures.get(f"rows_{kind}", 0.0) for kind in ("skipped", "broken")))
+            shelf.check_finite(
+                self.place, position.step, f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm)
+            )
+        figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.norm)}
+        figures |= self.left_out.figures(self._own_lanes().values())
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
             self.logs.metrics(position.step, figures)
             if balance:
                 self.logs.balance(position.step, balance)
+        with self._data():
+            self.left_out.check()
 
     def _line_is_due(self) -> bool:
         """Whether the screen shows this step although the log has no row of it; the same in all processes."""
@@ -249,43 +253,6 @@ class Loop:
             figures["mfu"] = speed / (peak * self.team.world)
         self.progress.row(position.step, self._used(), position.seconds, figures)
 
-    def _time_step(self, feed: Feed, told: float) -> None:
-        self.times.add("waiting for data", feed.waited)
-        self.times.add("waiting for another process", feed.held_up)
-        line = self.times.end(self.position.step, left_out=told)
-        if line is not None:
-            self.progress.say(line)
-
-    def _left_out(self) -> Figures:
-        """Rows that were too long or broken and therefore not used, since the beginning of the run."""
-        own = [lane for lane in self.position.lanes.values() if lane["lane"] in self.lanes]
-        kinds = ("skipped", "broken")
-        counts = self.team.sum(torch.tensor([sum(lane.get(kind, 0) for lane in own) for kind in kinds]))
-        return {f"rows_{kind}": count for kind, count in zip(kinds, counts.tolist(), strict=True) if count}
-
-    def _tell_unused(self, count: float) -> None:
-        """Write down which rows were not used, of which source and why, where there are more than before; say what is new."""
-        if count == self.unused:
-            return
-        self.unused = count
-        own = [lane.get("counts", {}) for lane in self.position.lanes.values() if lane["lane"] in self.lanes]
-        counts = Counts.joined(one for of in self.team.gather(own) for one in of)
-        for key, line in counts.lines().items():
-            if key not in self.known_faults:
-                self.progress.say(f"{line}; see {self.folder / UNUSED}")
-        self.known_faults |= counts.unused.keys()
-        if counts.unused:
-            self.team.first_alone(lambda: shelf.write_text(self.folder / UNUSED, counts.table()))
-
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            good = shelf.newest(self.place)
-            where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
-            raise UserError(
-                f"the {what} is {value} at step {self.position.step}; {where}; try a lower optimizer.lr, clip 1.0 or precision "
-                "bf16-mixed"
-            )
-
     # --- validation ---------------------------------------------------------------------------------------------------
 
     def _validate_if_due(self) -> None:
@@ -299,10 +266,11 @@ class Loop:
         position, keep, parts = self.position, self.config.checkpoint, self.parts
         position.validated = (position.step, position.seconds)
         asked = self.team.share(parts.validate is not None)
-        if not asked and not parts.held_out:
+        batches = parts.held_out.batches
+        if not asked and not batches:
             return
         losses = held_out_loss(
-            self.module, self.objective, parts.held_out, parts.tasks, parts.streams, self.fabric.device, self.average, self.team
+            self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.team
         )
         weights, validate = self._weights() if asked else {}, parts.validate
         figures = self.team.first_alone(lambda: validate(weights, position.step) if validate is not None else None)
@@ -357,14 +325,13 @@ class Loop:
             return
         position.meters = self.meter.state()
         position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
-        self._check_finite("loss", position.meter[0])
+        shelf.check_finite(self.place, position.step, "loss", position.meter[0])
         position.seconds = self.team.share(self._clock())
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
             position.figures = {}
         position.scaler = self.fabric.strategy.precision.state_dict()
-        own = {key: lane for key, lane in position.lanes.items() if lane["lane"] in self.lanes}
-        whole = replace(position, lanes=merge(self.team.gather(own)))  # others' may date from the last start
+        whole = replace(position, lanes=merge(self.team.gather(self._own_lanes())))  # others' may date from the last start
         balance = None
         if self.balance is not None:
             balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
@@ -375,27 +342,30 @@ class Loop:
         keep = self.config.checkpoint
         shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
 
+    def _own_lanes(self) -> States:
+        return {key: lane for key, lane in self.position.lanes.items() if lane["lane"] in self.lanes}
+
     def _is_saved(self) -> bool:
         return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)
 
-    def _resume(self) -> None:
-        """Continue from the last checkpoint of the run folder, if there is one and it is of this run."""
+    def _resume(self) -> str | None:
+        """Continue from the last checkpoint of the run folder, if there is one and it is of this run; what is to be said of an
+        extended schedule."""
         rows = self.position.rows = dict(self.parts.rows)
         if self.config.resume == "restart":
             self.team.first_alone(lambda: shelf.clear(self.folder))
-            return
+            return None
         self.team.first_alone(lambda: shelf.sweep(self.place))
         found = self.team.share(self.team.first_alone(lambda: shelf.newest(self.place)))
         extend = self.config.resume == "extend"
         if found is None and extend:
             raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
         if found is None:
-            return
+            return None
         before = shelf.read_state(found)
         stored_config = completed(before["config"])
         if self.config.resume != "force":
-            changed = [*shelf.differences(stored_config, self.plain), *shelf.differences(before.get("rows", rows), rows)]
-            shelf.refuse(self.folder, [entry for entry in changed if not (extend and entry[0].startswith("budget."))])
+            shelf.check_goes_on(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
         if extend:
             budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
             check_larger(budget, self.config.budget)
@@ -413,11 +383,11 @@ class Loop:
             elif stored is not None:
                 self.balance.load_state_dict(stored)
                 self.balance.tally.values = self.position.tally
-        if extend:
-            rate = max(group["base_lr"] for group in self.optimizer.param_groups)
-            step, seconds = self.position.step, self.position.seconds
-            self.told = extension(self.config.schedule, budget, self.config.budget, step, seconds, rate)
         self.saved = found
+        if not extend:
+            return None
+        rate, position = max(group["base_lr"] for group in self.optimizer.param_groups), self.position
+        return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from train.balance.run import Balanced
 from train.feed import Batch
+from train.held_out import HeldOut
 
 Figures = dict[str, float]
 
@@ -31,13 +32,13 @@ class Parts:
         flops: work of a batch with so many targets.
         rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them: a run goes on with
             the same ones only.
-        held_out: micro-batches that a validation measures the loss of, equally many in every process.
+        held_out: what a validation measures the loss of.
         validate: figures of the model with these weights after so many steps.
         export: writes the finished model and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
             first process only.
+        broken_limit: share of a source's draws for a task that may be broken.
         sources: what the examples come from, and the number of rows, None where they are made without end.
-        examined: rows and examples that are held out, over all processes.
     """
 
     objective: nn.Module
@@ -50,12 +51,12 @@ class Parts:
     balanced: Balanced | None = None
     flops: Callable[[Batch, Tensor], float] | None = None
     rows: Mapping[str, int] = field(default_factory=dict)
-    held_out: Sequence[Batch] = ()
+    held_out: HeldOut = field(default_factory=HeldOut)
     validate: Callable[[dict[str, Tensor], int], Figures] | None = None
     export: Callable[[dict[str, Tensor]], Path] | None = None
     draw: Callable[[], dict[str, Path]] | None = None
+    broken_limit: float = 1.0
     sources: Sequence[tuple[str, int | None]] = ()
-    examined: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

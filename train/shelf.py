@@ -15,7 +15,7 @@ from omni.errors import UserError
 FORMAT = 1
 STATE, LAST = "state.json", "last"
 OF_A_RUN = (
-    *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv"),
+    *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv", "unused.csv"),
     *("curves.png", "spectrogram.png", "balance.png"),
 )
 """What `resume: restart` deletes of a run folder."""
@@ -108,12 +108,23 @@ def annotate(folder: Path, **entries: Any) -> None:
     write_text(folder / STATE, json.dumps({**read_state(folder), **entries}) + "\n")
 
 
+def check_finite(place: Path, step: int, what: str, value: float) -> None:
+    """Refuse to go on from a value that is no number: UserError naming the last good checkpoint."""
+    if math.isfinite(value):
+        return
+    good = newest(place)
+    where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
+    raise UserError(
+        f"the {what} is {value} at step {step}; {where}; try a lower optimizer.lr, clip 1.0 or precision bf16-mixed"
+    )
+
+
 # --- configurations -----------------------------------------------------------------------------------------------------
 
 FREE = (
     "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy",
     "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
-    "model.tokenizer", "model.codec_folder", "model.init_from",
+    "data.broken_limit", "model.tokenizer", "model.codec_folder", "model.init_from",
 )  # fmt: skip
 """Keys that may differ between the starts of a run: they do not change what is learnt, or say where files lie, which move."""
 
@@ -136,13 +147,20 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
     return found
 
 
-def refuse(folder: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
-    """Refuse to go on with the run in `folder` where something has changed: UserError naming the first."""
-    for key, old, new in changed:
-        extend = "--resume extend (go on with a larger budget), " if key.startswith("budget.") else ""
+def check_goes_on(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
+    """Refuse to go on with the run in `folder` where something has changed: UserError naming the first.
+
+    Args:
+        before, now: configuration, and sizes of the data, as the run was started and at this start.
+        extend: the budget may be another one.
+    """
+    for key, old, new in (entry for pair in zip(before, now, strict=True) for entry in differences(*pair)):
+        if extend and key.startswith("budget."):
+            continue
+        way = "--resume extend (go on with a larger budget), " if key.startswith("budget.") else ""
         raise UserError(
             f"{key} is {brief(new)}, but the run in {folder} was started with {brief(old)}; set it back, choose another "
-            f"--run_folder, or say {extend}--resume restart (start over) or --resume force (go on all the same)"
+            f"--run_folder, or say {way}--resume restart (start over) or --resume force (go on all the same)"
         )
 
 

@@ -6,8 +6,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 FACTOR, LEAST = 3.0, 1.0
 """A step is told of that takes so many times the median, and more than so many seconds."""
@@ -23,11 +22,14 @@ def graphs_compiled() -> int:
 
 
 class StepTimes:
-    """Measures steps from the end of one to the end of the next, and the parts of them whose names are known.
+    """Measures steps, and the parts of them whose names are known.
 
     Args:
         clock: seconds, from any beginning.
         graphs: number of graphs compiled so far.
+
+    Attributes:
+        recent: seconds of the last steps.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, graphs: Callable[[], int] = graphs_compiled) -> None:
@@ -44,26 +46,14 @@ class StepTimes:
         """Seconds of this step that went by so."""
         self.parts[name] = self.parts.get(name, 0.0) + seconds
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        start = self.clock()
-        try:
-            yield
-        finally:
-            self.add(name, self.clock() - start)
-
-    def end(self, step: int, left_out: float = 0.0) -> str | None:
-        """The step is done: a line where it is an outlier. The next one begins.
-
-        Args:
-            left_out: seconds that do not count, such as those in which the device worked off what steps before had asked of it.
-        """
-        seconds = self.clock() - self.since - left_out
+    def end(self, step: int) -> str | None:
+        """The step is done: a line where it is an outlier. What follows until `begin` does not count, such as seconds in which
+        the device works off what the steps have asked of it."""
+        seconds = self.clock() - self.since
         usual = statistics.median(self.recent) if len(self.recent) >= KNOWN else None
         self.add(COMPILING, seconds - sum(self.parts.values()) if self.graphs() > self.compiled else 0.0)
         name, longest = max(self.parts.items(), key=lambda part: part[1])
         self.recent.append(seconds)
-        self.begin()
         if seconds <= LEAST or (usual is None and name != COMPILING) or seconds <= FACTOR * (usual or 0.0):
             return None
         cause = f"{name} took {longest:.1f} s" if 2 * longest >= seconds - (usual or 0.0) else "the cause is unknown"

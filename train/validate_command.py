@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
-from omni.process import importing
+from omni.process import importing, say
 from train.parse import read_fit_config
 from train.progress import shown
 
@@ -44,11 +44,16 @@ def main(argv: Sequence[str]) -> int:
         plan = replace(plan, tasks=tuple(chosen.tasks))
     with importing():
         from omni.generate.speech_lm import SpeechLM
-        from train.data.build import held_out_rows
+        from train.data.build import held_out_by_source
         from train.evaluate import evaluate, items_of, write_answers
 
     lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
-    items = items_of(held_out_rows(config.data, lm.codec, plan.questions), plan.tasks, lm.codec, lm.model.config.encoder)
+    broken = dict[str, str]() if config.data.broken == "skip" else None
+    found = held_out_by_source(config.data, lm.codec, plan.questions, broken)
+    rows = [row for _, rows in found for row in rows]
+    items = items_of(rows, plan.tasks, lm.codec, lm.model.config.encoder, broken)
+    for why in list((broken or {}).values())[:1]:
+        say(f"{len(broken or {})} of the held-out rows are broken and left out (the first: {why})")
     report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
     for name, value in report.figures.items():
         print(f"{name.replace('_', ' '):<28}{shown(name, value)}")

@@ -15,8 +15,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from train.config import ValidationConfig
-from train.data.build import held_out_rows
-from train.data.config import DataConfig
+from train.data.row import Row
 from train.evaluate import SAMPLE_RATE, Item, Report, evaluate, items_of, spoken, write_answers
 from train.plots import SPECTROGRAMS, spectrograms
 
@@ -69,19 +68,23 @@ class Validator:
 
 def build_validator(
     config: ValidationConfig,
-    data: DataConfig,
+    rows: Sequence[Row],
     model: ModelConfig,
     tokenizer: Tokenizer,
     codec: AudioCodec | None,
     device: torch.device,
     precision: str,
     folder: Path,
+    broken: dict[str, str] | None = None,
 ) -> Validator | None:
-    """The validator of a run; None where no questions are wanted. UserError where there are none."""
+    """The validator of a run on held-out rows; None where no questions are wanted. `broken` as in `items_of`.
+
+    Raises:
+        UserError: a row is broken, or none can be asked.
+    """
     if config.questions == 0:
         return None
-    rows = held_out_rows(data, codec, config.questions)
     half = device.type != "cpu" and precision.startswith("bf16")
     dtype = torch.bfloat16 if half else torch.float32
-    items = items_of(rows, config.tasks, codec, model.encoder)
+    items = items_of(rows, config.tasks, codec, model.encoder, broken)
     return Validator(model, tokenizer, codec, items, config, device, dtype, folder)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from tests.train.data_toys import MODELS, ToySource, codec_of, maker_of
 from tests.train.toys import (
+    ALONE,
     STREAMS,
     ToyModel,
     ToyObjective,
@@ -34,9 +34,12 @@ from tests.train.toys import TASKS as TOY_TASKS
 from train import shelf
 from train.config import BudgetConfig, CheckpointConfig, LogConfig, ValidationConfig
 from train.data.augment import AugmentConfig
+from train.data.build import held_out_by_source, held_out_rows
 from train.data.config import DataConfig, SourceConfig
+from train.data.parquet import StoredRows, write_rows
 from train.data.pipeline import PackingConfig
 from train.data.row import Row, Sound
+from train.evaluate import items_of
 from train.held_out import HeldOut, build_held_out, held_out_loss
 from train.logs import VALIDATION, read_table
 from train.objective import Losses, Objective
@@ -44,31 +47,26 @@ from train.optim import Average
 
 MODEL = MODELS["codec2"]
 PACKING = PackingConfig(rows=2, length=160, buffer=4)
-ALONE = SimpleNamespace(sum=lambda values: values.double())
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def rows() -> list[Row]:
     """Five held-out rows of noise in place of files; the first one names its own task, the last has no answer."""
     source = ToySource("held", None, codec_of(MODEL), turns=2)
     made = [source.row(i) for i in range(5)]
     made[0] = replace(made[0], task="T1T2")
     made[4] = replace(made[4], turns=tuple(replace(turn, answer_text="", answer_codes=None) for turn in made[4].turns))
-    monkeypatch.setattr("train.data.build.held_out_of", lambda source, codec, count, cache: made[:count])
     return made
 
 
-def held(packing: PackingConfig = PACKING, rank: int = 0, world: int = 1, **changes: Any) -> HeldOut:
+def held(rows: list[Row], packing: PackingConfig = PACKING, rank: int = 0, world: int = 1, **changes: Any) -> HeldOut:
     source = SourceConfig(kind="stored", path="none", held_out=5, tasks={"A1A2": 0.4, "A1T1": 0.1, "T1A2": 0.0})
-    data = DataConfig((source,), packing=packing)
-    found = build_held_out(data, maker_of(MODEL, **changes), 5, rank, world)
-    assert found is not None
-    return found
+    return build_held_out([(source, rows)], packing, maker_of(MODEL, **changes), rank, world)
 
 
 def loss_of(batches: Any, objective: Objective) -> dict[str, float]:
     device = torch.device("cpu")
-    return held_out_loss(objective, objective, batches, tuple(TASKS), MODEL.layout.names, device, None, ALONE)  # type: ignore[arg-type]
+    return held_out_loss(objective, objective, batches, tuple(TASKS), MODEL.layout.names, device, None, ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +76,22 @@ def objective() -> Objective:
 
 
 def test_each_row_is_examined_once_for_every_task_of_its_source(rows: list[Row]) -> None:
-    found = held()
+    found = held(rows)
     # T1T2 of the first row; A1A2 and A1T1 of three; of the last, without an answer, A1T1 alone; T1A2 has no weight.
     assert (found.rows, found.examples) == (5, 1 + 3 * 2 + 1)
     tasks = torch.cat([batch.task[batch.task >= 0] for batch in found.batches])
     assert {tuple(TASKS)[i] for i in tasks.unique().tolist()} == {"T1T2", "A1A2", "A1T1"}
-    again = held(augment=AugmentConfig(feature_noise=(-6, -1), time_masks=2, time_width=5))
+    again = held(rows, augment=AugmentConfig(feature_noise=(-6, -1), time_masks=2, time_width=5))
     for a, b in zip(found.batches, again.batches, strict=True):
         assert a.tokens.equal(b.tokens) and a.mels.equal(b.mels)
-    short = held(replace(PACKING, length=25))
+    short = held(rows, replace(PACKING, length=25))
     assert 0 < short.examples < found.examples  # what no row can hold is left out
 
 
 def test_the_loss_is_the_mean_over_the_targets_of_all_examples_by_themselves(rows: list[Row], objective: Objective) -> None:
     found: dict[str, list[Tensor]] = {}
     layout = MODEL.layout
-    for batch in held(PackingConfig(rows=1, length=160, buffer=1)).batches:
+    for batch in held(rows, PackingConfig(rows=1, length=160, buffer=1)).batches:
         hidden = objective.model(batch.tokens, objective._hear(batch)[0], batch.feature_index, segments=batch.segments)
         decoder = objective.model.decoder
         bounds = [*decoder.audio_offsets, len(decoder.audio_weight)]
@@ -109,13 +107,13 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_examples_by_themselves(row
                     found.setdefault(key, []).append(chosen.detach())
     wanted = {key: float(torch.cat(parts).mean()) for key, parts in found.items()}
     for packing in (PACKING, PackingConfig(rows=3, length=300, buffer=8)):
-        assert loss_of(held(packing).batches, objective) == pytest.approx(wanted, rel=1e-5)
+        assert loss_of(held(rows, packing).batches, objective) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_any_number_of_processes_measures_the_same_batches(rows: list[Row], objective: Objective, world: int) -> None:
     packing = PackingConfig(rows=1, length=160, buffer=2)
-    whole, parts = held(packing), [held(packing, rank, world) for rank in range(world)]
+    whole, parts = held(rows, packing), [held(rows, packing, rank, world) for rank in range(world)]
     assert len({len(part.batches) for part in parts}) == 1
     assert {(part.rows, part.examples) for part in parts} == {(whole.rows, whole.examples)}
     shared = [batch for part in parts for batch in part.batches]
@@ -127,10 +125,34 @@ def test_any_number_of_processes_measures_the_same_batches(rows: list[Row], obje
 def test_a_broken_row_is_named_or_left_out_as_in_training(rows: list[Row]) -> None:
     rows[1] = replace(rows[1], turns=tuple(replace(turn, question_audio=Sound(path="no.wav")) for turn in rows[1].turns))
     with pytest.raises(UserError, match="held row 1, turn 0: audio 'no.wav'"):
-        held()
-    source = SourceConfig(kind="stored", path="none", held_out=5, tasks={"A1T1": 1.0})
-    found = build_held_out(DataConfig((source,), packing=PACKING, broken="skip"), maker_of(MODEL), 5, 0, 1)
-    assert found is not None and found.examples == 4
+        held(rows)
+    source, broken = SourceConfig(kind="stored", path="none", held_out=5, tasks={"A1T1": 1.0}), dict[str, str]()
+    found = build_held_out([(source, rows)], PACKING, maker_of(MODEL), 0, 1, broken)
+    assert (found.rows, found.examples) == (5, 4) and found.broken is broken and list(broken) == ["held row 1"]
+    items = items_of(rows, ["A1T1", "T1T2"], codec_of(MODEL), broken=broken)
+    assert len(items) == 4 + 4 and len(broken) == 1 and "held row 1, turn 0: audio" in broken["held row 1"]
+
+
+def test_rows_that_cannot_be_read_are_left_out_where_training_skips_them(
+    rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "rows.parquet", rows)
+    read = StoredRows.__getitem__
+
+    def read_some(self: StoredRows, index: int) -> Row:
+        if index == 1:
+            raise UserError(f"{self.where(index)} is no row")
+        return read(self, index)
+
+    monkeypatch.setattr(StoredRows, "__getitem__", read_some)
+    for place in (3, str(tmp_path / "rows.parquet")):
+        source = SourceConfig(kind="stored", path=str(tmp_path / "rows.parquet"), held_out=place, tasks={"T1T2": 1.0})
+        with pytest.raises(UserError, match=r"rows\.parquet row 1 is no row"):
+            held_out_rows(DataConfig((source,)), None, 5)
+        data, broken = DataConfig((source,), broken="skip"), dict[str, str]()
+        ((_, found),) = held_out_by_source(data, None, 5, broken)
+        assert len(found) == (2 if place == 3 else 4) == len(held_out_rows(data, None, 5))
+        assert list(broken.values()) == [f"{tmp_path / 'rows.parquet'} row 1 is no row"]
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------
@@ -200,7 +222,7 @@ def test_what_fails_while_it_is_measured_leaves_the_weights(monkeypatch: pytest.
 
     with pytest.raises(RuntimeError, match="out of memory"):
         cpu = torch.device("cpu")
-        held_out_loss(fail, objective, toy_held_out(0, 1), TOY_TASKS, STREAMS, cpu, average, ALONE)  # type: ignore[arg-type]
+        held_out_loss(fail, objective, toy_held_out(0, 1), TOY_TASKS, STREAMS, cpu, average, ALONE)
     assert objective.training and all(t.equal(before[name]) for name, t in objective.state_dict().items())
     assert all(not value.any() for value in average.values.values())
 
@@ -214,6 +236,6 @@ def test_the_lowest_loss_is_kept_and_no_number_never_wins(tmp_path: Path, monkey
         validation=ValidationConfig(every_steps=2, at_end=False),
         checkpoint=CheckpointConfig(every_steps=None, every_minutes=None, keep_last=1, metric="loss"),
     )
-    toy_fit(config, replace(toy_parts(), held_out=toy_held_out(0, 1)))
+    toy_fit(config, replace(toy_parts(), held_out=HeldOut(toy_held_out(0, 1))))
     kept = shelf.checkpoints(tmp_path / "checkpoints")
     assert [folder.name for folder in kept] == ["step-00000006", "step-00000013"]

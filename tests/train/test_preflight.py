@@ -119,5 +119,10 @@ def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert main(["fit", str(CONFIGS / "nano.yaml"), "--trainable", "[decoder.text_hat.*]"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("error: trainable: pattern 'decoder.text_hat.*' matches no parameter")
+    assert main(["fit", str(CONFIGS / "nano.yaml"), "--model.tokenizer", "t.json", "--model.codec_folder", "weights"]) == 2
+    head, *told = capsys.readouterr().err.splitlines()
+    assert head == "error: 2 things are lacking:" and [line.split()[0] for line in told] == [
+        "model.tokenizer:", "model.codec_folder:",
+    ]  # fmt: skip
     check_start(read("nano.yaml"))
     check_start(read("nano-lora.yaml", "--model.init_from", "null", "--model.preset", "nano"))

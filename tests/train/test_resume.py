@@ -188,14 +188,9 @@ def test_extending_says_what_becomes_of_the_learning_rate(tmp_path: Path, capfd:
         ({"budget": BudgetConfig(steps=9), "run_folder": "elsewhere"}, r"goes on with an earlier run, but .*elsewhere has no"),
     ],
 )
-def test_extending_with_anything_else_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], said: str
-) -> None:
-    place = tmp_path_factory.mktemp("extended")
-    toy_fit(toy_config(place / "run"))
-    folder = place / changes.get("run_folder", "run")
+def test_extending_with_anything_else_is_refused(undisturbed: dict[str, Path], changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        toy_fit(replace(toy_config(folder), resume="extend", **{k: v for k, v in changes.items() if k != "run_folder"}))
+        toy_fit(replace(toy_config(undisturbed["adamw"], resume="extend"), **changes))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "other version"])
@@ -222,7 +217,7 @@ def test_differences_name_the_place() -> None:
 
 
 def test_where_files_lie_and_how_many_workers_read_them_may_change(tmp_path: Path) -> None:
-    free = {"data": ("workers", "prefetch", "cache"), "model": ("tokenizer", "codec_folder", "init_from")}
+    free = {"data": ("workers", "prefetch", "cache", "broken_limit"), "model": ("tokenizer", "codec_folder", "init_from")}
     plain, moved = ({section: dict.fromkeys(keys, value) for section, keys in free.items()} for value in (1, 2))
     assert shelf.differences(plain, moved) == []
     assert shelf.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +10,36 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
+from omni.errors import UserError
 from tests.train.eval_toys import save_model
-from tests.train.toys import toy_batch, toy_config, toy_fit, toy_parts
-from train import fit, loop
+from tests.train.toys import ALONE, toy_batch, toy_config, toy_fit, toy_parts
+from train import announce, fit, loop
 from train.cli import main
-from train.config import BudgetConfig, LogConfig
+from train.config import BudgetConfig, LogConfig, ValidationConfig
+from train.held_out import HeldOut
 from train.logs import METRICS, read_table
 from train.meter import Meter
 from train.progress import Progress, figures_line, losses_line
+from train.state import Position
+from train.step_times import StepTimes
 
 LINES = LogConfig(every=5, progress="lines")
+
+
+@pytest.fixture(autouse=True)
+def no_lines_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LINE_SECONDS", 1000.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What step times are measured by: one number, in seconds."""
+    now = [0.0]
+    monkeypatch.setattr("train.feed.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(loop, "StepTimes", lambda: StepTimes(lambda: now[0]))
+    return now
 
 
 def steps_said(said: str) -> list[int]:
@@ -76,13 +94,12 @@ def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch
 def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """Also after a start that goes on within a row of the log."""
     objective = toy_parts().objective
-    team = SimpleNamespace(world=1, rank=0, first=True, sum=lambda values: values.double(), gather=lambda value: [value])
     losses = [objective(toy_batch(lane, 0), torch.ones(3)) for lane in range(3)]
-    meter = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", team)  # type: ignore[arg-type]
+    meter = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
     for each in losses:
         meter.add(each)
         assert meter.look()["loss/text"] == pytest.approx(float(each.sums[:, 1].sum() / each.counts[:, 1].sum()))
-    again = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", team)  # type: ignore[arg-type]
+    again = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
     again.restore(meter.state())
     again.add(losses[0])
     assert again.look()["loss/text"] == pytest.approx(float(losses[0].sums[:, 1].sum() / losses[0].counts[:, 1].sum()))
@@ -92,14 +109,39 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     assert meter.look()["loss/text"] == pytest.approx(float(losses[1].sums[:, 1].sum() / losses[1].counts[:, 1].sum()))
 
 
-def test_a_slow_step_is_told_of_with_its_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def slow(step: int) -> None:
-        if step == 6:
-            time.sleep(1.1)
+def test_a_slow_step_is_told_of_with_its_cause(tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]) -> None:
+    """The validation after the step before is none: it has a line of its own."""
 
-    toy_fit(toy_config(tmp_path, log=LINES), toy_parts(slow))
+    def before(step: int) -> None:
+        clock[0] += 5.0 if step == 6 else 0.1
+
+    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        clock[0] += 60.0
+        return {"exact_match": 0.5}
+
+    config = toy_config(tmp_path, log=LINES, validation=ValidationConfig(every_steps=6))
+    toy_fit(config, toy_parts(before, validate=validate))
     told = [line for line in capfd.readouterr().err.splitlines() if " took " in line]
-    assert len(told) == 1 and told[0].startswith("step 7 took 1.") and "waiting for data took 1.1 s" in told[0]
+    assert told == ["step 7 took 5.0 s, 0.1 s are usual: waiting for data took 5.0 s"]
+
+
+def test_what_is_usual_begins_again_where_other_parameters_are_trained(
+    tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    parts = toy_parts()
+    head = parts.objective.get_parameter("model.text_head.weight")
+    ended: list[Tensor] = []
+
+    def idle(progress: float) -> list[torch.nn.Parameter]:
+        clock[0] += 0.1 if progress < 0.5 else 2.0
+        if progress >= 0.5:
+            ended.append(head.detach().clone())
+        return [head] if progress < 0.5 else []
+
+    first = head.detach().clone()
+    toy_fit(toy_config(tmp_path, budget=BudgetConfig(steps=30), log=LINES), replace(parts, idle=idle))
+    assert ended[0].equal(first) and not ended[-1].equal(first)
+    assert " took " not in capfd.readouterr().err
 
 
 # --- the start of a whole run -----------------------------------------------------------------------------------------
@@ -135,6 +177,35 @@ def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd
     assert len(resumed) == 1 and "step-00000001, after 1 steps and " in resumed[0]
     assert main(["fit", str(recipe), "--resume", "restart", "--log.progress", "off"]) == 0
     assert "training" not in capfd.readouterr().err
+
+
+def test_held_out_rows_that_are_broken_are_said(tmp_path: Path) -> None:
+    parts = replace(toy_parts(), held_out=HeldOut((), 100, 99, {"rows 3": "rows 3, turn 0: no.wav", "rows 5": "rows 5"}))
+    lines = announce.going_on(toy_config(tmp_path), parts, [], Position(), None)
+    assert lines[1:] == [
+        "  held out    100 rows, 99 examples",
+        "  broken      2 of the held-out rows, which are left out (the first: rows 3, turn 0: no.wav)",
+    ]
+
+
+def test_what_is_known_of_the_rows_is_said_unless_nothing_is(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "check_start", lambda config: ["3 of 12 rows are short"])
+
+    def prepare(*_: object) -> None:
+        raise UserError("enough")
+
+    monkeypatch.setattr(fit, "prepare", prepare)
+    for progress, said in (("lines", "3 of 12 rows are short\n"), ("off", "")):
+        assert main(["fit", str(recipe), "--log.progress", progress]) == 2
+        assert capfd.readouterr().err == said + "error: enough\n"
+
+
+def test_a_loss_that_no_row_measures_is_refused_before_the_first_step(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(recipe), "--checkpoint.metric", "loss/text", "--data.packing.length", "20"]) == 2
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert "checkpoint.metric is loss/text, but none of the 2 held-out rows makes an example" in told
 
 
 def test_the_first_lines_come_before_anything_is_loaded(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,12 +34,14 @@ from train.config import (
     ScheduleConfig,
     ValidationConfig,
 )
+from train.held_out import HeldOut
 from train.loop import Loop, Outcome, Parts
 from train.objective import Losses
-from train.parallel import build_fabric, leave
+from train.parallel import Team, build_fabric, leave
 from train.precision import quantized_type
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
+ALONE = Team(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -194,7 +197,7 @@ def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dic
     fabric.launch()
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
-        parts = replace(parts, held_out=toy_held_out(fabric.global_rank, fabric.world_size))
+        parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
     loop = Loop(config, asdict(config), parts, fabric, Path(config.run_folder))
     outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}

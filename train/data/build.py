@@ -65,25 +65,33 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
         config.packing,
         config.seed,
         broken=config.broken,
-        broken_limit=config.broken_limit,
     )
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
     """Rows for validation, `count` over all sources that have some, shared evenly; the same ones every time. System messages
-    are left out where the training leaves them out.
+    are left out where the training leaves them out, and so are rows that cannot be read.
 
     Raises:
-        UserError: no source has any.
+        UserError: no source has any, or one cannot be read and `data.broken` is not `skip`.
     """
-    return [row for _, rows in held_out_by_source(config, codec, count) for row in rows]
+    found = held_out_by_source(config, codec, count, {} if config.broken == "skip" else None)
+    return [row for _, rows in found for row in rows]
 
 
-def held_out_by_source(config: DataConfig, codec: AudioCodec | None, count: int) -> list[tuple[SourceConfig, list[Row]]]:
-    """The rows of `held_out_rows` with the sources that they are of."""
+def held_out_by_source(
+    config: DataConfig, codec: AudioCodec | None, count: int, broken: dict[str, str] | None = None
+) -> list[tuple[SourceConfig, list[Row]]]:
+    """The rows of `held_out_rows` with the sources that they are of; `broken` as in `held_out_of`.
+
+    Raises:
+        UserError: no source has any, or one cannot be read and `broken` is None.
+    """
     sources = sources_held_out(config)
     shares = [count * (i + 1) // len(sources) - count * i // len(sources) for i in range(len(sources))]
-    found = [(source, held_out_of(source, codec, n, config.cache)) for source, n in zip(sources, shares, strict=True)]
+    found = [
+        (source, held_out_of(source, codec, n, config.cache, broken=broken)) for source, n in zip(sources, shares, strict=True)
+    ]
     return found if config.system else [(source, [replace(row, system="") for row in rows]) for source, rows in found]
 
 
@@ -98,18 +106,40 @@ def sources_held_out(config: DataConfig) -> list[SourceConfig]:
 
 
 def held_out_of(
-    source: SourceConfig, codec: AudioCodec | None, count: int, cache: str | None = None, seed: int = 1
+    source: SourceConfig,
+    codec: AudioCodec | None,
+    count: int,
+    cache: str | None = None,
+    seed: int = 1,
+    broken: dict[str, str] | None = None,
 ) -> list[Row]:
-    """`count` held-out rows of a source that has some (`has_held_out`), or all of fewer; `seed` draws those that are made."""
+    """`count` held-out rows of a source that has some (`has_held_out`), or all of fewer; `seed` draws those that are made.
+
+    Args:
+        broken: is given why a row cannot be read, by its file and number, and the row is left out; None where that is an error.
+
+    Raises:
+        UserError: see `build_source`; or a row that cannot be read.
+    """
     if isinstance(source.held_out, str):
         stored = StoredRows(source.held_out, cache)
         asked = min(count, len(stored))
-        return [stored[k * len(stored) // asked] for k in range(asked)]
-    made = build_source(source, codec, 0, cache)
-    if isinstance(made, StoredSource):
-        return made.kept_back(count)
-    assert isinstance(made, (SpokenDigits, RecordedDigits))
-    return made.held_out(count, seed)
+        numbers = [k * len(stored) // asked for k in range(asked)]
+    else:
+        made = build_source(source, codec, 0, cache)
+        if not isinstance(made, StoredSource):
+            assert isinstance(made, (SpokenDigits, RecordedDigits))
+            return made.held_out(count, seed)
+        stored, numbers = made.rows, made.kept_back(count)
+    rows = []
+    for number in numbers:
+        try:
+            rows.append(stored[number])
+        except UserError as error:
+            if broken is None:
+                raise
+            broken[stored.where(number)] = str(error)
+    return rows
 
 
 def has_held_out(source: SourceConfig) -> bool:

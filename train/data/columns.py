@@ -41,10 +41,10 @@ def _answer(layout: Layout, turn: Turn) -> Columns:
     task = find_task(turn.task)
     text = tuple(turn.text) if task.text and turn.text is not None else None
     codes = turn.codes if task.audio else None
-    if len(text or ()) + (0 if codes is None else codes.numel()) > SHORT:
+    if turn.cut or len(text or ()) + (0 if codes is None else codes.numel()) > SHORT:  # a cut one hardly comes back
         return answer(layout, turn)
     frames = None if codes is None else (codes.to(torch.int32).numpy().tobytes(), *codes.shape)
-    return _kept(layout, task.name, text, frames, turn.cut)
+    return _kept(layout, task.name, text, frames)
 
 
 @lru_cache(maxsize=256)  # few, and each before many questions
@@ -69,10 +69,10 @@ def _kept_question(layout: Layout, task: str, question: tuple[int, ...]) -> Colu
 
 
 @lru_cache(maxsize=8192)  # a thousand utterances, each answered as several tasks
-def _kept(layout: Layout, task: str, text: tuple[int, ...] | None, frames: tuple[bytes, int, int] | None, cut: bool) -> Columns:
+def _kept(layout: Layout, task: str, text: tuple[int, ...] | None, frames: tuple[bytes, int, int] | None) -> Columns:
     codes = None
     if frames is not None:
         data, streams, count = frames
         codes = torch.frombuffer(bytearray(data), dtype=torch.int32).view(streams, count).long() if data else None
         codes = torch.empty(streams, count, dtype=torch.long) if codes is None else codes
-    return answer(layout, Turn(task, text=text, codes=codes, cut=cut))
+    return answer(layout, Turn(task, text=text, codes=codes))

@@ -105,7 +105,8 @@ class DataConfig:
             them who interrupt; the turns after it learn to go on from what was heard.
         broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
             set there is always one.
-        broken_limit: share of a source's rows for a task that may be skipped so; beyond it, from 100 draws on, the run stops.
+        broken_limit: share of a source's rows for a task that may be skipped so; beyond it, from 100 draws on and by more than
+            chance, the run stops.
         system: rows' system messages come before their first questions; false leaves them out.
         workers: processes that make batches, for each process that trains; 0 makes them there.
         prefetch: steps each of them works ahead.

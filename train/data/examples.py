@@ -18,6 +18,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.question import read_system
+from omni.model.sharing import SHARING
 from omni.tasks import TASKS, Columns, Turn, find_task, join
 from omni.text import Tokenizer
 from train.data.alignment import Alignment
@@ -50,6 +51,8 @@ class Example:
         task: [C] index into `tuple(TASKS)` of each column's turn.
         clips: what it listens to, in the order of `columns.features`.
         where: the row, for errors.
+        tasks: names of the turns' tasks, each once.
+        source: number and name of the source, for counts.
     """
 
     draw: int
@@ -57,11 +60,8 @@ class Example:
     task: Tensor
     clips: tuple[Clip, ...]
     where: str
-
-    @property
-    def tasks(self) -> list[str]:
-        """Names of the turns' tasks, each once."""
-        return [tuple(TASKS)[i] for i in self.task.unique().tolist()]
+    tasks: tuple[str, ...] = ()
+    source: str = ""
 
 
 class TooLong(Unusable):
@@ -147,19 +147,26 @@ class ExampleMaker:
                 "set model.ctc_sounds to that number, or change data.sounds"
             )
 
-    def make(self, draw: int, prepared: Prepared, tasks: Sequence[str]) -> Example:
+    def make(self, draw: int, prepared: Prepared, tasks: Sequence[str], source: str = "") -> Example:
         """The example of a prepared row as draw number `draw`, one task for each turn.
 
         Raises:
             UserError: a part that a task needs is missing or broken; the row and turn are named.
             TooLong: a question lasts longer than the encoder hears.
         """
-        turns, clips = [], []
+        turns, clips, adapter, where = [], [], self.model.adapter, prepared.row.where
+        for name in tasks if adapter.kind in SHARING else ():
+            if find_task(name).question == "audio" and name not in adapter.tasks:
+                raise Unusable(
+                    f"{where} is of task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; add it there",
+                    "a task that the adapter has not",
+                    name,
+                )
         for number, (turn, name) in enumerate(zip(prepared.row.turns, tasks, strict=True)):
             try:
                 ids, heard = self._turn(draw, prepared, number, turn, name)
             except UserError as error:
-                text = f"{prepared.row.where}, turn {number}: {error}"
+                text = f"{where}, turn {number}: {error}"
                 if isinstance(error, TooLong):
                     raise TooLong(text, name) from error
                 raise Unusable(text, error.reason if isinstance(error, Unusable) else "broken", name) from error
@@ -169,7 +176,8 @@ class ExampleMaker:
             turns[0] = replace(turns[0], system=read_system(prepared.row.system, self.tokenizer))
         parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: joined, they are the whole
         task = torch.cat([torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)])
-        return Example(draw, parts[0] if len(parts) == 1 else join(parts), task, tuple(clips), prepared.row.where)
+        columns = parts[0] if len(parts) == 1 else join(parts)
+        return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source)
 
     def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:
         task = find_task(name)

@@ -82,7 +82,6 @@ class Lane:
                 self.skipped += example.reason == TOO_LONG
                 self.broken += example.reason != TOO_LONG
                 self.counts.leave_out(example)
-                self.counts.check(self.pipeline.broken_limit)
                 unused += 1
                 if unused == _GIVE_UP:
                     reasons = "; ".join([*self.counts.lines().values()][:2])
@@ -91,7 +90,7 @@ class Lane:
                         f"raise packing.length {packing.length} where it is too small"
                     )
             else:
-                self.counts.add(self.pipeline.source(example.draw), example.tasks)
+                self.counts.add(example.source, example.tasks)
                 self.buffer.append(example)
                 filled += len(example.columns)
         chosen = choose([len(example.columns) for example in self.buffer], packing.length)

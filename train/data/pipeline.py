@@ -6,11 +6,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from omni.errors import UserError
-from omni.model.sharing import SHARING
-from omni.tasks import find_task
 from train.data.config import PackingConfig as PackingConfig
 from train.data.examples import Example, ExampleMaker, Prepared, TooLong
-from train.data.mixture import Mixture, TaskMixture
+from train.data.mixture import Draw, Mixture, TaskMixture
 from train.data.unused import Unusable, Unused
 
 
@@ -22,28 +20,23 @@ class Pipeline:
         tasks: one mixture of tasks for each source.
         kept: prepared rows to keep, of sources whose rows come back soon.
         broken: a row that is no good is an `error`, or skipped and counted (`skip`).
-        broken_limit: share of a source's draws for a task that may be skipped so.
     """
 
     def __init__(
         self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
-        kept: int = 2048, broken: str = "error", broken_limit: float = 1.0,
+        kept: int = 2048, broken: str = "error",
     ) -> None:  # fmt: skip
         if len(tasks) != len(mixture.sources):
             raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
         self.mixture = mixture
+        self.names = [f"data.sources[{i}] ({source.name})" for i, source in enumerate(mixture.sources)]
         self.tasks = list(tasks)
         self.maker = maker
         self.packing = packing
         self.seed = seed
         self._kept: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
         self._keep = kept
-        self.broken, self.broken_limit = broken, broken_limit
-
-    def source(self, number: int) -> str:
-        """Number and name of the source of a draw, for counts and errors."""
-        index = self.mixture.draw(number).source
-        return f"data.sources[{index}] ({self.mixture.sources[index].name})"
+        self.broken = broken
 
     def fetch(self, number: int) -> Example | Unused:
         """The example of draw `number`, or why there is none, where such ones are skipped.
@@ -51,28 +44,20 @@ class Pipeline:
         Raises:
             UserError: a broken row, or one that no packed row or window can hold; it is named.
         """
+        draw = self.mixture.draw(number)
         try:
-            return self._make(number)
+            return self._make(draw)
         except UserError as error:
             if (self.packing.too_long if isinstance(error, TooLong) else self.broken) != "skip":
                 raise
             task, reason = (error.task, error.reason) if isinstance(error, Unusable) else ("", "the row cannot be read")
-            return Unused(self.source(number), task, reason, str(error))
+            return Unused(self.names[draw.source], task, reason, str(error))
 
-    def _make(self, number: int) -> Example:
-        draw = self.mixture.draw(number)
+    def _make(self, draw: Draw) -> Example:
         prepared = self._prepare(draw.source, draw.index)
         row, mixture = prepared.row, self.tasks[draw.source]
-        tasks = [row.task or mixture.task(number, turn, self.seed) for turn in range(len(row.turns))]
-        adapter = self.maker.model.adapter
-        for name in tasks:
-            if adapter.kind in SHARING and find_task(name).question == "audio" and name not in adapter.tasks:
-                raise Unusable(
-                    f"{row.where} is of task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; add it there",
-                    "a task that the adapter has not",
-                    name,
-                )
-        example = self.maker.make(number, prepared, tasks)
+        tasks = [row.task or mixture.task(draw.number, turn, self.seed) for turn in range(len(row.turns))]
+        example = self.maker.make(draw.number, prepared, tasks, self.names[draw.source])
         if len(example.columns) <= self.packing.length:
             return example
         raise TooLong(

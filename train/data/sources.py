@@ -42,7 +42,7 @@ class StoredSource:
     """The rows of Parquet files, see `StoredRows`.
 
     Args:
-        held_out: leave out so many rows, evenly spaced: the first of as many equal parts. `kept_back` gives them.
+        held_out: leave out so many rows, evenly spaced: the first of as many equal parts. `kept_back` names them.
 
     Raises:
         UserError: no row would be left; see also `StoredRows`.
@@ -65,11 +65,11 @@ class StoredSource:
         # Held-out row k stands at place(k), before it place(k) - k others: pass by all that stand before the row.
         return self.rows[index + bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)]
 
-    def kept_back(self, count: int) -> list[Row]:
-        """`count` of the rows that are left out, evenly spaced, or all where there are fewer."""
+    def kept_back(self, count: int) -> list[int]:
+        """Numbers of `count` of the rows that are left out, evenly spaced, or of all where there are fewer."""
         held = self._held_out
         asked = min(count, len(held))
-        return [self.rows[self._place(held[k * len(held) // asked])] for k in range(asked)]
+        return [self._place(held[k * len(held) // asked]) for k in range(asked)]
 
     def _place(self, k: int) -> int:
         return k * len(self.rows) // len(self._held_out)

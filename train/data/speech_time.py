@@ -9,7 +9,7 @@ from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
 from train.data.mixture import Mixture
 
-DRAWS = 512
+DRAWS = 128
 """First draws of a run that are looked at: the same ones at every start of it, and in any number of processes."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,9 @@ FIRST = 3
 
 ENOUGH = 100
 """Draws of a source for a task from which on their broken share is judged."""
+
+SPREAD = 4.0
+"""Standard deviations by which broken rows may outnumber the limit: so many come by chance."""
 
 TOO_LONG = "too long"
 
@@ -52,13 +56,15 @@ class Unused:
 
 @dataclass
 class Counts:
-    """Draws by source and task, and those of them that were not used by reason: number and the first messages."""
+    """Draws by source, and by source and task, and those that were not used by reason: number and the first messages."""
 
+    sources: dict[str, int] = field(default_factory=dict)
     drawn: dict[tuple[str, str], int] = field(default_factory=dict)
     unused: dict[tuple[str, str, str], tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
     def add(self, source: str, tasks: Iterable[str]) -> None:
         """A draw of a source for these tasks (of its turns)."""
+        self.sources[source] = self.sources.get(source, 0) + 1
         for task in set(tasks):
             self.drawn[source, task] = self.drawn.get((source, task), 0) + 1
 
@@ -72,15 +78,18 @@ class Counts:
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
         return {
+            "sources": [[source, count] for source, count in self.sources.items()],
             "drawn": [[*key, count] for key, count in self.drawn.items()],
             "unused": [[*key, count, list(first)] for key, (count, first) in self.unused.items()],
         }
 
     @classmethod
     def joined(cls, several: Iterable[Mapping[str, Any]]) -> Counts:
-        """The sum of plain counts; of the messages, the first in their order."""
+        """The sum of plain counts; of the messages, the first in their order. Older ones lack the draws by source."""
         out = cls()
         for one in several:
+            for source, count in one.get("sources") or [(source, count) for source, _, count in one.get("drawn", ())]:
+                out.sources[source] = out.sources.get(source, 0) + count
             for source, task, count in one.get("drawn", ()):
                 out.drawn[source, task] = out.drawn.get((source, task), 0) + count
             for source, task, reason, count, first in one.get("unused", ()):
@@ -89,15 +98,15 @@ class Counts:
         return out
 
     def total(self, source: str, task: str) -> int:
-        """Draws of a source for a task; of all tasks where the row could not be read."""
-        return sum(n for (s, t), n in self.drawn.items() if s == source and task in ("", t))
+        """Draws of a source for a task; all of them where the row could not be read, and its task is "" for that."""
+        return self.drawn.get((source, task), 0) if task else self.sources.get(source, 0)
 
     def check(self, limit: float) -> None:
-        """Refuse what is broken in more than `limit` of a source's draws for a task, from `ENOUGH` draws on (UserError)."""
+        """Refuse what is broken in more than `limit` of a source's draws for a task, by more than chance (UserError)."""
         for source, task in dict.fromkeys((s, t) for s, t, reason in self.unused if reason != TOO_LONG):
             of = self.total(source, task)
             bad = {r: n for (s, t, r), (n, _) in self.unused.items() if (s, t) == (source, task) and r != TOO_LONG}
-            if of >= ENOUGH and sum(bad.values()) > limit * of:
+            if of >= ENOUGH and sum(bad.values()) > limit * of + SPREAD * math.sqrt(limit * (1 - limit) * of):
                 reasons = "; ".join(line for (s, t, r), line in self.lines().items() if (s, t) == (source, task) and r in bad)
                 raise UserError(
                     f"{reasons}. More than data.broken_limit {limit:g} of them are broken: complete or drop these rows, take "
