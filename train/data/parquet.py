@@ -254,7 +254,8 @@ def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
 
     with _readable(file):
         batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
-        return next(batches).to_pylist()
+        batch = next(batches, None)  # none of a group without rows
+        return [] if batch is None else batch.to_pylist()
 
 
 def _large(metadata: pq.FileMetaData) -> bool:
