@@ -21,7 +21,7 @@ from omni.model.lora import add_adapter, targets_of
 from omni.model.quantize import chosen_linears
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from omni.tasks import find_task
 from train.adapters import LEARNT
 from train.config import FitConfig
@@ -91,12 +91,12 @@ def _check_model_files(config: FitConfig, lacks: _Lacks) -> None:
             check_sizes(section.init_from)
     if section.tokenizer is not None and not Path(section.tokenizer).is_file():
         with lacks.of("model.tokenizer"):
-            refuse_remote(section.tokenizer, "tokenizer")
-            raise UserError(f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json")
-    if section.codec_folder is not None and not Path(section.codec_folder).is_dir():
+            otherwise = f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json"
+            check_there(section.tokenizer, "tokenizer", otherwise, Path.is_file)
+    if section.codec_folder is not None:
         with lacks.of("model.codec_folder"):
-            refuse_remote(section.codec_folder, "codec folder")
-            raise UserError(f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights")
+            otherwise = f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights"
+            check_there(section.codec_folder, "codec folder", otherwise, Path.is_dir)
     if lora is not None and lora.init_from is not None:
         with lacks.of("lora.init_from"):
             peft.check_folder(lora.init_from)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from train.data.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -95,9 +95,8 @@ def files_of(path: str | os.PathLike[str]) -> list[Path]:
     files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
     if not files:
         raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
-    if not files[0].is_file():
-        refuse_remote(path, "data")
-        raise UserError(f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them")
+    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
+    check_there(files[0], "data", otherwise, Path.is_file)
     return files
 
 

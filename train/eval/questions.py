@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
@@ -80,9 +80,7 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 
 def open_data(path: Path, options: Options) -> Source:
     """The data as a source of rows; UserError where there is nothing, or nothing known."""
-    refuse_remote(path, "data")
-    if not path.exists():
-        raise UserError(f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
+    check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
         return OWN[options.format](path, options)
     if not options.format:
