@@ -23,6 +23,7 @@ from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
 from train.data.row import Row, RowTurn
+from train.data.samples import evenly
 
 if TYPE_CHECKING:
     from omni.generate.speech_lm import SpeechLM
@@ -111,7 +112,7 @@ class Questions:
             raise UserError("the data hold no rows; name others")
         if count is None or count >= size:
             return cls(source, range(size))
-        return cls(source, [i * size // count for i in range(count)])
+        return cls(source, evenly(size, count))
 
     def __len__(self) -> int:
         return len(self.chosen)
