@@ -19,6 +19,7 @@ from omni.errors import UserError
 from omni.model.linears import tied_names
 from omni.model.lora import add_adapter, targets_of
 from omni.model.quantize import chosen_linears
+from omni.model.sharing import SHARING
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.remote import check_there
@@ -46,7 +47,7 @@ def check_start(config: FitConfig) -> list[str]:
     lacks = _Lacks()
     _check_model_files(config, lacks)
     _check_data_files(config.data, lacks)
-    notes = _check_rows(config.data, lacks) if not lacks.lines else []
+    notes = _check_rows(config.data, lacks)
     if config.validation.questions:
         with lacks.of("validation.questions"):
             sources_held_out(config.data)
@@ -89,7 +90,7 @@ def _check_model_files(config: FitConfig, lacks: _Lacks) -> None:
     if section.init_from is not None:
         with lacks.of("model"):
             check_sizes(section.init_from)
-    if section.tokenizer is not None and not Path(section.tokenizer).is_file():
+    if section.tokenizer is not None:
         with lacks.of("model.tokenizer"):
             otherwise = f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json"
             check_there(section.tokenizer, "tokenizer", otherwise, Path.is_file)
@@ -118,7 +119,7 @@ def _check_data_files(data: DataConfig, lacks: _Lacks) -> None:
 
 
 def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
-    """Some rows of each stored source: a task that none of them is for is lacking, one that some are not for is a note."""
+    """Some rows of each stored source: a task that none of them can serve is lacking, one that only some can serve is noted."""
     notes = []
     for i, source in enumerate(data.sources):
         if source.path is None:
@@ -139,7 +140,7 @@ def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
 
 
 def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
-    """Tokenizer and codec: codes of spoken answers are checked by it, and validation listens to them."""
+    """Tokenizer, codec (codes of spoken answers are checked by it, and validation listens to them), and an adapter's tasks."""
     section = config.model
     with lacks.of("model.tokenizer"):
         check_tokenizer(section, shape)
@@ -151,6 +152,14 @@ def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
                 f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
                 "folder, or put them into the model folder (python -m train convert ... --codec_folder)"
             )
+    adapter = shape.adapter
+    for name in sorted(config.data.drawn) if adapter.kind in SHARING else ():
+        task = find_task(name)
+        if task.question == "audio" and task.name not in adapter.tasks:
+            with lacks.of("data.sources"):
+                raise UserError(
+                    f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it there"
+                )
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------

@@ -118,6 +118,8 @@ def test_tasks_that_no_row_of_a_source_is_for_are_lacking_before_the_start(tmp_p
         "nano.yaml", "--data.sources", sources % (place, '{"A1T1": 1, "T1A2": 1, "T1T2": 0}'), "--validation.questions", "0"
     )
     (line,) = lacking(config)
+    beside = lacking(replace(config, model=replace(config.model, tokenizer="t.json")))
+    assert len(beside) == 2 and "tokenizer t.json does not exist" in beside[0] and beside[1] == line
     assert line == (
         f"data.sources.0.tasks: none of 12 rows looked at in {place} has answer_text, which task T1A2 needs: take T1A2 out, or "
         "complete the rows"
