@@ -13,7 +13,8 @@ import torch
 
 from tests.sounds import encoded
 from train.data.keys import torch_dice
-from train.data.prepare import PrepareConfig, prepare
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
 from train.data.readers import Broken, Source
 from train.data.row import Codes, Row, RowTurn, Sound
 
