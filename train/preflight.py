@@ -24,7 +24,6 @@ from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.remote import check_there
 from omni.tasks import find_task
-from train.adapters import LEARNT
 from train.config import FitConfig
 from train.data.augment import noise_files
 from train.data.build import sources_held_out
@@ -33,6 +32,7 @@ from train.data.parquet import files_of
 from train.data.recorded import find_recordings
 from train.data.samples import missing_parts, sample_rows
 from train.initial import check_tokenizer, shape_of
+from train.sections import LORA
 
 
 def check_start(config: FitConfig) -> list[str]:
@@ -180,14 +180,14 @@ def _check_patterns(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> Non
     names, also, learning = [name for name, _ in model.named_parameters()], tied_names(model), set[str]()
     where = "trainable" if lora is None else "lora.trainable"
     for pattern in config.learns:
-        if pattern != LEARNT:
+        if pattern != LORA:
             with lacks.of(where):
                 learning |= match_names([pattern], names, where, also=also)
     if len(lacks.lines) > before or (lora is not None and lora.init_from is not None):
-        return  # what learns is not known
+        return  # which parameters are trainable is not known
     if lora is not None:
         add_adapter(model, lora)
-        learning |= match_names([LEARNT], [name for name, _ in model.named_parameters()], where)
+        learning |= match_names([LORA], [name for name, _ in model.named_parameters()], where)
     for group in config.optimizer.groups:
         with lacks.of("optimizer.groups"):
             match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)

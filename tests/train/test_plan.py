@@ -310,7 +310,7 @@ def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFix
     )
 
 
-def test_a_mac_is_reckoned_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mac_is_estimated_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No blocks that the C library keeps, no context of CUDA's, no limit of another machine's memory."""
 
     def planned(*options: str) -> dict[str, Any]:

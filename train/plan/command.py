@@ -31,7 +31,7 @@ CPU_WASTE = 0.25
 """Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 11 to 30 % over what is in use
 without checkpointing; with it at 35 % to twice what is in use, in small models)."""
 
-MAC = "a Mac's GPU (mps, reckoned as a CPU's step is, without what its allocator keeps)"
+MAC = "a Mac's GPU (mps, estimated as a CPU's step is, without what its allocator keeps)"
 
 Place = Literal["cpu", "mps", "cuda"]
 """Where a run computes."""
