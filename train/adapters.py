@@ -13,8 +13,7 @@ from omni.model.lora import add_adapter, attach, linear_of, linears_of
 from omni.model.lora_weights import base_checksum, base_weight, replace_whole, weights_of
 from omni.model.quantize import quantize
 from omni.patterns import match_names
-from train.sections import LoRASection as LoRASection
-from train.sections import learning as learning
+from train.sections import LoRASection
 
 ADAPTER = "adapter"
 """The folder of a run's adapter."""

@@ -30,7 +30,6 @@ from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
 from train.data.recorded import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.fit_command import main as main
 from train.flops import StepFlops
 from train.held_out import build_held_out
 from train.initial import Initial, build_initial
@@ -217,7 +216,3 @@ def dry_run(config: FitConfig) -> str:
             draw(batch, model.layout, initial.tokenizer),
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from omni.config import preset
 from omni.generate.step import Runner
 from omni.model.lora import activate
 from tests.train import bench_toys
-from train import bench, bench_child, bench_gpu
+from train import bench_child, bench_command, bench_gpu
 
 CPU = torch.device("cpu")
 
@@ -76,7 +76,7 @@ def test_the_limits_are_eight_minutes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_run(capsys):
-    assert bench.main(["--gpu", "--json"]) == 0
+    assert bench_command.main(["--gpu", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["check"] for line in lines] == list(bench_gpu.CHECKS)
     assert all(line["state"] == "not run" and "no GPU" in line["found"][0] for line in lines)

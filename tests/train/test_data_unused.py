@@ -13,10 +13,11 @@ from tests.train.data_toys import MODELS, ToySource, codec_of, maker_of
 from tests.train.test_preflight import lacking
 from tests.train.test_preflight import read as read_recipe
 from tests.train.toys import toy_batch, toy_config, toy_fit, toy_parts
+from train.data.config import PackingConfig
 from train.data.lanes import Lane
 from train.data.mixture import Mixture, TaskMixture
 from train.data.parquet import write_rows
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.unused import COLUMNS, ENOUGH, Counts, Unused
 from train.loop import UNUSED
 from train.preflight import check_start

@@ -33,9 +33,8 @@ from tests.train.toys import (
 from tests.train.toys import TASKS as TOY_TASKS
 from train import shelf
 from train.config import BudgetConfig, CheckpointConfig, LogConfig, ValidationConfig
-from train.data.augment import AugmentConfig
-from train.data.config import DataConfig, SourceConfig
-from train.data.pipeline import PackingConfig
+from train.data.augment_config import AugmentConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.row import Row, Sound
 from train.held_out import HeldOut, build_held_out, held_out_loss
 from train.logs import VALIDATION, read_table

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from omni.errors import UserError
 from omni.model.sharing import SHARING
 from omni.tasks import find_task
-from train.data.config import PackingConfig as PackingConfig
+from train.data.config import PackingConfig
 from train.data.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.mixture import Mixture, TaskMixture
 from train.data.unused import Unusable, Unused

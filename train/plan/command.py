@@ -13,7 +13,6 @@ from omni.hardware import peak_flops
 from train.config import FitConfig
 from train.initial import shape_of
 from train.plan.arguments import check_options
-from train.plan.arguments import main as main
 from train.plan.attempt import KEPT, RETURNED, Attempt, attempt
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import Turned, turn_knobs
