@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 from omni.errors import UserError
 
@@ -42,3 +44,10 @@ def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.Path
     shown = address if len(address) <= 200 else f"{address[:197]}..."
     verb = "written" if write else "read"
     raise UserError(f"{what} {shown!r} is not on this machine, and {scheme}:// is not {verb} yet: {way}")
+
+
+def check_there(path: str | os.PathLike[str], what: str, otherwise: str, there: Callable[[Path], bool] = Path.exists) -> None:
+    """UserError where a path is an address elsewhere (see `refuse_remote`), or is not `there`: then `otherwise`."""
+    if not there(Path(path)):
+        refuse_remote(path, what)
+        raise UserError(otherwise)

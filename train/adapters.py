@@ -13,9 +13,7 @@ from omni.model.lora import add_adapter, attach, linear_of, linears_of
 from omni.model.lora_weights import base_checksum, base_weight, replace_whole, weights_of
 from omni.model.quantize import quantize
 from omni.patterns import match_names
-from train.sections import LEARNT as LEARNT
-from train.sections import LoRASection as LoRASection
-from train.sections import learning as learning
+from train.sections import LoRASection
 
 ADAPTER = "adapter"
 """The folder of a run's adapter."""
@@ -56,7 +54,7 @@ def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.flo
 
 
 def save(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, place: str | None) -> Path:
-    """Write the adapter of a run as a PEFT folder: its pairs, and what learnt beside them.
+    """Write the adapter of a run as a PEFT folder: its pairs, and what was trained beside them.
 
     Args:
         state: all values, adapters' included.

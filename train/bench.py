@@ -19,9 +19,7 @@ from omni.config import preset
 from omni.hardware import peak_flops
 from omni.layout import IGNORE, Layout
 from omni.model.decoder import Decoder
-from train.bench_command import BALANCED as BALANCED
-from train.bench_command import SECTIONS as SECTIONS
-from train.bench_command import main as main
+from train.bench_command import BALANCED
 from train.cross_entropy import LinearCrossEntropy
 from train.memory import PeakMemory
 

@@ -12,7 +12,8 @@ import torch
 
 from omni.errors import UserError
 from train.balance.section import BILEVEL, BalanceSection, check_balance
-from train.bench import BALANCED, Row, at_hand, seconds_of
+from train.bench import Row, at_hand, seconds_of
+from train.bench_command import BALANCED
 from train.parse import read_fit_config
 
 

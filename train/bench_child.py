@@ -79,7 +79,11 @@ def run_limited(command: Sequence[str], limit: float) -> Ended:
             out, error = child.communicate(timeout=max(limit, 0.0))
         except subprocess.TimeoutExpired:
             late = True
+            started = psutil.Process(child.pid).children(recursive=True)  # one with a session of its own is in no group of ours
             os.killpg(child.pid, signal.SIGKILL)
+            for one in started:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
             out, error = child.communicate()
     return Ended(None if late else child.returncode, time.perf_counter() - start, out, error)
 

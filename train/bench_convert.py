@@ -68,7 +68,7 @@ def convert(settings: Mapping[str, Any] = QWEN2_05B, encoder: str = "small", sha
 
 
 def _row(name: str, source: Path, target: Path, options: Sequence[str]) -> list[Row]:
-    taken = run_apart("train.convert", [str(source), str(target), *options, "--quiet"])
+    taken = run_apart("train.convert_command", [str(source), str(target), *options, "--quiet"], ["train.convert"])
     read, written = size_of(source), size_of(target)
     return [
         Row(f"{name}: read", read / 1e9, "GB"),

@@ -24,8 +24,8 @@ from omni.audio.snac import SNAC_24KHZ
 from omni.errors import UserError
 from train.bench import Row
 from train.bench_child import Taken, run_apart
-from train.data.prepare import PrepareConfig
-from train.data.prepare import prepare as prepare_rows
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare as prepare_rows
 
 MIB = 1 << 20
 IMPORTS = ("torch", "torchaudio", "soundfile", "datasets", "pyarrow.parquet", "train.data.prepare.engine", "omni.audio.codec2")

@@ -20,11 +20,12 @@ from omni.config import preset
 from omni.text import Tokenizer
 from train.bench import Row
 from train.bench_prepare import one_thread, sound
+from train.data.config import PackingConfig
 from train.data.examples import ExampleMaker
 from train.data.loader import StepLoader
 from train.data.mixture import Mixture, TaskMixture
 from train.data.parquet import write_rows
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.row import Codes, RowTurn, Sound
 from train.data.row import Row as DataRow
 from train.data.sources import StoredSource

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from omni.errors import UserError, in_one_line
 from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, say
-from train.commands import check_command, check_config, check_renamed, config_of
+from train.commands import check_command, check_renamed
 
 COMMANDS = {
     "fit": ("train.fit_command", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
@@ -28,9 +28,6 @@ COMMANDS = {
     "bench": ("train.bench_command", "measure the training step and print tables"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
-
-WITH_CONFIG = ("fit", "demo", "plan", "doctor", "balance")
-"""Commands whose first word is a configuration's file."""
 
 HELP = """usage: python -m train COMMAND [options]
 
@@ -56,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_command(arguments[0], COMMANDS)
         check_renamed(arguments[0], arguments[1:], "--")
-        if arguments[0] in WITH_CONFIG and (file := config_of(arguments[1:])) is not None:
-            check_config(file)
         run = importlib.import_module(COMMANDS[arguments[0]][0]).main
         all_imported()
         code: int = run(arguments[1:])
@@ -79,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         if isinstance(error, OSError) and error.filename is not None:
-            say(f"error: {error.filename} cannot be read or written ({error.strerror}); mend that and run again")
+            say(f"error: {error.filename} cannot be read or written ({error.strerror}); fix that and run again")
             return 2
         say(f"error: {in_one_line(error)}")
         return FAILED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -38,8 +38,3 @@ def check_config(file: Path) -> None:
         close = get_close_matches(str(file), near, n=1, cutoff=0.3)
         hint = f"did you mean {close[0]}?" if close else "give a YAML file such as configs/nano.yaml"
         raise UserError(f"configuration {file} does not exist; {hint}")
-
-
-def config_of(words: Sequence[str]) -> Path | None:
-    """The configuration that a command is given as its first word; None where it comes later, or not at all."""
-    return Path(words[0]) if words and not words[0].startswith("-") else None

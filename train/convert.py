@@ -26,9 +26,7 @@ from omni.checkpoint.safe import Written
 from omni.config import AdapterConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from train.convert_command import Options as Options
-from train.convert_command import check
-from train.convert_command import main as main
+from train.convert_command import Options, check
 from train.convert_target import check_in_place
 from train.progress import LINE_SECONDS, Screen, duration, short
 

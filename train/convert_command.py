@@ -14,7 +14,7 @@ import jsonargparse
 from omni.checkpoint.kinds import FLOATS, KINDS, closest
 from omni.errors import UserError
 from omni.process import importing
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from train.convert_target import check_target
 from train.progress import duration
 
@@ -125,9 +125,7 @@ _FLAGS = {
 def check(source: Path, target: Path, options: Options) -> None:
     """UserError for what can be refused before any weights are looked at."""
     check_target(source, target, options)
-    refuse_remote(source, "model")
-    if not source.exists():
-        raise UserError(f"{source} does not exist; give a model's file or folder")
+    check_there(source, "model", f"{source} does not exist; give a model's file or folder")
     if options.kind is not None and options.kind not in KINDS:
         raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, KINDS)}")
     if options.dtype is not None and options.dtype not in FLOATS:

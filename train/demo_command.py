@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from omni.errors import UserError
 from omni.process import importing
-from train.parse import read_fit_config
+from train.parse import read_run
 
 CONFIG = Path(__file__).parent.parent / "configs" / "nano.yaml"
 
@@ -16,9 +15,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "nano.yaml"
 def main(argv: Sequence[str]) -> int:
     """The command; arguments are those of `fit`, with `configs/nano.yaml` as the default file."""
     words = list(argv)
-    config, name = read_fit_config(words if words and not words[0].startswith("-") else [str(CONFIG), *words])
-    folder = Path(config.run_folder or Path("runs") / name)
-    config = replace(config, run_folder=str(folder))
+    config = read_run(words if words and not words[0].startswith("-") else [str(CONFIG), *words])
     digits = next((s for s in config.data.sources if s.kind == "spoken-digits"), None)
     if digits is None:
         raise UserError("the demonstration asks about spoken digits, but no source of the configuration is of that kind")

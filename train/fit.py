@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,11 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
-from omni.config import AdapterConfig, preset
 from omni.errors import UserError
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.model.lora_weights import merged_state
-from omni.model.sharing import SHARING
 from omni.remote import refuse_remote
-from omni.tasks import TASKS, find_task
+from omni.tasks import TASKS
 from train import adapters, announce, plots
 from train.balance import plots as balance_plots
 from train.balance.outer import outer_batches
@@ -28,12 +25,10 @@ from train.balance.section import BILEVEL, balanced_tasks
 from train.config import FitConfig, plain_config
 from train.data.batch import Batch
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
-from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pipeline import Pipeline
 from train.data.recorded import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.fit_command import main as main
 from train.flops import StepFlops
 from train.held_out import HeldOut, build_held_out
 from train.initial import Initial, build_initial
@@ -73,8 +68,6 @@ def fit(config: FitConfig) -> Outcome | None:
 
 def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     """Build everything a run needs, in every process alike."""
-    if config.model.preset is not None:
-        preset(config.model.preset)  # a mistyped name is refused before anything is said
     say = announce.speaker(config, fabric.global_rank == 0)
     for line in announce.beginning(config, fabric):
         say(line)
@@ -117,7 +110,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         time = estimate_speech_time(pipeline.mixture, initial.codec) if initial.codec is not None else None
         if time is not None:
             extra[SPEECH_TIME] = time.plain()
-        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32  # a base and what learnt may differ
+        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32  # a base and adapters may differ
         plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
@@ -126,7 +119,6 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         assert validator is not None
         return validator(merged_state(model, weights), step)
 
-    _check_parts(model.config.adapter, config.data)
     rank, world = fabric.global_rank, fabric.world_size
     held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
     _check_metric(config, held_out)
@@ -165,18 +157,6 @@ def _speak_ahead(config: FitConfig) -> None:
     for source in config.data.sources:
         if source.kind == "recorded-digits":
             speak_ahead(source.recorded, source.digits.question_rate, config.log.progress)
-
-
-def _check_parts(adapter: AdapterConfig, data: DataConfig) -> None:
-    """Refuse data with a task that a shared adapter has no part for (UserError)."""
-    for source in data.sources if adapter.kind in SHARING else ():
-        for weights in source.mixtures:
-            for name, weight in weights.items():
-                if weight > 0 and find_task(name).question == "audio" and find_task(name).name not in adapter.tasks:
-                    raise UserError(
-                        f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it "
-                        "there"
-                    )
 
 
 def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
@@ -250,7 +230,3 @@ def dry_run(config: FitConfig) -> str:
             draw(batch, model.layout, initial.tokenizer),
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from omni.process import importing
-from train.parse import read_fit_config
+from train.parse import read_run
 
 
 def main(argv: Sequence[str]) -> int:
     """The command: a YAML file and dotted overrides. Returns the exit code: 0, or 128 + the signal that stopped the run."""
     dry = "--dry_run" in argv
-    config, name = read_fit_config([arg for arg in argv if arg != "--dry_run"])
-    if not config.run_folder:
-        config = replace(config, run_folder=str(Path("runs") / name))
+    config = read_run([arg for arg in argv if arg != "--dry_run"])
     with importing():
         from train.fit import dry_run, fit
 

@@ -23,7 +23,7 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from train.balance.shares import Shares, feature_tasks
 from train.cross_entropy import LinearCrossEntropy, TaskCrossEntropy
-from train.sections import ObjectiveConfig as ObjectiveConfig
+from train.sections import ObjectiveConfig
 
 if TYPE_CHECKING:
     from train.data.batch import Batch

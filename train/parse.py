@@ -70,6 +70,12 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
 _OPTIONS = ("--help", "-h", "--print_config", "--config")
 
 
+def read_run(argv: Sequence[str]) -> FitConfig:
+    """As `read_fit_config`, with the run's folder: `runs/` and the file's name where none is given."""
+    config, name = read_fit_config(argv)
+    return config if config.run_folder else dataclasses.replace(config, run_folder=str(Path("runs") / name))
+
+
 def fit_parser() -> jsonargparse.ArgumentParser:
     """The parser of `fit`: one option for every key of `FitConfig`."""
     parser = jsonargparse.ArgumentParser(

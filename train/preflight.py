@@ -19,11 +19,11 @@ from omni.errors import UserError
 from omni.model.linears import tied_names
 from omni.model.lora import add_adapter, targets_of
 from omni.model.quantize import chosen_linears
+from omni.model.sharing import SHARING
 from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from omni.tasks import find_task
-from train.adapters import LEARNT
 from train.config import FitConfig
 from train.data.augment import noise_files
 from train.data.build import sources_held_out
@@ -32,6 +32,7 @@ from train.data.parquet import files_of
 from train.data.recorded import find_recordings
 from train.data.samples import missing_parts, sample_rows
 from train.initial import check_tokenizer, shape_of
+from train.sections import LORA
 
 
 def check_start(config: FitConfig) -> list[str]:
@@ -46,7 +47,7 @@ def check_start(config: FitConfig) -> list[str]:
     lacks = _Lacks()
     _check_model_files(config, lacks)
     _check_data_files(config.data, lacks)
-    notes = _check_rows(config.data, lacks) if not lacks.lines else []
+    notes = _check_rows(config.data, lacks)
     if config.validation.questions:
         with lacks.of("validation.questions"):
             sources_held_out(config.data)
@@ -89,14 +90,14 @@ def _check_model_files(config: FitConfig, lacks: _Lacks) -> None:
     if section.init_from is not None:
         with lacks.of("model"):
             check_sizes(section.init_from)
-    if section.tokenizer is not None and not Path(section.tokenizer).is_file():
+    if section.tokenizer is not None:
         with lacks.of("model.tokenizer"):
-            refuse_remote(section.tokenizer, "tokenizer")
-            raise UserError(f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json")
-    if section.codec_folder is not None and not Path(section.codec_folder).is_dir():
+            otherwise = f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json"
+            check_there(section.tokenizer, "tokenizer", otherwise, Path.is_file)
+    if section.codec_folder is not None:
         with lacks.of("model.codec_folder"):
-            refuse_remote(section.codec_folder, "codec folder")
-            raise UserError(f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights")
+            otherwise = f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights"
+            check_there(section.codec_folder, "codec folder", otherwise, Path.is_dir)
     if lora is not None and lora.init_from is not None:
         with lacks.of("lora.init_from"):
             peft.check_folder(lora.init_from)
@@ -118,7 +119,7 @@ def _check_data_files(data: DataConfig, lacks: _Lacks) -> None:
 
 
 def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
-    """Some rows of each stored source: a task that none of them is for is lacking, one that some are not for is a note."""
+    """Some rows of each stored source: a task that none of them can serve is lacking, one that only some can serve is noted."""
     notes = []
     for i, source in enumerate(data.sources):
         if source.path is None:
@@ -139,7 +140,7 @@ def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
 
 
 def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
-    """Tokenizer and codec: codes of spoken answers are checked by it, and validation listens to them."""
+    """Tokenizer, codec (codes of spoken answers are checked by it, and validation listens to them), and an adapter's tasks."""
     section = config.model
     with lacks.of("model.tokenizer"):
         check_tokenizer(section, shape)
@@ -151,6 +152,14 @@ def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
                 f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
                 "folder, or put them into the model folder (python -m train convert ... --codec_folder)"
             )
+    adapter = shape.adapter
+    for name in sorted(config.data.drawn) if adapter.kind in SHARING else ():
+        task = find_task(name)
+        if task.question == "audio" and task.name not in adapter.tasks:
+            with lacks.of("data.sources"):
+                raise UserError(
+                    f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it there"
+                )
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
@@ -171,14 +180,14 @@ def _check_patterns(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> Non
     names, also, learning = [name for name, _ in model.named_parameters()], tied_names(model), set[str]()
     where = "trainable" if lora is None else "lora.trainable"
     for pattern in config.learns:
-        if pattern != LEARNT:
+        if pattern != LORA:
             with lacks.of(where):
                 learning |= match_names([pattern], names, where, also=also)
     if len(lacks.lines) > before or (lora is not None and lora.init_from is not None):
-        return  # what learns is not known
+        return  # which parameters are trainable is not known
     if lora is not None:
         add_adapter(model, lora)
-        learning |= match_names([LEARNT], [name for name, _ in model.named_parameters()], where)
+        learning |= match_names([LORA], [name for name, _ in model.named_parameters()], where)
     for group in config.optimizer.groups:
         with lacks.of("optimizer.groups"):
             match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)

@@ -34,7 +34,7 @@ def short(value: float) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share or an error rate as text: `49.5 %`. Errors may outnumber the words; how far says nothing: `> 100 %`."""
+    """A share or an error rate as text: `49.5 %`. Errors may outnumber the words: values above 1 are capped, `> 100 %`."""
     return "> 100 %" if share > 1 else f"{100 * share:.{digits}f} %"
 
 
@@ -91,7 +91,7 @@ class Progress(Screen):
 
     Args:
         kind: see `LogConfig.progress`.
-        start: share of the budget and seconds used before this start, so that the time left is reckoned from this one's pace.
+        start: share of the budget and seconds used before this start, so that the time left is estimated from this one's pace.
     """
 
     def __init__(self, kind: Kind, start: tuple[float, float] = (0.0, 0.0), stream: TextIO | None = None) -> None:

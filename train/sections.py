@@ -8,7 +8,7 @@ from typing import Literal
 from omni.errors import UserError
 from omni.model.lora_config import LoRAConfig
 
-LEARNT = "*.lora.*"
+LORA = "*.lora.*"
 """Names of adapters' parameters."""
 
 
@@ -36,12 +36,12 @@ class LoRASection(LoRAConfig):
 
 def learning(trainable: tuple[str, ...], section: LoRASection | None) -> tuple[str, ...]:
     """Names of the parameters that learn, as patterns."""
-    return trainable if section is None else (LEARNT, *section.trainable)
+    return trainable if section is None else (LORA, *section.trainable)
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is learnt, and how much each part counts.
+    """What is trained, and how much each part counts.
 
     Attributes:
         stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.

@@ -22,6 +22,7 @@ from omni.audio.io import audio_info, from_pcm16, pcm16, read_audio, resample, w
 from omni.audio.level import level, remarks
 from omni.audio.sniff import container, foreign
 from omni.errors import SoundWarning, UserError
+from tests.sounds import encoded
 
 
 def sine(seconds: float, rate: int, hertz: float = 440.0) -> torch.Tensor:
@@ -153,11 +154,9 @@ def test_missing_and_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["FLAC", "MP3"])
 def test_truncated_compressed_files(form: str) -> None:
-    whole = io.BytesIO()
-    noise = np.random.default_rng(0).normal(0, 0.1, 40000)
-    soundfile.write(whole, noise, 16000, format=form)
-    assert read_audio(whole.getvalue()).shape == (40000,)
-    message = refusal(whole.getvalue()[: len(whole.getvalue()) // 2])
+    whole = encoded(np.random.default_rng(0).normal(0, 0.1, 40000), form)
+    assert read_audio(whole).shape == (40000,)
+    message = refusal(whole[: len(whole) // 2])
     assert "truncated" in message or "cut short" in message
 
 
@@ -222,18 +221,12 @@ def test_rates_that_no_sound_has(tmp_path: Path) -> None:
 NOISE = np.random.default_rng(0).normal(0, 0.1, 20000)
 
 
-def encoded(form: str, subtype: str | None = None, samples: np.ndarray = NOISE) -> bytes:
-    whole = io.BytesIO()
-    soundfile.write(whole, samples, 16000, format=form, subtype=subtype)
-    return whole.getvalue()
-
-
 FORMS = ["WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "OGG/OPUS", "NIST", "MP3"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_half_of_a_file_is_never_read_as_a_whole(form: str) -> None:
-    data = encoded(*form.split("/"))
+    data = encoded(NOISE, *form.split("/"))
     assert len(read_audio(data)) == 20000
     for part in (len(data) // 2, len(data) - 1000):
         assert any(word in refusal(data[:part]) for word in ("truncated", "cut short"))
@@ -256,12 +249,12 @@ def test_half_of_a_file_is_never_read_as_a_whole(form: str) -> None:
 )
 def test_what_is_not_sound_is_named(data: bytes, said: str) -> None:
     assert re.search(said, refusal(data))
-    assert foreign(encoded("WAV")[:4096]) is None and container(data[:4096]) is None
+    assert foreign(encoded(NOISE)[:4096]) is None and container(data[:4096]) is None
 
 
 def test_utf_16_is_not_mp3_and_frames_in_a_row_are() -> None:
     """Both begin with eleven set bits."""
-    data = encoded("MP3")
+    data = encoded(NOISE, "MP3")
     assert container(data[:4096]) == "MP3" and container("ÿþ".encode("utf-16") + data[10:4096]) is None
     first = mp3.frame(data, 0)
     assert first is not None and container(data[: first.length]) == "MP3" and container(data[: first.length - 1]) is None
@@ -272,18 +265,18 @@ def test_utf_16_is_not_mp3_and_frames_in_a_row_are() -> None:
 
 
 def test_what_may_be_cut_is_told() -> None:
-    ogg = encoded("OGG")
+    ogg = encoded(NOISE, "OGG")
     last = ogg.rindex(b"OggS")
     with pytest.warns(SoundWarning, match="not marked as the end"):
         read_audio(ogg[:last])
-    data = encoded("MP3", samples=np.random.default_rng(0).normal(0, 0.1, 3000))
+    data = encoded(np.random.default_rng(0).normal(0, 0.1, 3000), "MP3")
     unmarked = data[mp3.frame(data, 0).length :]  # type: ignore[union-attr]  # without the frame that counts the others
     with pytest.warns(SoundWarning, match="last frame is not whole"):
         read_audio(unmarked[:-5])
 
 
 def test_the_decoder_writes_nothing_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    data = encoded("MP3")
+    data = encoded(NOISE, "MP3")
     refusal(data[: len(data) // 2])
     with mp3.quiet_decoder("MP3"):
         os.write(2, b"Warning: Xing stream size off by more than 1%\nsomebody else's line\n")
@@ -296,15 +289,15 @@ def test_the_decoder_writes_nothing_on_standard_error(capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG"])
 def test_channels_that_cancel_each_other_are_not_mixed_to_silence(form: str) -> None:
     left = sine(0.5, 16000).numpy()
-    data = encoded(form, samples=np.stack([0.5 * left, -0.52 * left], axis=1))
+    data = encoded(np.stack([0.5 * left, -0.52 * left], axis=1), form)
     with pytest.warns(SoundWarning, match="channel 1 is heard alone"):
         heard = read_audio(data)
     assert (heard + 0.52 * sine(0.5, 16000)).abs().max() < 0.02
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(read_audio(data, channel=0), read_audio(data, channel=0))
-        read_audio(encoded(form, samples=np.stack([left, -0.5 * left], axis=1)))
-        read_audio(encoded(form, samples=np.zeros((500, 2))))
+        read_audio(encoded(np.stack([left, -0.5 * left], axis=1), form))
+        read_audio(encoded(np.zeros((500, 2)), form))
 
 
 def test_level_and_length_are_remarked() -> None:
@@ -343,7 +336,7 @@ def test_streams_without_end_are_refused_within_bounds(monkeypatch: pytest.Monke
     for begin, most, said in (
         (b"", 4096, "no sound file"),
         (b"dear diary ", 4096, "no sound file"),
-        (encoded("WAV"), 1 << 20, "1 MiB"),
+        (encoded(NOISE), 1 << 20, "1 MiB"),
     ):
         pipe = Endless(begin)
         assert said in refusal(pipe) and pipe.taken <= most + 1
@@ -376,7 +369,7 @@ def test_open_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_long_silence_in_a_small_flac_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = bytearray(encoded("FLAC", samples=np.zeros(1 << 21, np.int16)))
+    data = bytearray(encoded(np.zeros(1 << 21, np.int16), "FLAC"))
     assert len(data) < 20000  # 131 s
     assert "131.1 s" in refusal(bytes(data), max_seconds=100)
     data[21] &= 0xF0

@@ -19,7 +19,7 @@ from omni.text import Tokenizer
 from tests.checkpoint.hub_toys import TEXT, edit_config, save_text, text_logits, text_model
 from tests.close import assert_near
 from tests.model.test_decoder_parity import names
-from train.convert import main
+from train.convert_command import main
 
 GROW = ["--encoder", "nano", "--codec", "codec2", "--quiet"]
 

@@ -22,7 +22,7 @@ from omni.errors import UserError
 from omni.layout import Layout
 from tests.checkpoint.mini_omni_toys import AUDIO, EAR, SHAPES, TEXT, State, save, settings_of, state_of
 from tests.close import assert_near
-from train.convert import main
+from train.convert_command import main
 
 Made = tuple[Path, dict[str, Any], State]
 

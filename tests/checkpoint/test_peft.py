@@ -19,7 +19,7 @@ from omni.model.lora_weights import AdapterWeights, base_checksum, merged_state,
 from omni.model.speech_model import SpeechModel
 from tests.checkpoint.hub_toys import VOCABULARY, columns, save_text, text_logits, text_model
 from tests.close import assert_near
-from train.convert import main
+from train.convert_command import main
 
 TEXT = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
 

@@ -19,7 +19,7 @@ from omni.model.speech_model import SpeechModel
 from tests.checkpoint.hub_toys import VOCABULARY, save_text, text_logits, text_model
 from tests.checkpoint.test_peft import TEXT, adapter_of, grown, lm, model_of, said, saved
 from tests.close import assert_near
-from train.convert import main
+from train.convert_command import main
 
 __all__ = ["grown", "lm"]
 

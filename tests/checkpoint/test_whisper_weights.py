@@ -17,7 +17,7 @@ from omni.checkpoint.whisper_weights import read
 from omni.errors import UserError
 from tests.checkpoint.hub_toys import edit_config, save_text, stirred, text_model
 from tests.close import assert_near
-from train.convert import main
+from train.convert_command import main
 
 POSITIONS, BANDS, WIDTH = 60, 80, 24
 

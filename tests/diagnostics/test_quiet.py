@@ -20,8 +20,9 @@ from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data
 from tests.train.test_objective import MODELS, make_examples, pack
 from train.config import OptimizerConfig
-from train.objective import Objective, ObjectiveConfig, targets
+from train.objective import Objective, targets
 from train.optim import Average, build_optimizer, set_trainable
+from train.sections import ObjectiveConfig
 
 MENDED: dict[str, Callable[[], Program]] = {
     "cache": programs.cache_mended,

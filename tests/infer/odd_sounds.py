@@ -4,13 +4,13 @@ headers that lie; what is no sound at all; sound in which nothing is heard.
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
-import soundfile
+
+from tests.sounds import encoded
 
 RATE = 16000
 NOISE = np.random.default_rng(0).normal(0, 0.1, 3200)
@@ -26,12 +26,6 @@ CONTAINERS = [
     ("NIST", "PCM_16"),
 ]
 NOT_READ = [("VOC", "PCM_16"), ("XI", "DPCM_16"), ("MAT4", "PCM_16"), ("HTK", "PCM_16"), ("SVX", "PCM_16")]
-
-
-def encoded(samples: np.ndarray, form: str = "WAV", subtype: str = "PCM_16", rate: int = RATE) -> bytes:
-    whole = io.BytesIO()
-    soundfile.write(whole, samples, rate, format=form, subtype=subtype)
-    return whole.getvalue()
 
 
 def header(rate: int = RATE, channels: int = 1, bits: int = 16, length: int = 3200, code: int = 1, width: int = 0) -> bytes:

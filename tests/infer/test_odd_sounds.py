@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from infer.options import AskOptions
-from tests.infer.odd_sounds import NOISE, RATE, encoded, odd_sounds
+from tests.infer.odd_sounds import NOISE, RATE, odd_sounds
+from tests.sounds import encoded
 
 SOUNDS = dict(odd_sounds())
 PARTS = 16

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.report import Line, show
-from train.balance import BalanceConfig, Balancer, Bilevel, build
-from train.balance.config import METHODS
+from train.balance.balancer import Balancer, build
+from train.balance.bilevel import Bilevel
+from train.balance.config import METHODS, BalanceConfig
 from train.balance.rows import Rows
 from train.balance.solvers import on_simplex, solved
 

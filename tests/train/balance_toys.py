@@ -23,19 +23,20 @@ from omni.tasks import TASKS
 from tests.guarded import child
 from tests.train.data_toys import MODELS, pipeline_of
 from tests.train.toys import toy_config, toy_fit
-from train.adapters import LoRASection, apply
+from train.adapters import apply
 from train.balance.run import Balanced
 from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
 from train.config import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, LogConfig, OptimizerConfig, ScheduleConfig
 from train.data.alignment import Alignment
 from train.data.batch import Batch
-from train.data.config import DataConfig, SourceConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.loader import StepLoader
 from train.data.mixture import TaskMixture
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.loop import Parts
-from train.objective import Objective, ObjectiveConfig, cells, targets
+from train.objective import Objective, cells, targets
 from train.parallel import leave
+from train.sections import LoRASection, ObjectiveConfig
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)

@@ -12,10 +12,11 @@ from omni.audio.encoder_config import EncoderConfig
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
 from omni.layout import Layout
 from omni.text import Tokenizer
+from train.data.config import PackingConfig
 from train.data.examples import ExampleMaker
 from train.data.keys import dice, key
 from train.data.mixture import Mixture, TaskMixture
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.row import Codes, Row, RowTurn, Sound
 
 TOKENIZER = Tokenizer.bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from omni.config import AdapterConfig, DecoderConfig, ModelConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
+from tests.sounds import encoded
 from tests.train.data_toys import ENCODER, TOKENIZER
 
 RATE = 16000
@@ -75,9 +75,7 @@ def write_librispeech(folder: Path, lines: int = 5) -> Path:
 
 
 def wav(index: int) -> bytes:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, noise(index), RATE, format="WAV")
-    return buffer.getvalue()
+    return encoded(noise(index))
 
 
 def voicebench(count: int = 5) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import soundfile
 import torch
 from torch import Tensor
 
 from omni.audio import codec as codecs
 from omni.audio.codec import AudioCodec, CodecStream
 from omni.errors import UserError
+from tests.sounds import encoded
 from train.data.keys import torch_dice
 from train.data.parquet import write_rows
 from train.data.row import Codes, Row, RowTurn, Sound, features, to_plain
@@ -35,9 +34,7 @@ def noise(seconds: float, *key: int | str) -> Tensor:
 
 def wav(samples: Tensor, rate: int = RATE) -> bytes:
     """A WAV file of 16 bits."""
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples.numpy(), rate, format="WAV", subtype="PCM_16")
-    return buffer.getvalue()
+    return encoded(samples.numpy(), rate=rate)
 
 
 def row(index: int, codec: str = "codec2", **changes: Any) -> Row:

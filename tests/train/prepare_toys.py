@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -10,11 +9,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-import soundfile
 import torch
 
+from tests.sounds import encoded
 from train.data.keys import torch_dice
-from train.data.prepare import PrepareConfig, prepare
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
 from train.data.readers import Broken, Source
 from train.data.row import Codes, Row, RowTurn, Sound
 
@@ -59,9 +59,7 @@ def wav(samples: torch.Tensor, rate: int, bad: bool = False) -> bytes:
     """A WAV of floats, with a NaN in the middle where it is bad."""
     if bad:
         samples[len(samples) // 2] = float("nan")
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples.numpy(), rate, format="WAV", subtype="FLOAT")
-    return buffer.getvalue()
+    return encoded(samples.numpy(), subtype="FLOAT", rate=rate)
 
 
 def beep(text: str) -> tuple[list[float], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import soundfile
 import torch
 
+from tests.sounds import encoded
 from train.data.parquet import write_rows
 from train.data.readers import Broken, Options, open_source
 from train.data.row import Codes, Row, RowTurn, Sound
@@ -38,9 +38,7 @@ def write_tone(path: Path, seconds: float = 0.2, hertz: float = 440.0) -> Path:
 
 
 def flac(seconds: float, hertz: float) -> bytes:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, tone(seconds, hertz), RATE, format="FLAC")
-    return buffer.getvalue()
+    return encoded(tone(seconds, hertz), "FLAC")
 
 
 def snac_frames(seed: int, frames: int = 4) -> list[list[int]]:

@@ -16,10 +16,10 @@ from tests.train.test_parallel import environment, losses, start
 from tests.train.test_precision import real_parts
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train import adapters
-from train.adapters import LoRASection
 from train.config import CheckpointConfig, FabricConfig, OptimizerConfig, ScheduleConfig
 from train.parallel import build_fabric
 from train.precision import quantized_type
+from train.sections import LoRASection
 
 SMALL = {"lr": 2.5e-5, "weight_decay": 0.0}
 """As in the Mistral recipes: from 2^-7 on such a step is less than half a unit in the last place of bf16."""

@@ -22,7 +22,6 @@ from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.train.toys import ToyModel, adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit
 from train import adapters
-from train.adapters import LoRASection
 from train.config import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig, Rule
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.fit import build_parts, dry_run
@@ -30,6 +29,7 @@ from train.initial import build_initial
 from train.parallel import build_fabric
 from train.plan.parameters import count_parameters, paper_model
 from train.precision import quantized_type
+from train.sections import LoRASection
 
 SECTION = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",))
 LEARNT = {f"blocks.{i}.1.lora.default.{half}" for i in range(2) for half in "ab"} | {"audio_head.weight"}

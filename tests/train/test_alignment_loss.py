@@ -13,7 +13,8 @@ from omni.model.speech_model import SpeechModel
 from tests.train.data_toys import TOKENIZER
 from tests.train.test_objective import MODELS, gradients, make_examples, pack
 from train.data.alignment import Alignment
-from train.objective import Objective, ObjectiveConfig, targets
+from train.objective import Objective, targets
+from train.sections import ObjectiveConfig
 
 
 def test_alignment_loss_is_torch_ctc():

@@ -13,11 +13,12 @@ from tokenizers import decoders, models, normalizers
 from omni.layout import IGNORE
 from tests.checkpoint.hub_toys import edit_config, save_text, text_model
 from train.config import ModelSection
-from train.convert import main
+from train.convert_command import main
+from train.data.config import PackingConfig
 from train.data.examples import ExampleMaker
 from train.data.loader import StepLoader
 from train.data.mixture import Mixture, TaskMixture
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.row import Row, RowTurn
 from train.initial import build_initial
 

@@ -13,14 +13,8 @@ from torch import Generator, Tensor
 from omni.audio.io import write_wav
 from omni.audio.mel import log_mel
 from omni.errors import UserError
-from train.data.augment import (
-    AugmentConfig,
-    add_noise,
-    augment_audio,
-    augment_mel,
-    change_speed,
-    coloured_noise,
-)
+from train.data.augment import add_noise, augment_audio, augment_mel, change_speed, coloured_noise
+from train.data.augment_config import AugmentConfig
 from train.data.warp import shape
 
 OFF = AugmentConfig()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.close import assert_near
-from train.balance import BalanceConfig, Bilevel, build
-from train.balance.bilevel import _forum_weights
+from train.balance.balancer import build
+from train.balance.bilevel import Bilevel, _forum_weights
+from train.balance.config import BalanceConfig
 from train.balance.solvers import on_simplex, solved
 
 NAMES = ["a", "b", "c"]

@@ -8,8 +8,9 @@ import pytest
 
 from omni.config import from_dict
 from omni.errors import UserError
-from train.balance import BalanceConfig, Balancer, Bilevel, build
-from train.balance.config import LEVELS, METHODS
+from train.balance.balancer import Balancer, build
+from train.balance.bilevel import Bilevel
+from train.balance.config import LEVELS, METHODS, BalanceConfig
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 from omni.errors import UserError
-from train import bench
+from train import bench_command
 from train.balance.experiment import ALL, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
-from train.bench import BALANCED
 from train.bench_balance import balance
+from train.bench_command import BALANCED
 from train.config import FitConfig
 from train.parse import read_fit_config
 from train.validation import ANSWERS
@@ -149,5 +149,5 @@ def test_the_table_of_costs_has_the_methods_that_are_named(tmp_path: Path) -> No
 )
 def test_what_the_table_of_costs_refuses(methods: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        bench.main(["--only", "[balance]", "--config", RECIPE, "--device", "cpu", "--methods", methods])
+        bench_command.main(["--only", "[balance]", "--config", RECIPE, "--device", "cpu", "--methods", methods])
     assert words in str(caught.value)

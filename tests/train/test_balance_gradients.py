@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.close import assert_near
-from train.balance import BalanceConfig, Balancer
-from train.balance.config import METHODS, of_level
+from train.balance.balancer import Balancer
+from train.balance.config import METHODS, BalanceConfig, of_level
 from train.balance.rows import Rows
 
 NAMES = ["a", "b", "c"]

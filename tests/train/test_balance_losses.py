@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.close import assert_near
-from train.balance import BalanceConfig, Balancer
-from train.balance.config import METHODS, of_level
+from train.balance.balancer import Balancer
+from train.balance.config import METHODS, BalanceConfig, of_level
 
 NAMES = ["a", "b", "c"]
 LOSSES = torch.tensor([0.5, 2.0, 1.2], dtype=torch.float64)

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from train.balance import BalanceConfig, Balancer
+from train.balance.balancer import Balancer
+from train.balance.config import BalanceConfig
 from train.balance.plots import balance
 from train.balance.rows import Rows
 from train.logs import BALANCE, Logs, Table, read_table

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.close import assert_near
-from train.balance import BalanceConfig, Balancer
+from train.balance.balancer import Balancer
+from train.balance.config import BalanceConfig
 from train.balance.tap import Tap
 from train.parallel import leave
 

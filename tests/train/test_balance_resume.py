@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from train.balance import BalanceConfig, Balancer, Bilevel, build
-from train.balance.config import METHODS
+from train.balance.balancer import Balancer, build
+from train.balance.bilevel import Bilevel
+from train.balance.config import METHODS, BalanceConfig
 from train.balance.rows import Rows
 
 NAMES = ["a", "b", "c"]

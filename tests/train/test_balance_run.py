@@ -16,7 +16,7 @@ from omni.patterns import match_names
 from omni.tasks import TASKS
 from tests.close import assert_near
 from tests.train.balance_toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
-from train.balance import build
+from train.balance.balancer import build
 from train.balance.bilevel import Bilevel
 from train.balance.config import METHODS
 from train.balance.section import BILEVEL, BalanceSection, balanced_tasks

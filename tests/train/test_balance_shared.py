@@ -58,6 +58,7 @@ def test_a_task_without_a_part_is_refused(tmp_path: Path) -> None:
         tmp_path, None, model=ModelSection(preset="nano", adapter={"kind": "mmoe", "tasks": ["A1T1"], "stack": 2}),
         data=DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), workers=0), budget=BudgetConfig(steps=1),
     )  # fmt: skip
-    with pytest.raises(UserError, match="data.sources have the task A1A2, but model.adapter.tasks are A1T1"):
-        fit(config)
+    for run in (fit, dry_run):
+        with pytest.raises(UserError, match="data.sources have the task A1A2, but model.adapter.tasks are A1T1"):
+            run(config)
     assert "M parameters" in dry_run(replace(config, model=ModelSection(preset="nano", adapter={"kind": "mmoe"})))

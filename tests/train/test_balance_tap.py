@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.close import assert_near
-from train.balance import BalanceConfig, Balancer
-from train.balance.config import of_level
+from train.balance.balancer import Balancer
+from train.balance.config import BalanceConfig, of_level
 from train.balance.tap import Tap
 
 NAMES = ["a", "b", "c"]

@@ -18,11 +18,11 @@ from tests.close import assert_near
 from tests.train.balance_toys import MIX, balanced_config, balanced_fit, balanced_parts
 from tests.train.test_parallel import environment, free_port
 from tests.train.toys import final_tensors
-from train.adapters import LoRASection
 from train.balance.section import BalanceSection
 from train.config import BudgetConfig, CheckpointConfig, FabricConfig, LogConfig
 from train.data.config import DataConfig, SourceConfig
 from train.logs import BALANCE, read_table
+from train.sections import LoRASection
 
 RUNS: dict[str, dict[str, Any]] = {
     "uncertainty": {"method": "uncertainty", "settings": {"lr": 0.1}},

@@ -17,8 +17,8 @@ from torchjd import aggregation as agg
 from torchjd import scalarization as scalar
 
 from tests.close import assert_near
-from train.balance import BalanceConfig, Balancer
-from train.balance.config import METHODS
+from train.balance.balancer import Balancer
+from train.balance.config import METHODS, BalanceConfig
 
 NAMES = ["a", "b", "c"]
 M, WIDTH, STEPS = len(NAMES), 60, 6

@@ -15,13 +15,14 @@ from omni.audio.snac import SNAC_24KHZ
 from omni.checkpoint.foreign import text_shapes
 from omni.checkpoint.huggingface import text_config
 from omni.errors import UserError
-from train.bench import SECTIONS, Row, main
+from train.bench import Row
 from train.bench_child import run_apart
+from train.bench_command import SECTIONS, main
 from train.bench_convert import QWEN2_05B, convert, write_model
 from train.bench_prepare import prepare, sound, write_snac
 from train.bench_reading import KINDS, reading, write_shards
+from train.data.config import PackingConfig
 from train.data.parquet import StoredRows
-from train.data.pipeline import PackingConfig
 
 SMALL_LM = dict(QWEN2_05B, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +18,49 @@ import torch
 from omni.config import preset
 from omni.generate.step import Runner
 from omni.model.lora import activate
-from train import bench, bench_child, bench_gpu
+from tests.train import bench_toys
+from train import bench_child, bench_command, bench_gpu
 
 CPU = torch.device("cpu")
 
 
-def test_every_check_has_a_state_and_stops_no_other():
+def run_here(command: Sequence[str], limit: float) -> bench_child.Ended:
+    """A check in this process."""
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            code: Any = bench_child.run_check(*command[3:])
+        except SystemExit as lost:
+            code = lost.code
+    return bench_child.Ended(code, 0.0, out.getvalue(), "")
+
+
+def test_every_check_has_a_state_and_stops_no_other(monkeypatch):
+    monkeypatch.delitem(bench_toys.CHECKS, "hold_for_a_minute")
+    monkeypatch.setattr(bench_child, "run_limited", run_here)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     found = {one["check"]: one for one in bench_child.gpu_report("tests.train.bench_toys", "cpu", real=False)}
     assert {name: one["state"] for name, one in found.items()} == {
-        "hold_for_a_minute": "red",
         "lose_the_process": "red",
         "miss_a_package": "not run",
         "find_a_fault": "red",
         "find_none": "green",
     }
-    assert found["hold_for_a_minute"]["found"][-1] == "WRONG: not finished after 3 s"
     assert found["lose_the_process"]["found"] == ["before", "WRONG: ended with 7: it said nothing"]
     assert "no_such_package" in found["miss_a_package"]["found"][0]
     assert found["find_a_fault"]["found"] == ["first", "WRONG: second", "on cpu, real False"]
+
+
+def test_a_check_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(bench_toys, "CHECKS", {"hold_for_a_minute": bench_toys.CHECKS["hold_for_a_minute"]})
+    (one,) = bench_child.gpu_report("tests.train.bench_toys", "cpu", real=False)
+    assert one["state"] == "red" and one["found"][-1] == "WRONG: not finished after 3 s"
+
+
+def test_all_that_a_command_has_started_is_ended():
+    """Also what has a session of its own: it holds the pipe, which is read to its end."""
+    code = "import subprocess, time; subprocess.Popen(['sleep', '40'], start_new_session=True); time.sleep(40)"
+    ended = bench_child.run_limited([sys.executable, "-c", code], 2.0)
+    assert ended.code is None and ended.seconds < 20
 
 
 def test_no_check_begins_once_the_time_is_over(monkeypatch):
@@ -45,7 +76,7 @@ def test_the_limits_are_eight_minutes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_run(capsys):
-    assert bench.main(["--gpu", "--json"]) == 0
+    assert bench_command.main(["--gpu", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["check"] for line in lines] == list(bench_gpu.CHECKS)
     assert all(line["state"] == "not run" and "no GPU" in line["found"][0] for line in lines)

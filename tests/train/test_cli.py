@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from omni.errors import UserError
-from train.cli import COMMANDS, WITH_CONFIG, main
+from train.cli import COMMANDS, main
 from train.parse import read_fit_config
 
 YAML = """
@@ -30,20 +30,10 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_help_is_quick_and_names_the_commands() -> None:
-    """Nothing heavy is imported for it."""
-    code = "import sys; from train.cli import main; code = main(['--help']); assert 'torch' not in sys.modules; sys.exit(code)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in COMMANDS)
-
-
-@pytest.mark.parametrize("command", [*WITH_CONFIG, "fti"])
-def test_a_missing_file_and_an_unknown_command_are_quick(command: str) -> None:
-    """Nothing heavy is imported for them."""
-    code = "import sys; from train.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, command, "nowhere.yaml"], capture_output=True, text=True)
-    assert done.returncode == 0 and ("nowhere.yaml does not exist" in done.stderr) == (command != "fti"), done.stderr
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
 
 
 @pytest.mark.parametrize("letters", [10, 1_000_000])
@@ -154,7 +144,7 @@ def test_what_the_system_refuses_is_one_line(
 
     monkeypatch.setattr("train.bench_command.main", fail)
     assert main(["bench"]) == 2
-    line = f"error: runs/x cannot be read or written ({os.strerror(code)}); mend that and run again\n"
+    line = f"error: runs/x cannot be read or written ({os.strerror(code)}); fix that and run again\n"
     assert capsys.readouterr().err == line
     with pytest.raises(OSError, match="runs/x"):
         main(["bench", "--debug"])

@@ -28,7 +28,7 @@ from train.config import (
 )
 from train.data.build import build_alignment
 from train.data.config import DataConfig, SourceConfig
-from train.data.synthetic import SpokenDigitsConfig
+from train.data.digits_config import SpokenDigitsConfig
 from train.fit import with_alignment
 from train.initial import build_initial, changed, check_fits, choose_tokenizer, shape_of
 from train.optim import parameter_groups, set_trainable

@@ -11,8 +11,9 @@ from torch import Tensor
 from omni.generate.results import Answer, Timings
 from tests.train.data_toys import ToyCodec
 from train.conversations import examine_conversations
+from train.data.digits_config import SpokenDigitsConfig
 from train.data.row import RowTurn
-from train.data.synthetic import SpokenDigits, SpokenDigitsConfig
+from train.data.synthetic import SpokenDigits
 
 CODEC = ToyCodec((12, 12, 6, 8))
 SOURCE = SpokenDigits(SpokenDigitsConfig(turns=(0, 0, 0, 1), follow_ups=0.5), CODEC)

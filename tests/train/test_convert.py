@@ -22,7 +22,8 @@ from omni.model.speech_model import SpeechModel
 from tests.audio.mimi_toys import PLAIN
 from tests.audio.mimi_toys import save as save_mimi
 from tests.checkpoint.hub_toys import VOCABULARY, edit_config, save_text, text_model
-from train.convert import Bar, main
+from train.convert import Bar
+from train.convert_command import main
 
 GROW = ["--encoder", "nano", "--codec", "codec2"]
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])

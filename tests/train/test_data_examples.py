@@ -15,16 +15,15 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example, prompt
 from tests.train.data_toys import ENCODER, MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.alignment import Alignment
-from train.data.augment import AugmentConfig
+from train.data.augment_config import AugmentConfig
 from train.data.build import build_alignment, build_pipeline, held_out_rows
 from train.data.columns import turn_columns
-from train.data.config import DataConfig, SourceConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.digits_config import SpokenDigitsConfig
 from train.data.examples import ExampleMaker, Prepared
 from train.data.lanes import Lane
 from train.data.parquet import StoredRows, write_rows
-from train.data.pipeline import PackingConfig
 from train.data.row import Row, RowTurn, Sound
-from train.data.synthetic import SpokenDigitsConfig
 
 AUGMENT = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(5, 20), freq_masks=1, time_masks=1)
 

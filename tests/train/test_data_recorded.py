@@ -18,8 +18,8 @@ from omni.text import Tokenizer
 from tests.train.data_toys import ToyCodec
 from train.data.build import build_alignment, held_out_rows
 from train.data.config import DataConfig, SourceConfig
-from train.data.recorded import RecordedDigits, RecordedDigitsConfig, find_recordings, trimmed
-from train.data.synthetic import NUMBERS, SpokenDigitsConfig
+from train.data.digits_config import NUMBERS, RecordedDigitsConfig, SpokenDigitsConfig
+from train.data.recorded import RecordedDigits, find_recordings, trimmed
 from train.data.voice import synthesise
 
 CODEC = ToyCodec((12, 12, 6, 8))

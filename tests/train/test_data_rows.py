@@ -19,6 +19,7 @@ from train.data import parquet
 from train.data.inspect.scan import Scan
 from train.data.parquet import LARGE_ROWS, StoredRows, write_rows
 from train.data.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word, inside
+from train.data.samples import sample_rows
 from train.data.sources import StoredSource
 
 CODEC = ToyCodec((12, 12, 6, 8))
@@ -293,6 +294,13 @@ def test_files_from_before_system_messages_are_read(large, tmp_path):
             StoredRows(tmp_path / "old", tmp_path / "cache")
     else:
         assert [row.system for row in StoredRows(tmp_path / "old")] == [""] * count + ["Be brief."] * count
+
+
+def test_a_group_without_rows_is_looked_at(tmp_path):
+    """As an empty table is written."""
+    write_rows(tmp_path / "a.parquet", rows(3))
+    pq.write_table(pq.read_table(tmp_path / "a.parquet").slice(0, 0), tmp_path / "b.parquet")
+    assert [row.id for row in sample_rows(str(tmp_path))] == [row.id for row in StoredRows(tmp_path)] == ["0", "1", "2"]
 
 
 def test_large_groups_are_copied_and_small_ones_read_where_they_are(tmp_path):

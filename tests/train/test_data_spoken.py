@@ -13,10 +13,10 @@ import torch
 from omni.audio.io import resample
 from omni.errors import UserError
 from tests.train.data_toys import ToyCodec
+from train.data.digits_config import NUMBERS, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.prepare.voices import make_voice
-from train.data.recorded import RecordedDigits, RecordedDigitsConfig, speak_ahead
+from train.data.recorded import RecordedDigits, speak_ahead
 from train.data.spoken import keep_words, say_word
-from train.data.synthetic import NUMBERS, SpokenDigitsConfig
 
 
 @pytest.fixture

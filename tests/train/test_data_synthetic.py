@@ -13,16 +13,9 @@ import torch
 from omni.audio.io import resample
 from omni.errors import UserError
 from tests.train.data_toys import ToyCodec
+from train.data.digits_config import NUMBERS, SpokenDigitsConfig
 from train.data.keys import dice
-from train.data.synthetic import (
-    NUMBERS,
-    SpokenDigits,
-    SpokenDigitsConfig,
-    draw_question,
-    draw_questions,
-    spoken_number,
-    vocabulary,
-)
+from train.data.synthetic import SpokenDigits, draw_question, draw_questions, spoken_number, vocabulary
 from train.data.voice import synthesise
 
 CODEC = ToyCodec((12, 12, 6, 8))

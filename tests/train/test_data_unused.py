@@ -14,11 +14,11 @@ from tests.train.data_toys import MODELS, ToySource, codec_of, maker_of
 from tests.train.test_preflight import lacking
 from tests.train.test_preflight import read as read_recipe
 from tests.train.toys import toy_batch, toy_config, toy_fit, toy_parts
-from train.data.config import DataConfig
+from train.data.config import DataConfig, PackingConfig
 from train.data.lanes import Lane
 from train.data.mixture import Mixture, TaskMixture
 from train.data.parquet import write_rows
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.unused import COLUMNS, ENOUGH, Counts, Unused
 from train.logs import METRICS, UNUSED, read_table
 from train.parts import Parts
@@ -172,6 +172,8 @@ def test_tasks_that_no_row_of_a_source_is_for_are_lacking_before_the_start(tmp_p
         "nano.yaml", "--data.sources", sources % (place, '{"A1T1": 1, "T1A2": 1, "T1T2": 0}'), "--validation.questions", "0"
     )
     (line,) = lacking(config)
+    beside = lacking(replace(config, model=replace(config.model, tokenizer="t.json")))
+    assert len(beside) == 2 and "tokenizer t.json does not exist" in beside[0] and beside[1] == line
     assert line == (
         f"data.sources.0.tasks: none of 12 rows looked at in {place} has answer_text, which task T1A2 needs: take T1A2 out, or "
         "complete the rows"

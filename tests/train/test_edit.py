@@ -36,7 +36,8 @@ from train.edit.judge import Figure, _held_out, judge_edits
 from train.edit.lessons import Draws, Lessons, Piece
 from train.edit.parse import read_command
 from train.edit.speak import Speakers, fact_rows
-from train.objective import Objective, ObjectiveConfig, targets
+from train.objective import Objective, targets
+from train.sections import ObjectiveConfig
 
 VOICE = "tests.train.test_edit:say"
 FACTS = [

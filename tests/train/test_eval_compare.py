@@ -11,7 +11,8 @@ import pytest
 from omni.errors import UserError
 from tests.train.eval_toys import QUICK, read_lines, save_model, write_librispeech
 from tests.train.test_eval import run
-from train.data.prepare import PrepareConfig, prepare
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
 from train.eval.compare import _matched, compare
 
 pytestmark = pytest.mark.usefixtures("quick_disk")

@@ -20,7 +20,7 @@ from omni.tasks import TASKS
 from train.data.row import Row, RowTurn
 from train.eval.answers import Asked, judge
 from train.eval.config import EvalConfig
-from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown, value
+from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, interval, pairs_of, plain, shown, value
 from train.eval.pictures import _bars, draw_comparison, draw_report
 from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Change, Run, signed, verdict
 from train.eval.texts import find_normaliser, text_errors
@@ -29,7 +29,7 @@ from train.evaluate import Item
 from train.plots import pyplot_quietly
 
 PAIRS = np.array([[0, 2], [1, 3], [4, 4], [2, 1], [0, 5]], dtype=float)
-KINDS = {"ratio": "wer", "perplexity": "text_perplexity", "median": "first_audio"}
+KINDS = {"share": "wer", "ratio": "real_time_factor", "perplexity": "text_perplexity", "median": "first_audio"}
 
 
 def slow(kind: str, pairs: list[list[float]]) -> float:
@@ -62,6 +62,8 @@ def test_what_weighs_nothing_has_no_figure(name: str) -> None:
 
 def test_error_rates_beyond_one_are_not_told_in_full_but_differences_are() -> None:
     assert [shown("wer", rate) for rate in (0.125, 1.0, 1.004, 17.0)] == ["12.50 %", "100.00 %", "> 100 %", "> 100 %"]
+    assert interval("wer", Figure(1.5, 1.25, 2.0, 9)) == "> 100 %"
+    assert interval("wer", Figure(1.5, 0.5, 2.0, 9)) == "50.00 % to > 100 %"
     assert [signed("wer", rate) for rate in (1.5, -0.25)] == ["+150.00 points", "-25.00 points"]
     assert shown("real_time_factor", 1.5) == "1.500" and shown("text_perplexity", 1234.0) == "1234"
 

@@ -33,11 +33,10 @@ from tests.train.toys import (
 from tests.train.toys import TASKS as TOY_TASKS
 from train import shelf
 from train.config import BudgetConfig, CheckpointConfig, LogConfig, ValidationConfig
-from train.data.augment import AugmentConfig
+from train.data.augment_config import AugmentConfig
 from train.data.build import held_out_by_source, held_out_rows
-from train.data.config import DataConfig, SourceConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.parquet import StoredRows, write_rows
-from train.data.pipeline import PackingConfig
 from train.data.row import Row, Sound
 from train.evaluate import items_of
 from train.held_out import HeldOut, build_held_out, held_out_loss

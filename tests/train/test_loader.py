@@ -20,11 +20,12 @@ from tests.train.data_toys import MODELS, TASKS, ToySource, codec_of, maker_of, 
 from train.data import parquet
 from train.data.alignment import Alignment
 from train.data.batch import Batch
+from train.data.config import PackingConfig
 from train.data.examples import Clip
 from train.data.lanes import Lane, lane_key, merge
 from train.data.loader import StepLoader, process_lanes
 from train.data.mixture import Mixture, TaskMixture
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.sources import StoredSource
 
 ROOT = Path(__file__).parent.parent.parent

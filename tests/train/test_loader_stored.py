@@ -10,10 +10,11 @@ import pytest
 from omni.errors import UserError
 from tests.train.data_toys import MODELS, TASKS, ToySource, codec_of, maker_of
 from tests.train.test_loader import plainly_stored, same_steps, take
+from train.data.config import PackingConfig
 from train.data.loader import StepLoader
 from train.data.mixture import Mixture, TaskMixture
 from train.data.parquet import write_rows
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.row import Row
 from train.data.sources import StoredSource
 

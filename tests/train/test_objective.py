@@ -18,7 +18,8 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.close import assert_near
 from train.cross_entropy import LinearCrossEntropy
-from train.objective import Objective, ObjectiveConfig, targets
+from train.objective import Objective, targets
+from train.sections import ObjectiveConfig
 
 MODELS = {
     "codec2": ModelConfig(

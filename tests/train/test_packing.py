@@ -14,11 +14,12 @@ from omni.layout import IGNORE
 from omni.tasks import TASKS
 from tests.train.data_toys import MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batch import assemble
+from train.data.config import PackingConfig
 from train.data.lanes import Lane
 from train.data.listen import describe
 from train.data.mixture import Mixture, TaskMixture
 from train.data.packing import choose
-from train.data.pipeline import PackingConfig, Pipeline
+from train.data.pipeline import Pipeline
 from train.data.row import Sound
 
 

@@ -14,19 +14,19 @@ from omni.config import AdapterConfig, ModelConfig, preset
 from omni.errors import UserError
 from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
-from train.adapters import LoRASection
 from train.config import BudgetConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig
-from train.data.config import DataConfig, SourceConfig
-from train.data.pipeline import PackingConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.objective import Objective, targets
+from train.plan.arguments import main
 from train.plan.attempt import attempt
-from train.plan.command import main, make_plan
+from train.plan.command import make_plan
 from train.plan.estimate import Estimate, estimate, phases_of, sharded
 from train.plan.knobs import turn_knobs
 from train.plan.parameters import count_parameters, paper_model
 from train.plan.quantized import dense_bytes, packed_bytes
 from train.plan.trace import trace
 from train.plan.worst import tasks_of, worst_batch
+from train.sections import LoRASection
 
 MIB = float(1 << 20)
 
@@ -310,7 +310,7 @@ def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFix
     )
 
 
-def test_a_mac_is_reckoned_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mac_is_estimated_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No blocks that the C library keeps, no context of CUDA's, no limit of another machine's memory."""
 
     def planned(*options: str) -> dict[str, Any]:

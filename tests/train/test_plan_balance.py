@@ -14,7 +14,7 @@ from tests.train.test_plan import MIB, run, shape
 from train.balance.section import BILEVEL, BalanceSection
 from train.config import FitConfig
 from train.data.config import SourceConfig
-from train.objective import ObjectiveConfig, targets
+from train.objective import targets
 from train.plan.attempt import attempt
 from train.plan.balanced import passes_of, spread
 from train.plan.balanced_trial import balance_of
@@ -24,6 +24,7 @@ from train.plan.pace import pace
 from train.plan.parameters import paper_model
 from train.plan.step import build_workbench, take_step
 from train.plan.worst import worst_batch
+from train.sections import ObjectiveConfig
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
 

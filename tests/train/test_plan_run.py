@@ -13,8 +13,8 @@ import torch
 
 from train.data.parquet import write_rows
 from train.data.row import Row, RowTurn, Sound
+from train.plan.arguments import main
 from train.plan.attempt import KEPT, RETURNED
-from train.plan.command import main
 
 ROOT = Path(__file__).parents[2]
 MIB = float(1 << 20)
@@ -22,7 +22,7 @@ LENGTH = 128
 
 PROGRAM = """
 import gc, sys
-from train.fit import main
+from train.fit_command import main
 from train.memory import PeakMemory
 file, folder, *options = sys.argv[1:]
 assert main([file, *options, "--run_folder", folder + "/warm", "--data.packing.rows", "1"]) == 0

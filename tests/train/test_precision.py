@@ -18,11 +18,12 @@ from tests.train.toys import final_tensors, toy_config, toy_fit
 from train.config import BudgetConfig, FabricConfig, OptimizerConfig, ScheduleConfig
 from train.data.alignment import Alignment
 from train.data.batch import Batch
+from train.data.config import PackingConfig
 from train.data.loader import StepLoader
-from train.data.pipeline import PackingConfig
 from train.logs import METRICS, read_table
 from train.loop import Parts
-from train.objective import Objective, ObjectiveConfig, targets
+from train.objective import Objective, targets
+from train.sections import ObjectiveConfig
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 

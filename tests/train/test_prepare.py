@@ -19,8 +19,11 @@ from omni.audio.codec import load_codec
 from omni.errors import UserError
 from tests.train.prepare_toys import Deadly, ToySource, Unfit
 from train.data.parquet import StoredRows
-from train.data.prepare import PrepareConfig, Tally, blocks, prepare, shards
+from train.data.prepare import blocks, shards
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
 from train.data.prepare.lock import FolderLock
+from train.data.prepare.tally import Tally
 from train.data.row import Codes
 
 ROOT = Path(__file__).parents[2]

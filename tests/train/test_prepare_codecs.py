@@ -20,7 +20,9 @@ from tests.audio.mimi_toys import PLAIN
 from tests.audio.mimi_toys import save as save_mimi
 from train.cli import main
 from train.data.parquet import StoredRows
-from train.data.prepare import PrepareConfig, blocks, prepare, shards
+from train.data.prepare import blocks, shards
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
 
 RATE = 24000
 ROWS = 34  # more than a block, so that two processes have work

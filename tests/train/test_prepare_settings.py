@@ -9,7 +9,9 @@ import pytest
 from omni.errors import UserError
 from tests.train.prepare_toys import ToySource
 from tests.train.test_prepare import made, told
-from train.data.prepare import PrepareConfig, blocks, prepare
+from train.data.prepare import blocks
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
 from train.data.prepare.settings import discard
 from train.data.readers import Options
 

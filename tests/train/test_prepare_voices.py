@@ -16,7 +16,9 @@ from tests.train.data_toys import DECODER, ENCODER, TOKENIZER
 from tests.train.prepare_toys import ToySource, beep, tone
 from train.data.examples import ExampleMaker, Prepared
 from train.data.parquet import StoredRows
-from train.data.prepare import PrepareConfig, Tally, prepare
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
+from train.data.prepare.tally import Tally
 from train.data.prepare.voices import make_voice
 from train.data.row import Row, RowTurn
 

@@ -16,7 +16,8 @@ from tests.train.prepare_toys import beep
 from tests.train.reader_toys import RATE, noise, only_broken, own_rows, rows, write_lines
 from tests.train.test_prepare_codecs import save_snac
 from train.data.parquet import StoredRows, write_rows
-from train.data.prepare import PrepareConfig, prepare
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.engine import prepare
 from train.data.readers import Broken, Options, open_source, recognise
 from train.data.row import Row, RowTurn, Sound, Word, to_plain
 

@@ -25,14 +25,15 @@ from train.cli import main
 from train.config import LogConfig
 from train.data.batch import Batch, assemble
 from train.data.config import DataConfig, SourceConfig
+from train.data.digits_config import RecordedDigitsConfig
 from train.data.mixture import Stage
-from train.data.recorded import RecordedDigitsConfig
 from train.doctor import examine
 from train.feed import Step
 from train.loop import Loop
-from train.objective import Objective, ObjectiveConfig
+from train.objective import Objective
 from train.parse import read_fit_config
 from train.plan.worst import tasks_of
+from train.sections import ObjectiveConfig
 from train.watch import SEEN, Ends, Targets, Watch, shares_of
 
 SMALL = [

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from tests.guarded import child
-from train.adapters import LoRASection, apply
+from train.adapters import apply
 from train.config import (
     BudgetConfig,
     CheckpointConfig,
@@ -39,6 +39,7 @@ from train.loop import Loop, Outcome, Parts
 from train.objective import Losses
 from train.parallel import Team, build_fabric, leave
 from train.precision import quantized_type
+from train.sections import LoRASection
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
 ALONE = Team(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]

@@ -24,8 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from train.balance import by_losses
+from train.balance.bilevel import Bilevel
 from train.balance.chooser import RULES, Chooser, Report, summed
+from train.balance.config import BalanceConfig
 from train.balance.rows import Rows, Sum, alone, flat, is_sharded, mixed, put_gradients, take_gradients
+from train.balance.section import BILEVEL
 
 
 class Balancer(Chooser):
@@ -248,3 +251,12 @@ def _differentiate(loss: Tensor, by: Sequence[Tensor], present: bool) -> Sequenc
     if not present or not loss.requires_grad:
         return [None] * len(by)
     return torch.autograd.grad(loss, by, retain_graph=True, allow_unused=True)
+
+
+def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
+    """What a run holds for the named tasks.
+
+    Raises:
+        UserError: fewer than two tasks, or more than can be balanced.
+    """
+    return Bilevel(config, tasks) if config.method in BILEVEL else Balancer(config, tasks)

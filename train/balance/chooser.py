@@ -14,10 +14,9 @@ from torch import Tensor
 
 from omni.errors import UserError
 from train.balance import by_gradients, by_history, by_losses
-from train.balance.config import BalanceConfig
+from train.balance.config import MOST, BalanceConfig
 from train.balance.given import Choice, Given, State
 from train.balance.rows import Rows, Sum
-from train.balance.solvers import MOST
 
 RULES: dict[str, Callable[[Given], Choice]] = {
     **{name: getattr(by_losses, name) for name in ("equal", "uncertainty", "dwa", "random", "geometric", "stch", "famo")},

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.patterns import match_names
-from train.balance import build
-from train.balance.balancer import Balancer
+from train.balance.balancer import Balancer, build
 from train.balance.bilevel import Bilevel
 from train.balance.chooser import Report
 from train.balance.feed import CountedStep

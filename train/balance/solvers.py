@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torchjd.linalg import DualConeProjector
 
-from train.balance.config import MOST as MOST
-
 _RIDGE = 1e-9  # of the matrix's mean eigenvalue: among equal solutions the one of least norm
 
 Array = np.ndarray

@@ -8,7 +8,7 @@ from typing import get_args
 
 from omni.errors import UserError
 from omni.text import Tokenizer
-from train.data.config import AlignmentKind as AlignmentKind
+from train.data.config import AlignmentKind
 from train.data.voice import check_voice, phonemes
 
 _LETTERS = " 'abcdefghijklmnopqrstuvwxyz"

@@ -21,8 +21,7 @@ from torch import Generator, Tensor
 
 from omni.audio.io import SAMPLE_RATE, read_audio, resample
 from omni.errors import UserError
-from train.data.augment_config import AugmentConfig as AugmentConfig
-from train.data.augment_config import Range
+from train.data.augment_config import AugmentConfig, Range
 from train.data.warp import add_echo, add_feature_noise, shape, warp
 
 _SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}

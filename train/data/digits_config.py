@@ -55,7 +55,7 @@ class SpokenDigitsConfig:
         follow_ups: share of a conversation's questions, other than the first, that refer to the turn before: half of them
             ask for twice its result where it has one (from -9 to 18), the others for the same answer again.
         twice_phrases, again_phrases: how that is asked.
-        reuse: how often an utterance is drawn; each time it is augmented anew.
+        reuse: how often an utterance is drawn; each time it is augmented again.
         reuse_distance: draws from one use to the next.
     """
 

@@ -22,7 +22,8 @@ from omni.model.sharing import SHARING
 from omni.tasks import TASKS, Columns, Turn, find_task, join
 from omni.text import Tokenizer
 from train.data.alignment import Alignment
-from train.data.augment import AugmentConfig, augment_audio, augment_mel
+from train.data.augment import augment_audio, augment_mel
+from train.data.augment_config import AugmentConfig
 from train.data.columns import turn_columns
 from train.data.interrupt import interrupted
 from train.data.keys import dice, torch_dice

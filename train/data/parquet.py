@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from train.data.row import OPTIONAL, Row, features, from_plain, to_plain
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
 
@@ -95,9 +96,8 @@ def files_of(path: str | os.PathLike[str]) -> list[Path]:
     files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
     if not files:
         raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
-    if not files[0].is_file():
-        refuse_remote(path, "data")
-        raise UserError(f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them")
+    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
+    check_there(files[0], "data", otherwise, Path.is_file)
     return files
 
 
@@ -117,16 +117,17 @@ class StoredRows:
         self.files = files_of(path)
         self._metadata: dict[int, pq.FileMetaData] = {}
         self._chunks = 0
-        counts, large = [], False
+        counts, absent, large = [], [], False
         for number, file in enumerate(self.files):
-            metadata = look(file)
+            metadata, schema = look(file)
             counts.append(metadata.num_rows)
+            absent.append({name for name in OPTIONAL if name not in schema.names})
             large = large or _large(metadata)
             self._keep(number, metadata)
         self._ends = list(itertools.accumulate(counts))
         if not self._ends[-1]:
             raise UserError(f"data {path} has no rows: prepare the data again")
-        self._copied = _open(self.files, cache) if large else None
+        self._copied = _open(self.files, absent, cache) if large else None
         if large:
             self._metadata = {}
         self._begin()
@@ -221,8 +222,8 @@ def _readable(file: Path, part: str = "") -> Iterator[None]:
         raise UserError(f"data file {file}{part} cannot be read ({_one_line(error)}): prepare it again") from error
 
 
-def look(file: Path) -> pq.FileMetaData:
-    """The metadata of a file, whose columns are checked."""
+def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
+    """The metadata of a file, and its columns, which are checked."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -245,7 +246,7 @@ def look(file: Path) -> pq.FileMetaData:
                 f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
                 "convert them first"
             )
-    return metadata
+    return metadata, schema
 
 
 def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
@@ -254,7 +255,8 @@ def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
 
     with _readable(file):
         batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
-        return next(batches).to_pylist()
+        batch = next(batches, None)  # none of a group without rows
+        return [] if batch is None else batch.to_pylist()
 
 
 def _large(metadata: pq.FileMetaData) -> bool:
@@ -263,12 +265,15 @@ def _large(metadata: pq.FileMetaData) -> bool:
     return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
 
 
-def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
+def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
+    """The files copied to Arrow; `absent` are the columns that each of them lacks, which must be the same ones."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     columns = features()
-    for name in _absent(files):
+    for name in set().union(*absent):
+        if any(name not in one for one in absent):
+            raise UserError(f"only some files of {files[0].parent} have a column {name!r}: prepare them again")
         del columns[name]
     try:
         with _quiet():
@@ -283,18 +288,6 @@ def _open(files: list[Path], cache: str | os.PathLike[str] | None) -> datasets.D
             f"the Arrow copy of {files[0]} cannot be made ({_one_line(error.__cause__ or error)}): free some space or name "
             "another folder as data.cache; if the file is damaged, prepare it again"
         ) from error
-
-
-def _absent(files: list[Path]) -> list[str]:
-    """Columns that the files lack; UserError where some have them and others not."""
-    import pyarrow.parquet as pq
-
-    schemas = [set(pq.read_schema(file).names) for file in files]
-    absent = [name for name in OPTIONAL if any(name not in schema for schema in schemas)]
-    for name in absent:
-        if any(name in schema for schema in schemas):
-            raise UserError(f"only some files of {files[0].parent} have a column {name!r}: prepare them again")
-    return absent
 
 
 @contextmanager

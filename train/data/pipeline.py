@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from omni.errors import UserError
-from train.data.config import PackingConfig as PackingConfig
+from train.data.config import PackingConfig
 from train.data.examples import Example, ExampleMaker, Prepared, TooLong
 from train.data.mixture import Draw, Mixture, TaskMixture
 from train.data.unused import Unusable, Unused

@@ -24,8 +24,7 @@ from omni.audio.codec import AudioCodec
 from omni.audio.io import read_audio, resample
 from omni.errors import UserError
 from train.data.augment import coloured_noise
-from train.data.digits_config import NUMBERS, RATE, WORDY, SpokenDigitsConfig
-from train.data.digits_config import RecordedDigitsConfig as RecordedDigitsConfig
+from train.data.digits_config import NUMBERS, RATE, WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.keys import dice
 from train.data.row import Codes, Row, RowTurn, Sound
 from train.data.spoken import keep_words, say_word

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.parquet import files_of, first_rows, look
 from train.data.row import Row, from_plain
-
-T = TypeVar("T")
 
 FILES, GROUPS, ROWS = 5, 5, 20
 """Files that are looked at, row groups of each, and about so many rows of each file."""
@@ -26,8 +23,9 @@ def sample_rows(path: str) -> list[Row]:
     """
     rows: list[Row] = []
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    for file in _spread(files_of(path), FILES):
-        groups = _spread(range(look(file).num_row_groups), GROUPS)
+    files = files_of(path)
+    for file in (files[i] for i in evenly(len(files), FILES)):
+        groups = evenly(look(file)[0].num_row_groups, GROUPS)
         for group in groups:
             with suppress(UserError):
                 for plain in first_rows(file, group, -(-ROWS // len(groups))):
@@ -36,10 +34,10 @@ def sample_rows(path: str) -> list[Row]:
     return rows
 
 
-def _spread(things: Sequence[T], count: int) -> list[T]:
-    """So many, evenly spaced, or all of fewer."""
-    count = min(count, len(things))
-    return [things[k * len(things) // count] for k in range(count)]
+def evenly(size: int, count: int) -> list[int]:
+    """Indices of `count` of `size` things, evenly spaced and ascending; of all where there are fewer."""
+    count = min(count, size)
+    return [i * size // count for i in range(count)]
 
 
 def missing_parts(rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]]) -> dict[str, dict[str, int]]:

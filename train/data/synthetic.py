@@ -19,9 +19,7 @@ from torch import Tensor
 
 from omni.audio.codec import AudioCodec
 from omni.audio.io import resample
-from train.data.digits_config import NUMBERS as NUMBERS
-from train.data.digits_config import RATE as RATE
-from train.data.digits_config import SpokenDigitsConfig as SpokenDigitsConfig
+from train.data.digits_config import NUMBERS, SpokenDigitsConfig
 from train.data.keys import dice
 from train.data.row import Codes, Row, RowTurn, Sound, Word
 from train.data.voice import SAMPLE_RATE, check_voice, synthesise

@@ -25,7 +25,7 @@ import torch
 
 from omni.config import from_dict
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from omni.text import Tokenizer
 
 
@@ -81,9 +81,8 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
         UserError: no such file, a line that is no fact, one without question or answer, an answer that the tokenizer cannot
             write, a question with two answers, or one that is to be changed and to stay.
     """
-    refuse_remote(file, "facts")
-    if not file.is_file():
-        raise UserError(f"facts {file} do not exist; give a file of JSON lines such as configs/nano-edit.jsonl")
+    otherwise = f"facts {file} do not exist; give a file of JSON lines such as configs/nano-edit.jsonl"
+    check_there(file, "facts", otherwise, Path.is_file)
     facts: list[Fact] = []
     untouched: list[str] = []
     try:

@@ -13,7 +13,7 @@ import yaml
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from train.parse import check_keys, check_path
 
 C = TypeVar("C")
@@ -74,9 +74,8 @@ def check_inputs(places: Mapping[str, str], paths: Sequence[Path]) -> None:
     for place, path in zip(places, paths, strict=True):
         if place == "model":
             check_folder(path)
-        elif place != "out" and not path.exists():
-            refuse_remote(path, place)
-            raise UserError(f"{path} does not exist; give {places[place]}")
+        elif place != "out":
+            check_there(path, place, f"{path} does not exist; give {places[place]}")
 
 
 def _with_value(argv: Sequence[str]) -> list[str]:

@@ -181,11 +181,10 @@ def _compare(argv: Sequence[str]) -> int:
 
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
-    from train.eval.measures import MEASURES, shown
+    from train.eval.measures import MEASURES, interval, shown
     from train.eval.report import REPORT
 
-    rows = [(MEASURES[n].title, shown(n, f.value), f"{shown(n, f.low)} to {shown(n, f.high)}", str(f.questions))
-            for n, f in figures.items()]  # fmt: skip
+    rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
     _print_table(
         f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
     )

@@ -43,7 +43,8 @@ def load_before(path: Path, device: str) -> SpeechLM:
     """The model before speech training: a model folder, or a language model's Hugging Face folder (grown as
     `train convert --keep_text` does); UserError where it is neither."""
     if path.is_dir() and not streamed.recognise(path) and huggingface.recognise(path):
-        from train.convert import Options, convert
+        from train.convert import convert
+        from train.convert_command import Options
 
         with tempfile.TemporaryDirectory() as folder:
             convert(path, Path(folder) / "model", Options(keep_text=True))

@@ -2,7 +2,8 @@
 
 A question's part in a figure is a pair (value, weight), and a figure is made of the pairs [N, 2] of N questions:
 
-    ratio        sum of the values over the sum of the weights (errors over words, right ones over all)
+    ratio        sum of the values over the sum of the weights
+    share        the same, shown in per cent (errors over words, right ones over all)
     perplexity   the exponential of that (nats over tokens)
     median       of the values
 
@@ -35,7 +36,7 @@ class Measure:
     title: str
     better: Literal["lower", "higher"]
     what: str
-    kind: Literal["ratio", "perplexity", "median"] = "ratio"
+    kind: Literal["ratio", "share", "perplexity", "median"] = "share"
     unit: str = ""
 
 
@@ -62,7 +63,9 @@ MEASURES = {
     "first_audio": Measure(
         "first audio", "lower", "from the question to the first samples, median of the streamed ones", "median", "ms"
     ),
-    "real_time_factor": Measure("real-time factor", "lower", "seconds of work over seconds of sound, of the streamed ones"),
+    "real_time_factor": Measure(
+        "real-time factor", "lower", "seconds of work over seconds of sound, of the streamed ones", "ratio"
+    ),
     "text_exact_match": Measure(
         "text: exact match", "higher", "share of the written questions whose answer equals the reference"
     ),
@@ -155,20 +158,21 @@ def _percentiles(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def is_share(name: str) -> bool:
-    """Whether a measure is a share or an error rate, shown in per cent."""
-    return MEASURES[name].kind == "ratio" and name != "real_time_factor"
-
-
 def shown(name: str, number: float) -> str:
     """A value as people read it: shares and error rates in per cent, times in their unit."""
     measure = MEASURES[name]
     if number != number:
         return "-"
-    if is_share(name):
+    if measure.kind == "share":
         return percent(number, 2)
     size = abs(number)
     text = f"{number:.0f}" if size >= 1000 else f"{number:.1f}" if size >= 100 else f"{number:.3f}"
     if 0 < size < 0.01:
         text = f"{number:.2g}"
     return f"{text} {measure.unit}".strip()
+
+
+def interval(name: str, figure: Figure) -> str:
+    """A figure's interval as people read it; one end where both read the same, as those above 100 % do."""
+    low, high = shown(name, figure.low), shown(name, figure.high)
+    return low if low == high else f"{low} to {high}"

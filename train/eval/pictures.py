@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from train.eval.measures import MEASURES, Figure, is_share, pairs_of, shown
+from train.eval.measures import MEASURES, Figure, pairs_of, shown
 from train.eval.report import TEXT_BEFORE, Change, Record, Run, signed
 from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
 
@@ -131,7 +131,7 @@ def _scale(name: str) -> float:
 
 
 def _unit(name: str) -> str:
-    return "per cent" if is_share(name) else MEASURES[name].unit
+    return "per cent" if MEASURES[name].kind == "share" else MEASURES[name].unit
 
 
 def _tidy(axis: Any) -> None:

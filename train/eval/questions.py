@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
 from train.data.row import Row, RowTurn
+from train.data.samples import evenly
 
 if TYPE_CHECKING:
     from omni.generate.speech_lm import SpeechLM
@@ -80,9 +81,7 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 
 def open_data(path: Path, options: Options) -> Source:
     """The data as a source of rows; UserError where there is nothing, or nothing known."""
-    refuse_remote(path, "data")
-    if not path.exists():
-        raise UserError(f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
+    check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
         return OWN[options.format](path, options)
     if not options.format:
@@ -113,7 +112,7 @@ class Questions:
             raise UserError("the data hold no rows; name others")
         if count is None or count >= size:
             return cls(source, range(size))
-        return cls(source, [i * size // count for i in range(count)])
+        return cls(source, evenly(size, count))
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from train.eval.journal import RUN, read_json, read_records, write_whole
-from train.eval.measures import MEASURES, Figure, difference, figure, is_share, pairs_of, plain, shown
+from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
 from train.eval.texts import explain
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
@@ -135,7 +135,7 @@ def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, C
         lines.append(f"- {_circumstances(run.records[TIMINGS], settings['device'])}")
     lines += ["", "| figure | value | 95 % interval | questions | better |", "|---|---:|---:|---:|---|"]
     lines += [
-        f"| {MEASURES[name].title} | {shown(name, f.value)} | {_interval(name, f)} | {f.questions} | {MEASURES[name].better} |"
+        f"| {MEASURES[name].title} | {shown(name, f.value)} | {interval(name, f)} | {f.questions} | {MEASURES[name].better} |"
         for name, f in figures.items()
     ]
     if changes:
@@ -171,12 +171,8 @@ def verdict(name: str, change: Figure) -> str:
 
 def signed(name: str, number: float) -> str:
     """A difference with its sign; of shares in percentage points."""
-    sign = "+" if number > 0 else ""
-    return f"{sign}{100 * number:.2f} points" if is_share(name) and number == number else sign + shown(name, number)
-
-
-def _interval(name: str, f: Figure) -> str:
-    return f"{shown(name, f.low)} to {shown(name, f.high)}"
+    sign, points = "+" if number > 0 else "", MEASURES[name].kind == "share" and number == number
+    return f"{sign}{100 * number:.2f} points" if points else sign + shown(name, number)
 
 
 def _drawing(settings: Mapping[str, Any]) -> str:

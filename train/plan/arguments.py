@@ -17,7 +17,7 @@ keys of the configuration are overridden as for `fit`.
 
   --devices N     plan for N devices (default: as configured, or this machine's)
   --gpu_gib G     plan for GPUs of G GiB: does it fit? (with --fabric.accelerator mps a Mac's)
-  --gpu NAME      plan for this GPU's speed, such as H100, to reckon hours
+  --gpu NAME      plan for this GPU's speed, such as H100, to estimate hours
   --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
   --try           take two steps of the worst batch here, and show what was measured beside the estimate
   --json          one JSON object instead of tables"""

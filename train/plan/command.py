@@ -13,7 +13,6 @@ from omni.hardware import peak_flops
 from train.config import FitConfig
 from train.initial import shape_of
 from train.plan.arguments import check_options
-from train.plan.arguments import main as main
 from train.plan.attempt import KEPT, RETURNED, Attempt, attempt
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import Turned, turn_knobs
@@ -31,7 +30,7 @@ CPU_WASTE = 0.25
 """Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 11 to 30 % over what is in use
 without checkpointing; with it at 35 % to twice what is in use, in small models)."""
 
-MAC = "a Mac's GPU (mps, reckoned as a CPU's step is, without what its allocator keeps)"
+MAC = "a Mac's GPU (mps, estimated as a CPU's step is, without what its allocator keeps)"
 
 Place = Literal["cpu", "mps", "cuda"]
 """Where a run computes."""

@@ -32,7 +32,7 @@ class Pace:
         examples: of a step; None where the data could not be read.
         flops: of a step, with all passes of its balance.
         forwards, backwards: passes of a step, in those of one that is not balanced.
-        seconds: of a step; None where neither measured nor to be reckoned.
+        seconds: of a step; None where neither measured nor to be estimated.
         steps, hours: to the budget; None where it follows from `seconds` and they are not known.
         source: where columns and examples come from; `clock`: where seconds come from.
     """

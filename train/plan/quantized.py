@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from omni.model.lora import add_adapter
 from omni.model.quantize import Kind, chosen_linears, quantize
-from train.adapters import LoRASection
+from train.sections import LoRASection
 
 BLOCK, BLOCKS = 64, 256
 """Weights to a scale, and scales to one of the second level."""

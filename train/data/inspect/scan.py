@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from train.data.readers.records import plain_rows
 from train.data.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
@@ -72,9 +72,7 @@ class Scan:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
-        refuse_remote(path, "data")
-        if not self.path.exists():
-            raise UserError(f"data {path} does not exist: name a Parquet file of rows, or a folder of them")
+        check_there(path, "data", f"data {path} does not exist: name a Parquet file of rows, or a folder of them")
         self.files = sorted(self.path.glob("*.parquet")) if self.path.is_dir() else [self.path]
         if not self.files:
             raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.codes import CODECS, PACKINGS
 from train.data.readers.contract import Broken, Options, Reader, Source
@@ -53,9 +53,7 @@ ORDERS = ("streams", "levels")
 def recognise(path: str | os.PathLike[str]) -> Reader:
     """The reader for a file or folder; UserError where there is nothing, or nothing known."""
     source = Path(path)
-    refuse_remote(source, "data")
-    if not source.exists():
-        raise UserError(f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
+    check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
     for reader in READERS.values():
         if reader.recognise(source):
             return reader
@@ -74,7 +72,5 @@ def open_source(path: str | os.PathLike[str], options: Options | None = None) ->
     if not options.format:
         # Columns that are mapped say that the data are a table, whatever other format has such columns.
         return (READERS["table"] if options.columns else recognise(path))(Path(path), options)
-    refuse_remote(path, "data")
-    if not Path(path).exists():
-        raise UserError(f"data {path} does not exist: name a file or folder")
+    check_there(path, "data", f"data {path} does not exist: name a file or folder")
     return READERS[options.format](Path(path), options)

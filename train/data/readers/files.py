@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
-from omni.remote import refuse_remote
+from omni.remote import check_there
 from train.data.readers.contract import Options
 from train.data.row import Sound, inside
 
@@ -38,12 +38,8 @@ class Files:
     def of(cls, path: Path, options: Options) -> Files:
         """Those of a data set that is the file or folder `path`."""
         folder = Path(options.folder) if options.folder else path if path.is_dir() else path.parent
-        refuse_remote(folder, "folder of the recordings")
-        if not folder.is_dir():
-            raise UserError(
-                f"folder {folder} of the recordings does not exist: name the one that the data's paths start at with "
-                "--read.folder"
-            )
+        otherwise = f"folder {folder} of the recordings does not exist: name the one that the data's paths start at with "
+        check_there(folder, "folder of the recordings", f"{otherwise}--read.folder", Path.is_dir)
         return cls(folder, options.prefix, options.audio)
 
     def relative(self, name: str) -> str:
