@@ -18,7 +18,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from omni.audio.level import cancelled
+from omni.audio.level import cancelled, heard_alone
 from omni.audio.mp3 import quiet_decoder
 from omni.audio.resample import resample
 from omni.audio.sniff import HEAD, container, foreign
@@ -125,7 +125,7 @@ def read_audio(
         if loudest is not None:
             file.seek(0)
             samples, _ = _decode(file, name, most, loudest)
-            doubt = f"{name}: its two channels are of opposite phase and cancel each other; channel {loudest} is heard alone"
+            doubt = f"{name}: its {heard_alone(loudest)}"
     if len(samples) + rate // 10 < promised:  # a tenth of a second: MP3 headers count their padding loosely
         raise _truncated(name, len(samples) / rate, promised / rate)
     if len(samples) == 0:
@@ -154,10 +154,10 @@ def read_stream(source: BinaryIO, name: str) -> bytearray:
     head = bytes(_some(source, HEAD))
     if head and container(head) is None:
         kind = foreign(head)
+        if kind:
+            raise _not_sound(name, kind)
         raise UserError(
-            f"{name} is not a sound file but {kind}: give WAV, FLAC, OGG or MP3"
-            if kind
-            else f"{name} gives no sound file that can be read: give WAV, FLAC, OGG or MP3 (raw PCM needs its sample rate)"
+            f"{name} gives no sound file that can be read: give WAV, FLAC, OGG or MP3 (raw PCM needs its sample rate)"
         )
     data = _some(source, MAX_STREAM_BYTES + 1 - len(head), bytearray(head))
     if len(data) > MAX_STREAM_BYTES:
@@ -178,7 +178,7 @@ def _some(source: BinaryIO, count: int, data: bytearray | None = None) -> bytear
     return data
 
 
-def from_pcm16(data: bytes, source_rate: int, sample_rate: int = SAMPLE_RATE) -> Tensor:
+def from_pcm16(data: bytes | bytearray, source_rate: int, sample_rate: int = SAMPLE_RATE) -> Tensor:
     """Turn raw mono 16-bit little-endian PCM at `source_rate` into `[S]` float32 in [-1, 1) at `sample_rate`.
 
     UserError: no data, or an odd number of bytes.
@@ -256,7 +256,7 @@ def _checked(
     if not head:
         raise UserError(f"{name} is empty (0 bytes): record or download it again")
     if (other := foreign(head)) is not None:
-        raise UserError(f"{name} is not a sound file but {other}: convert it to WAV, FLAC, OGG or MP3")
+        raise _not_sound(name, other)
     kind = container(head)
     file.seek(start)
     there = extent(file, kind)
@@ -305,23 +305,23 @@ def _decode(
 
     blocks: list[np.ndarray] = [np.zeros(0, np.float32)]
     total, mixed, energies = 0, 0.0, np.zeros(file.channels)
-    while True:
-        try:
-            with quiet_decoder(file.format):
+    with quiet_decoder(file.format):
+        while True:
+            try:
                 block = file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)  # [S, C]
-        except soundfile.SoundFileError as error:
-            raise UserError(
-                f"{name} is damaged or cut short after {total / file.samplerate:.2f} s: download or convert it again"
-            ) from error
-        if not len(block):
-            break
-        total += len(block)
-        if most is not None and total > most:
-            raise _too_long(name, total / file.samplerate, most / file.samplerate)
-        blocks.append(block.mean(axis=1) if channel == "mix" else block[:, channel].copy())
-        if channel == "mix" and file.channels > 1:
-            mixed += float(np.square(blocks[-1]).sum())
-            energies += np.square(block).sum(axis=0)
+            except soundfile.SoundFileError as error:
+                raise UserError(
+                    f"{name} is damaged or cut short after {total / file.samplerate:.2f} s: download or convert it again"
+                ) from error
+            if not len(block):
+                break
+            total += len(block)
+            if most is not None and total > most:
+                raise _too_long(name, total / file.samplerate, most / file.samplerate)
+            blocks.append(block.mean(axis=1) if channel == "mix" else block[:, channel].copy())
+            if channel == "mix" and file.channels > 1:
+                mixed += float(np.square(blocks[-1]).sum())
+                energies += np.square(block).sum(axis=0)
     return np.concatenate(blocks), cancelled(mixed, energies.tolist())
 
 
@@ -331,6 +331,10 @@ def _truncated(name: str, found: float, promised: float, unit: str = "s") -> Use
         f"{name} is truncated: its header promises {promised:{form}} {unit} and {found:{form}} {unit} are there: "
         "copy or download it again, or convert what is left"
     )
+
+
+def _not_sound(name: str, kind: str) -> UserError:
+    return UserError(f"{name} is not a sound file but {kind}: convert it to WAV, FLAC, OGG or MP3")
 
 
 def _too_long(name: str, seconds: float, limit: float) -> UserError:

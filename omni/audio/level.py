@@ -50,3 +50,8 @@ def cancelled(mixed: float, channels: Sequence[float]) -> int | None:
     energies of the mean and of each channel; else None."""
     loudest = max(range(len(channels)), key=channels.__getitem__)
     return loudest if mixed < _CANCELLED * channels[loudest] else None
+
+
+def heard_alone(channel: int) -> str:
+    """What is told where `cancelled` names a channel: the end of a sentence about the sound."""
+    return f"two channels are of opposite phase and cancel each other; channel {channel} is heard alone"

@@ -20,7 +20,14 @@ _MPEG1 = {  # kilobits per second, by layer
 _LOW = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 _MPEG2 = {1: (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256), 2: _LOW, 3: _LOW}  # and 2.5
 _RATES = (44100, 48000, 32000)
-_CHATTER = re.compile(rb"\s*$|.*(mpg123|Xing|VBRI|ID3|LAME|[Ff]rame|[Ss]tream|layer)|(Note|Warning|Error|error):")
+_CHATTER = re.compile(  # what libmpg123 writes, some of it after an empty line
+    rb"^\n?(?:\[\S*libmpg123/\S+\] (?:error|warning): |mpg123 [Pp]rogrammer"
+    rb"|Note: (?:Illegal Audio-MPEG-Header|Trying to resync|Hit end of \(available\) data|Skipped \d+ bytes in input"
+    rb"|missing -?\d+ bytes in bit reservoir|Junk at the beginning|Looks like a RIFF header|Could be a BMP album art"
+    rb"|Xing|Info: |broken frame|Cut frame|free format frame)"
+    rb"|Warning: (?:Xing stream size|Encountered more data after|Big change|Real sample count)).*\n?",
+    re.MULTILINE,
+)
 _LOCK = threading.RLock()
 _JUNK = 1 << 16  # bytes behind tags in which the first frame is looked for
 
@@ -87,8 +94,8 @@ def ends_inside(data: bytes, at: int) -> bool:
 @contextmanager
 def quiet_decoder(kind: str | None) -> Iterator[None]:
     """Keep from standard error what libmpg123, which libsndfile decodes MP3 with, writes there by itself; nothing is done
-    for other kinds than `MP3`. It writes past Python, so the descriptor is led elsewhere meanwhile; lines that others write
-    are passed on afterwards."""
+    for other kinds than `MP3`. It writes past Python, so the descriptor is led elsewhere meanwhile; what others write is
+    passed on afterwards."""
     if kind != "MP3":
         yield
         return
@@ -105,6 +112,4 @@ def quiet_decoder(kind: str | None) -> Iterator[None]:
             os.dup2(own, 2)
             os.close(own)
             held.seek(0)
-            for line in held:
-                if not _CHATTER.match(line):
-                    os.write(2, line)
+            os.write(2, _CHATTER.sub(b"", held.read()))

@@ -275,12 +275,16 @@ def test_what_may_be_cut_is_told() -> None:
         read_audio(unmarked[:-5])
 
 
+OTHERS = b"error: no frame\n\nWarning: a stream was slow\nNote: layer 3 is frozen\n  File x.py, line 1, in decode_frame\n"
+"""What other threads may write while an MP3 is decoded."""
+
+
 def test_the_decoder_writes_nothing_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     data = encoded(NOISE, "MP3")
     refusal(data[: len(data) // 2])
     with mp3.quiet_decoder("MP3"):
-        os.write(2, b"Warning: Xing stream size off by more than 1%\nsomebody else's line\n")
-    assert capfd.readouterr().err == "somebody else's line\n"
+        os.write(2, b"\nWarning: Xing stream size off by more than 1%\n[src/libmpg123/id3.c:f():9] error: a tag\n" + OTHERS)
+    assert capfd.readouterr().err.encode() == OTHERS
 
 
 # ------------------------------------------------------------------------------------------------------- how it sounds
@@ -295,7 +299,7 @@ def test_channels_that_cancel_each_other_are_not_mixed_to_silence(form: str) -> 
     assert (heard + 0.52 * sine(0.5, 16000)).abs().max() < 0.02
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(read_audio(data, channel=0), read_audio(data, channel=0))
+        assert (read_audio(data, channel=0) - 0.5 * sine(0.5, 16000)).abs().max() < 0.02
         read_audio(encoded(np.stack([left, -0.5 * left], axis=1), form))
         read_audio(encoded(np.zeros((500, 2)), form))
 
