@@ -5,6 +5,8 @@ Dimensions: S samples, C channels.
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,85 +15,128 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni.audio.level import cancelled
+from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, read_audio, resample
+from omni.audio.level import cancelled, heard_alone
 from omni.errors import SoundWarning, UserError
+
+LOUDEST = 100.0
+"""Largest sample that is taken for sound. Full scale is 1; sound counted in integers (32768) is far beyond, by mistake."""
 
 _SCALES = {"int8": 1 << 7, "int16": 1 << 15, "int32": 1 << 31}
 _WAY = "give numbers as a tensor, an array or a list: [S], [1, S], [2, S] or [S, 2]"
 
 
-def unwrap(question: Any, sample_rate: Any) -> tuple[Any, Any]:
+def read_sound(
+    sound: Any,
+    sample_rate: Any,
+    target: int = SAMPLE_RATE,
+    *,
+    max_seconds: float = MAX_SECONDS,
+    name: str = "the question",
+) -> Tensor:
+    """Samples, or a sound file (see `AudioSource`), as mono `[S]` float32 at `target` samples per second.
+
+    Args:
+        sound: without what `unwrap` takes off.
+        sample_rate: of samples; a file knows its own.
+        name: what messages call samples and open files.
+
+    UserError: neither of them, too long, not finite, too loud, or what `as_waveform` and `read_audio` refuse.
+    """
+    if isinstance(sound, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(sound, "read"):
+        clip = read_audio(sound, target, max_seconds=min(MAX_SECONDS, max_seconds))
+        check_level(clip, name)
+        return clip
+    if not is_waveform(sound):
+        raise UserError(f"{name} is a {type(sound).__name__}; give a tensor [S] or a sound file")
+    rate, samples = whole_rate(sample_rate, name), as_waveform(sound, name)
+    if len(samples) / rate > max_seconds:  # before a rate of 1 Hz makes sixteen thousand samples of each
+        raise UserError(
+            f"{name} lasts {len(samples) / rate:.1f} s at {rate} Hz, and at most {max_seconds:g} s are heard; cut it into "
+            "pieces, or correct the sample rate"
+        )
+    check_level(samples, name)  # before resampling, which adds samples up
+    return resample(samples, rate, target, name=name)
+
+
+def check_level(clip: Tensor, name: str = "the question") -> None:
+    """Refuse sound with samples that are not finite, or beyond `LOUDEST` (UserError)."""
+    loudest = float(torch.stack(torch.aminmax(clip)).abs().max()) if len(clip) else 0.0
+    if not math.isfinite(loudest):
+        raise UserError(f"{name} holds samples that are not finite numbers; was it divided by a zero level?")
+    if loudest > LOUDEST:
+        raise UserError(
+            f"{name} has a sample of {loudest:.4g}, but sound lies between -1 and 1 (at most {LOUDEST:g} is taken); "
+            "divide it by its full scale, which is 32768 for samples of 16 bits"
+        )
+
+
+def unwrap(sound: Any, sample_rate: Any, name: str = "the question") -> tuple[Any, Any]:
     """The sound itself and its sample rate, out of `(rate, samples)` in either order, `{"array", "sampling_rate"}`,
     `{"bytes"}`, `{"path"}`, and any of them under `"audio"`; other things come back as they are. UserError: a mapping
     without sound."""
-    if isinstance(question, Mapping):
-        keys = question.keys()
+    if isinstance(sound, Mapping):
+        keys = sound.keys()
         if "audio" in keys and "array" not in keys:
-            return unwrap(question["audio"], sample_rate)
+            return unwrap(sound["audio"], sample_rate, name)
         if "array" in keys:
-            if question.get("sampling_rate") is None:
-                raise UserError("the question has an 'array' but no 'sampling_rate'; give both")
-            return question["array"], question["sampling_rate"]
+            if sound.get("sampling_rate") is None:
+                raise UserError(f"{name} has an 'array' but no 'sampling_rate'; give both")
+            return sound["array"], sound["sampling_rate"]
         for key in ("bytes", "path"):
-            if question.get(key) is not None:
-                return question[key], sample_rate
-        raise UserError(
-            f"the question is a mapping with the keys {list(keys)[:8]}; it needs 'array' and 'sampling_rate', or 'audio'"
-        )
-    if isinstance(question, (tuple, list)) and len(question) == 2:
-        first, second = question
+            if sound.get(key) is not None:
+                return sound[key], sample_rate
+        raise UserError(f"{name} is a mapping with the keys {list(keys)[:8]}; it needs 'array' and 'sampling_rate', or 'audio'")
+    if isinstance(sound, (tuple, list)) and len(sound) == 2:
+        first, second = sound
         if _is_rate(first) and _is_samples(second):
             return second, first
         if _is_rate(second) and _is_samples(first):
             return first, second
-    return question, sample_rate
+    return sound, sample_rate
 
 
-def is_waveform(question: Any) -> bool:
+def is_waveform(sound: Any) -> bool:
     """Whether it is something that holds numbers: a tensor, an array, or a list or tuple."""
-    return isinstance(question, (Tensor, np.ndarray, list, tuple)) or (
-        hasattr(question, "__array__") and not isinstance(question, (str, bytes))
+    return isinstance(sound, (Tensor, np.ndarray, list, tuple)) or (
+        hasattr(sound, "__array__") and not isinstance(sound, (str, bytes))
     )
 
 
-def whole_rate(sample_rate: Any) -> int:
+def whole_rate(sample_rate: Any, name: str = "the question") -> int:
     """A sample rate as a whole number; UserError: none, or below 1."""
     try:
         rate = None if isinstance(sample_rate, (bool, str, bytes)) else int(sample_rate)
     except (TypeError, ValueError, OverflowError):
         rate = None
     if rate is None or rate != sample_rate:
-        raise UserError(f"the question's sample rate is {str(sample_rate)[:40]!r}; it must be a whole number of Hz")
+        raise UserError(f"{name}'s sample rate is {str(sample_rate)[:40]!r}; it must be a whole number of Hz")
     if rate < 1:
-        raise UserError(f"the question's sample rate is {rate} Hz; it must be positive")
+        raise UserError(f"{name}'s sample rate is {rate} Hz; it must be positive")
     return rate
 
 
-def as_waveform(samples: Any) -> Tensor:
+def as_waveform(samples: Any, name: str = "the question") -> Tensor:
     """Numbers as mono `[S]` float32 on the host, full scale being 1.
 
     Integers are divided by the range of their type (uint8 is centred at 128); those of 64 bits, as in lists, count as 16-bit
     samples. Two channels are averaged, or the louder is taken where they cancel each other (SoundWarning).
     UserError: no numbers, complex ones, no samples, or a shape that is not clear.
     """
-    array = _array(samples)
+    array = _array(samples, name)
     if array.dtype.kind not in "iuf" or array.dtype.name in ("uint16", "uint32", "uint64"):
-        raise UserError(f"the question's samples are of type {array.dtype}; give floating-point numbers or signed integers")
-    array = _channels(array)
+        raise UserError(f"{name}'s samples are of type {array.dtype}; give floating-point numbers or signed integers")
+    array = _channels(array, name)
     if not array.size:
-        raise UserError("the question has no samples; give at least some milliseconds of sound")
-    scaled = _scaled(array)
+        raise UserError(f"{name} has no samples; give at least some milliseconds of sound")
+    scaled = _scaled(array, name)
     if scaled.ndim == 1:
         return torch.from_numpy(scaled)
     mixed = scaled.mean(axis=0)
     loudest = cancelled(float(np.square(mixed).sum()), np.square(scaled).sum(axis=1).tolist())
     if loudest is None:
         return torch.from_numpy(mixed)
-    warnings.warn(
-        f"the question's two channels are of opposite phase and cancel each other; channel {loudest} is heard alone",
-        SoundWarning,
-        stacklevel=2,
-    )
+    warnings.warn(f"{name}'s {heard_alone(loudest)}", SoundWarning, stacklevel=2)
     return torch.from_numpy(scaled[loudest].copy())
 
 
@@ -103,7 +148,7 @@ def _is_samples(value: Any) -> bool:
     return is_waveform(value) and (isinstance(value, (list, tuple)) or np.ndim(value) > 0)
 
 
-def _array(samples: Any) -> np.ndarray:
+def _array(samples: Any, name: str) -> np.ndarray:
     """Anything that holds numbers as an array on the host."""
     if isinstance(samples, Tensor):
         samples = samples.detach().cpu().resolve_conj()
@@ -111,10 +156,10 @@ def _array(samples: Any) -> np.ndarray:
     try:
         return np.asarray(samples)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # lists of lists of unequal lengths, for example
-        raise UserError(f"the question is a {type(samples).__name__} that is no array of numbers; {_WAY}") from error
+        raise UserError(f"{name} is a {type(samples).__name__} that is no array of numbers; {_WAY}") from error
 
 
-def _channels(array: np.ndarray) -> np.ndarray:
+def _channels(array: np.ndarray, name: str) -> np.ndarray:
     """`[S]`, or `[2, S]`, of what has one or two channels in either order."""
     shape = list(array.shape)
     if array.ndim == 2 and 1 in shape:
@@ -122,15 +167,13 @@ def _channels(array: np.ndarray) -> np.ndarray:
     if array.ndim == 2 and 0 not in shape and shape.count(2) == 1:
         return array if shape[0] == 2 else array.T
     if array.ndim == 2 and 0 not in shape and shape != [2, 2]:
-        raise UserError(
-            f"the question has shape {shape}, {min(shape)} channels, and only one or two are heard; give one, [samples]"
-        )
+        raise UserError(f"{name} has shape {shape}, {min(shape)} channels, and only one or two are heard; give one, [samples]")
     if array.ndim != 1 and array.size:
-        raise UserError(f"the question has shape {shape}; {_WAY}")
+        raise UserError(f"{name} has shape {shape}; {_WAY}")
     return array.reshape(-1)
 
 
-def _scaled(array: np.ndarray) -> np.ndarray:
+def _scaled(array: np.ndarray, name: str) -> np.ndarray:
     if array.dtype.kind == "f":
         return np.ascontiguousarray(array, dtype=np.float32)
     if array.dtype == np.uint8:
@@ -138,8 +181,6 @@ def _scaled(array: np.ndarray) -> np.ndarray:
     if array.dtype == np.int64:
         for extreme in (int(array.min()), int(array.max())):
             if abs(extreme) > 1 << 15:
-                raise UserError(
-                    f"the question holds the whole number {extreme}, beyond 16 bits; give samples as int32 or float"
-                )
+                raise UserError(f"{name} holds the whole number {extreme}, beyond 16 bits; give samples as int32 or float")
         return array.astype(np.float32) / (1 << 15)
     return array.astype(np.float32) / _SCALES[array.dtype.name]

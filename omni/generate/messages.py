@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec
-from omni.audio.io import SAMPLE_RATE, read_audio, resample
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.waveform import read_sound, unwrap
 from omni.errors import UserError
 from omni.generate.history import Exchange
 from omni.generate.question import Asked, read_question
@@ -206,20 +207,11 @@ def _ids(text: str, tokens: tuple[int, ...] | None, tokenizer: Tokenizer) -> tup
 
 
 def _encode(sound: Any, number: int, codec: AudioCodec | None) -> Tensor:
-    """Frames [A, F] of an answer's sound: a file, samples [S] at the codec's rate, or (rate, samples)."""
+    """Frames [A, F] of an answer's sound, in any form that a question has; samples without a rate are at the codec's."""
     if codec is None:
         raise UserError(f"history: message {number} has sound, but the model has no codec to encode it; give its text alone")
     try:
-        if isinstance(sound, (str, bytes, os.PathLike)) or hasattr(sound, "read"):
-            return codec.encode(read_audio(sound, codec.sample_rate))
-        rate, samples = sound if isinstance(sound, tuple) and len(sound) == 2 else (codec.sample_rate, sound)
-        samples = torch.as_tensor(samples)
-        if samples.is_floating_point():  # anything else the codec refuses
-            samples = resample(samples, int(rate), codec.sample_rate)
-        return codec.encode(samples)
+        samples, rate = unwrap(sound, codec.sample_rate, "the answer")
+        return codec.encode(read_sound(samples, rate, codec.sample_rate, name="the answer"))
     except UserError as error:
         raise UserError(f"history: message {number}: {error}") from error
-    except (TypeError, ValueError, RuntimeError) as error:  # what PyTorch raises for what is no tensor
-        raise UserError(
-            f"history: message {number} has sound of type {type(sound).__name__}; give a file, or samples"
-        ) from error

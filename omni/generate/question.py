@@ -5,7 +5,6 @@ Dimensions: S samples, N features of a clip after the adapter, W width.
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,15 @@ import torch
 from torch import Tensor
 
 from omni.audio.encoder_features import collate
-from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, AudioSource, read_audio, resample, shorten
+from omni.audio.io import SAMPLE_RATE, AudioSource, shorten
 from omni.audio.level import remarks
-from omni.audio.waveform import as_waveform, is_waveform, unwrap, whole_rate
+from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
 from omni.errors import SoundWarning, UserError
 from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote
 from omni.tasks import Task, Turn, find_task, prompt
 from omni.text import Tokenizer
-
-LOUDEST = 100.0
-"""Largest sample that is taken for sound. Full scale is 1; sound counted in integers (32768) is far beyond, by mistake."""
 
 NOT_HEARD = (
     "the encoder makes features of the question that are not finite numbers: leave out the adapter or the edit that acts on "
@@ -107,16 +103,8 @@ def read_question(
             f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; for a written question use "
             f"task='T1{task.name[2:]}'"
         )
-    if is_waveform(sound):
-        name, clip = "the question", _waveform(sound, rate, model.config)
-    elif isinstance(sound, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(sound, "read"):
-        name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
-        clip = read_audio(sound, SAMPLE_RATE, max_seconds=min(MAX_SECONDS, longest(model.config)))
-        check_level(clip)
-    else:
-        raise UserError(
-            f"task {task.name} asks by speech, but the question is {_kind(sound)}; give a tensor [S] or a sound file"
-        )
+    clip = read_sound(sound, rate, max_seconds=longest(model.config))
+    name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
     for remark in remarks(clip, SAMPLE_RATE):
         warnings.warn(f"{name} {remark}", SoundWarning, stacklevel=3)
     turn = Turn(task, features=model.config.features(len(clip)))
@@ -148,32 +136,9 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     return [None if a.clip is None else next(heard) for a in asked]
 
 
-def check_level(clip: Tensor) -> None:
-    """Refuse sound with samples that are not finite, or beyond `LOUDEST` (UserError)."""
-    loudest = float(torch.stack(torch.aminmax(clip)).abs().max()) if len(clip) else 0.0
-    if not math.isfinite(loudest):
-        raise UserError("the question holds samples that are not finite numbers; was it divided by a zero level?")
-    if loudest > LOUDEST:
-        raise UserError(
-            f"the question has a sample of {loudest:.4g}, but sound lies between -1 and 1 (at most {LOUDEST:g} is taken); "
-            "divide it by its full scale, which is 32768 for samples of 16 bits"
-        )
-
-
 def is_finite(features: Tensor | None) -> bool:
     """Whether a question's features are all finite numbers; waits for the device."""
     return features is None or bool(features.isfinite().all())
-
-
-def _waveform(question: Any, sample_rate: Any, config: ModelConfig) -> Tensor:
-    rate, samples = whole_rate(sample_rate), as_waveform(question)
-    if len(samples) / rate > longest(config):  # before a rate of 1 Hz makes sixteen thousand samples of each
-        raise UserError(
-            f"the question lasts {len(samples) / rate:.1f} s at {rate} Hz, and at most {longest(config):g} s are heard; cut it "
-            "into pieces, or correct the sample rate"
-        )
-    check_level(samples)  # before resampling, which adds samples up
-    return resample(samples, rate, SAMPLE_RATE, name="the question")
 
 
 def _kind(question: Any) -> str:

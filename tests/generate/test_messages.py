@@ -113,6 +113,20 @@ def test_messages_of_chat_templates(lm: SpeechLM, tmp_path: Path) -> None:
         assert session.answer("next", "T1T2").tokens != wanted
 
 
+def test_an_answer_s_sound_has_any_form_of_a_question_s(lm: SpeechLM, tmp_path: Path) -> None:
+    assert lm.codec is not None
+    levels = (torch.rand(40) * 32767).to(torch.int16)
+    sound = levels / 32768
+    path = write_wav(tmp_path / "a.wav", sound, 100)
+    forms = [
+        levels, (100, levels), (sound, 100), {"array": sound.numpy(), "sampling_rate": 100}, torch.stack([sound, sound]),
+        bytearray(path.read_bytes()), {"bytes": path.read_bytes(), "path": None}, sound.tolist(),
+    ]  # fmt: skip
+    for form in forms:
+        with lm.session(history=[USER, {"role": "assistant", "content": form}]) as session:
+            assert torch.equal(session.turns[0].codes, lm.codec.encode(sound))  # type: ignore[arg-type]
+
+
 def test_sound_is_kept_as_it_was_asked(lm: SpeechLM) -> None:
     buffer = tone(0.3)
     with lm.session(**TALK) as session:
@@ -134,8 +148,9 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "image": ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}, ASSISTANT], "part of type 'image'"),
     "two sounds": ([{"role": "user", "content": [{"type": "audio", "audio": 1}] * 2}, ASSISTANT], "2 sounds"),
     "codes": ([USER, Message("assistant", "x", codes=torch.full((4, 2), 99))], "message 1: code 99 of audio stream 0"),
-    "integers": ([USER, {"role": "assistant", "content": (100, torch.ones(9, dtype=torch.int16))}], "message 2: .*int16"),
-    "no sound": ([USER, {"role": "assistant", "content": {"x": 1}}], "message 2 has sound of type dict"),
+    "no sound": ([USER, {"role": "assistant", "content": {"x": 1}}], "message 2: the answer is a mapping"),
+    "a number": ([USER, {"role": "assistant", "content": 7}], "message 2: the answer is a int"),
+    "too loud": ([USER, {"role": "assistant", "content": torch.full((9,), 3e4)}], "message 2: the answer has a sample of 3e"),
     "no file": ([USER, {"role": "assistant", "content": Path("nowhere.wav")}], "message 2: .*nowhere.wav"),
     "too long": ([USER, {"role": "assistant", "content": "x" * 600}], "history takes 606 positions.*overflow='forget'"),
 }
