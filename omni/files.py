@@ -11,9 +11,15 @@ from omni.errors import UserError
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
-    """Where a file of that name is, links followed: a link keeps pointing at its file. UserError for a folder or a device."""
-    place = Path(os.path.realpath(path))
-    if place.exists() and not place.is_file():
+    """Where a file of that name is, links followed: a link keeps pointing at its file. UserError for a folder, a device, or a
+    name that no file can have."""
+    try:
+        place = Path(os.path.realpath(path))
+        taken = place.exists() and not place.is_file()
+    except (OSError, ValueError) as error:  # too long; a zero byte, or half of a surrogate pair
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{repr(os.fspath(path))[:200]} cannot be written: {reason}: give another name") from error
+    if taken:
         raise UserError(f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file")
     return place
 

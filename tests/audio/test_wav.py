@@ -81,6 +81,9 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
             write_wav(place, torch.zeros(5), 16000)
         assert str(place) in str(caught.value)
     assert not Path("/dev/null").is_file()
+    for name in ("a\0.wav", "a" * 300 + ".wav"):
+        with pytest.raises(UserError, match="cannot be written: .*: give another name"):
+            write_wav(tmp_path / name, torch.zeros(5), 16000)
 
 
 @pytest.mark.parametrize("when", ["append", "close"])
