@@ -1,15 +1,19 @@
 """Which device and number format are meant, what a device could do at best (the other side of MFU, model FLOPs utilisation),
-and waiting for it."""
+and waiting for it. Names can be checked without importing torch."""
 
 from __future__ import annotations
 
-import torch
+import re
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 
+if TYPE_CHECKING:
+    import torch
+
 DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16,
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16",
 }  # fmt: skip
 """Number formats of weights by the names that people use."""
 
@@ -31,37 +35,51 @@ PEAK_FLOPS = {
 """Dense half-precision tensor-core FLOP/s by a part of the device's name (the makers' data sheets)."""
 
 
+def check_device(name: object) -> None:
+    """UserError for what is no device's name on any machine."""
+    if not re.fullmatch(r"auto|(cpu|cuda|mps)(:(0|[1-9]\d{0,2}))?", str(name)):
+        raise UserError(f"device {str(name)!r} is unknown; use auto, cpu, cuda, cuda:1 or mps")
+
+
+def check_dtype(name: object) -> None:
+    """UserError for an unknown number format; None and `auto` are the stored one."""
+    if name not in (None, "auto") and str(name).removeprefix("torch.") not in DTYPES:
+        raise UserError(f"dtype {str(name)!r} is unknown; use auto, float32, bfloat16 or float16")
+
+
 def find_device(name: str | int | torch.device) -> torch.device:
     """The device called `name` (a number counts CUDA devices); `auto` is a GPU where there is one. UserError where this machine
     does not have it."""
-    if name == "auto":
+    import torch
+
+    given = f"cuda:{name}" if isinstance(name, int) else str(name)
+    check_device(given)
+    if given == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"device {str(name)!r} is unknown; use auto, cpu, cuda, cuda:1 or mps") from error
+    device = torch.device(given)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {str(name)!r}: there are {torch.cuda.device_count()} CUDA devices here; use 'cpu'")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("device 'mps': there is no such device here; use 'cpu'")
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f"device {str(name)!r} is not supported; use auto, cpu, cuda, cuda:1 or mps")
     return device
 
 
 def find_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """The number format called `name`; None for None and `auto`, as the weights are stored. UserError where it is unknown."""
+    import torch
+
+    check_dtype(name)
     if name is None or name == "auto":
         return None
-    found = name if isinstance(name, torch.dtype) else DTYPES.get(str(name).removeprefix("torch."))
-    if found not in DTYPES.values():
-        raise UserError(f"dtype {str(name)!r} is unknown; use auto, float32, bfloat16 or float16")
+    found: torch.dtype = getattr(torch, DTYPES[str(name).removeprefix("torch.")])
     return found
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what was asked of it, so that a clock read now is right; nothing but on CUDA."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 
@@ -71,6 +89,8 @@ def multiplies_bf16(kind: str = "auto") -> bool:
     Of processors those with AMX, and AMD's with AVX512-BF16. Intel's AVX512-BF16 does as many products a cycle as its fp32: a
     product of 2048 x 1024 x 1024 took 26 ms in bf16 and 14 in fp32 on a Xeon without AMX.
     """
+    import torch
+
     if kind in ("cuda", "gpu") or (kind == "auto" and torch.cuda.is_available()):
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities() if kind in ("auto", "cpu") and hasattr(torch.cpu, "get_capabilities") else {}
@@ -82,5 +102,7 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak FLOP/s of a device in half precision; None where it is not known (every CPU)."""
     if device.type != "cuda":
         return None
+    import torch
+
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
