@@ -46,16 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(words: Sequence[str]) -> bool:
     """Parse, then import what the command needs, then do it; whether no answer broke."""
     from infer.arguments import parse
-    from infer.checks import check
+    from infer.checks import check_ask, check_bench
     from infer.options import AskOptions
 
     options = parse(words)
-    check(options)
     if isinstance(options, AskOptions):
+        answers = check_ask(options)
         from infer.ask import ask
 
         all_imported()
-        return ask(options)
+        return ask(options, answers)
+    check_bench(options)
     from infer.bench import bench
 
     all_imported()

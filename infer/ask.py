@@ -13,7 +13,7 @@ from typing import TextIO
 from infer.device import cpu_threads
 from infer.messages import in_options
 from infer.options import AskOptions
-from infer.places import PIPE, choose_tasks, places
+from infer.places import PIPE
 from infer.playback import Figures, Meter
 from infer.questions import Pending, collect, remarked
 from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
@@ -55,10 +55,13 @@ class TurnReport:
     error: str | None = None
 
 
-def ask(options: AskOptions) -> bool:
+def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> bool:
     """Ask every question and hand over the answers; whether none of them broke.
 
     Everything that can be checked without the model is checked first.
+
+    Args:
+        answers: the task of each question and the file of its answer, as `infer.checks` has found them.
 
     Raises:
         UserError: something is wrong with the options, a question, the model folder or a place to write to.
@@ -66,13 +69,11 @@ def ask(options: AskOptions) -> bool:
     """
     sampling = {"audio": _audio_sampling(options), "text": _text_sampling(options)}
     device, dtype = find_device(options.device), find_dtype(options.dtype)
-    asked = collect(options.files, options.text, sys.stdin.buffer, options.input_rate, options.channel, options.order)
-    tasks = choose_tasks(options.task, [question.spoken for question in asked], options.chat)
+    asked = collect(options, sys.stdin.buffer)
     if options.speaker:
         load_sounddevice()
-    where = places(options, tasks)
     lm = SpeechLM.from_pretrained(options.model, device, dtype, codec_folder=options.codec_folder)
-    if any(task.audio for task in tasks) and lm.codec is None:
+    if any(task.audio for task, _ in answers) and lm.codec is None:
         raise UserError(
             f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; name their folder with "
             f"--codec_folder, put them into {options.model}/codec, or ask for text only with --task A1T2 or T1T2"
@@ -101,7 +102,7 @@ def ask(options: AskOptions) -> bool:
             )
 
         session = new_session()
-        for number, (question, task, place) in enumerate(zip(asked, tasks, where, strict=True)):
+        for number, (question, (task, place)) in enumerate(zip(asked, answers, strict=True)):
             if number and not options.chat:
                 session.close()
                 session = new_session()
@@ -124,11 +125,12 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
 
     try:
         with outputs:
-            with remarked() as remarks:
+            with remarked() as read:
                 asked = question.take()
-                meter.restart()
+            meter.restart()
+            with remarked() as heard:
                 events = session.ask(asked, task)
-            told += [f"{question.name}: {remark}" if remark.startswith("the question") else remark for remark in remarks]
+            told += [*read, *(f"{question.name}: {remark}" for remark in heard)]
             for remark in told:
                 print(f"warning: {remark}", file=sys.stderr, flush=True)
             figures, ended = follow(events, meter, outputs, None if options.json else say, pieces)
@@ -228,15 +230,12 @@ def _audio_sampling(o: AskOptions) -> Sampling:
 
 
 def _text_sampling(o: AskOptions) -> Sampling:
-    try:
-        return Sampling(
-            temperature=o.temperature if o.text_temperature is None else o.text_temperature,
-            top_k=o.top_k if o.text_top_k is None else o.text_top_k,
-            top_p=o.top_p if o.text_top_p is None else o.text_top_p,
-            repetition_penalty=o.repetition_penalty if o.text_repetition_penalty is None else o.text_repetition_penalty,
-        )
-    except UserError as error:  # what all streams share was right
-        raise UserError(str(error).replace("sampling: ", "--text_", 1)) from error
+    return Sampling(
+        temperature=o.temperature if o.text_temperature is None else o.text_temperature,
+        top_k=o.top_k if o.text_top_k is None else o.text_top_k,
+        top_p=o.top_p if o.text_top_p is None else o.text_top_p,
+        repetition_penalty=o.repetition_penalty if o.text_repetition_penalty is None else o.text_repetition_penalty,
+    )
 
 
 def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:

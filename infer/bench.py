@@ -20,11 +20,10 @@ from torch import Tensor
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.measure import GIB, HighWater, load
 from infer.options import BenchOptions
-from infer.questions import read_file
 from infer.stand_in import TimedCodec, random_lm
 from infer.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from omni.audio.encoder_config import EncoderMode
-from omni.audio.io import SAMPLE_RATE
+from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
@@ -70,7 +69,7 @@ def bench(options: BenchOptions) -> None:
     device = find_device(options.device)
     names = [] if options.model else [name.strip() for name in options.preset.split(",") if name.strip()]
     configs = {name: preset(name) for name in names}
-    sound = noise(options.seconds) if options.question is None else read_file(options.question)
+    sound = noise(options.seconds) if options.question is None else read_audio(options.question)
     tables: list[Table] = []
     for table in _tables(options, device, configs, sound):
         tables.append(table)

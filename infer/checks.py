@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infer.given import SOUND, TEXT
+from infer.given import SOUND
 from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions
 from infer.places import PIPE, choose_tasks, places
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.generate.bounds import BOUNDS, Bound, check_number
-
-DTYPES = ("auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16")
+from omni.hardware import check_device, check_dtype
+from omni.remote import refuse_remote
+from omni.tasks import Task
 
 THREADS_PER_CORE = 4
 """More threads than that only wait for each other, and each takes a stack."""
+
+SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
+"""Options that the text stream may have of its own, as `text_...`."""
 
 BENCH = {
     "seconds": Bound(1e-3, 30, "the longest question", whole=False),
@@ -27,43 +30,35 @@ BENCH = {
 """Bounds of the bench's own options."""
 
 
-def check(options: AskOptions | BenchOptions) -> None:
+def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
+    """Each question's task and its answer's file; UserError for what is wrong with the options by themselves."""
+    _check_numbers(options, {**BOUNDS, **{f"text_{name}": BOUNDS[name] for name in SAMPLED}})
+    check_device(options.device)
+    check_dtype(options.dtype)
+    check_questions(options.files, options.text, options.chat)
+    tasks = choose_tasks(options.task, [kind == SOUND for kind in options.kinds])
+    where = places(options, tasks)
+    check_model(options.model)
+    return list(zip(tasks, where, strict=True))
+
+
+def check_bench(options: BenchOptions) -> None:
     """UserError for what is wrong with the options by themselves."""
-    bounds = BENCH if isinstance(options, BenchOptions) else {**BOUNDS, **_of_text()}
+    _check_numbers(options, BENCH)
+    check_device(options.device)
+    if options.question is not None:
+        check_file(options.question)
+    if options.model is not None:
+        check_model(options.model)
+
+
+def _check_numbers(options: AskOptions | BenchOptions, bounds: Mapping[str, Bound]) -> None:
     cores = os.cpu_count() or 1
     bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
     for name, bound in bounds.items():
         value = getattr(options, name, None)  # some bounds are of the Python door alone
         if value is not None:
             check_number(name, value, bound, f"--{name}")
-    check_device(options.device)
-    if isinstance(options, AskOptions):
-        check_dtype(options.dtype)
-        check_questions(options.files, options.text, options.chat)
-        order = options.order or SOUND * len(options.files) + TEXT * len(options.text)
-        places(options, choose_tasks(options.task, [kind == SOUND for kind in order], options.chat))
-        check_model(options.model)
-    else:
-        if options.question is not None:
-            check_file(options.question)
-        if options.model is not None:
-            check_model(options.model)
-
-
-def _of_text() -> dict[str, Bound]:
-    return {f"text_{name}": BOUNDS[name] for name in ("temperature", "top_k", "top_p", "repetition_penalty")}
-
-
-def check_device(name: str) -> None:
-    """UserError for what is no device's name on any machine."""
-    if not re.fullmatch(r"auto|(cpu|cuda|mps)(:(0|[1-9]\d{0,2}))?", name):
-        raise UserError(f"--device {name!r} is unknown; use auto, cpu, cuda, cuda:1 or mps")
-
-
-def check_dtype(name: str | None) -> None:
-    """UserError for an unknown number format."""
-    if name is not None and name not in DTYPES:
-        raise UserError(f"--dtype {name!r} is unknown; use {', '.join(DTYPES[:4])}")
 
 
 def check_questions(files: Sequence[str], texts: Sequence[str], chat: bool) -> None:
@@ -84,6 +79,7 @@ def check_questions(files: Sequence[str], texts: Sequence[str], chat: bool) -> N
 
 def check_file(file: str) -> None:
     """UserError for a sound file that is not there."""
+    refuse_remote(file, "sound file")
     try:
         os.stat(file)
     except (OSError, ValueError) as error:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 
-KEYWORDS = ("max_seconds", "max_tokens", "context", "seed", "text_assist", "device", "dtype", "task", "threads")
-"""Keywords of the library that have an option of their name, as a message begins with them."""
-
 WORDS: tuple[tuple[str, str], ...] = (
-    (rf"^({'|'.join(KEYWORDS)})(?= (?:is |'))", r"--\1"),
-    (r"^(device|dtype) (?=\S+ (?:is unknown|cannot be had))", r"--\1 "),
-    (r"\bsampling: (?=[a-z])", "--"),
+    (r"^(device|dtype|task) (?='|\S+ cannot be had)", r"--\1 "),
     (r"overflow='forget', or start a new session\b", "--forget, or leave --chat out"),
     (r"overflow='forget'", "--forget"),
     (r"\ba larger context\b", "a larger --context"),
     (r"\buse 'cpu'", "use --device cpu"),
     (r"\bload the model in (float\w+)", r"use --dtype \1"),
     (r"\bgive raw PCM with its sample rate instead\b", "pipe raw PCM into - with its --input_rate instead"),
-    (r"(?<= )(channel|task|max_seconds|max_tokens|context|device|dtype)='?(\w+)'?(?![\w.])", r"--\1 \2"),
+    (r"(?<= )(channel|task)='?(\w+)'?(?![\w.])", r"--\1 \2"),
 )
 """A pattern of a message, and what stands there on the command line."""
 

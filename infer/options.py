@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.given import SOUND, TEXT
+
 DEFAULT_MODEL = "runs/nano/model"
 """What `make demo` leaves."""
 
@@ -69,6 +71,11 @@ class AskOptions:
 
     order: str = ""
     """Not an option: the kind of each question as they were given, `s` for sound and `t` for text; "" for sound first."""
+
+    @property
+    def kinds(self) -> str:
+        """The kind of each question, in the order in which they are asked."""
+        return self.order or SOUND * len(self.files) + TEXT * len(self.text)
 
 
 @dataclass(frozen=True)

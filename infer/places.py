@@ -9,24 +9,23 @@ from pathlib import Path
 
 from infer.options import AskOptions
 from omni.errors import UserError
+from omni.files import replaceable
+from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, find_task
 
 PIPE = "-"
 """Standard input among the questions, standard output as a place for the answer."""
 
 
-def choose_tasks(name: str | None, spoken: Sequence[bool], chat: bool = True) -> list[Task]:
+def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
     """The task of each question: that of the name, or the one that answers its kind in text and speech.
 
     Of sound and text together, `name` is the task of one kind, and those of the other are asked for the same answer.
 
     Raises:
-        UserError: sound and text together without `chat`, an unknown task, or one that does not fit.
+        UserError: an unknown task, or one that does not fit.
     """
-    mixed = len(set(spoken)) > 1
-    if mixed and not chat:
-        raise UserError("sound files and --text were given together; add --chat to make them turns of one conversation")
-    if not mixed:
+    if len(set(spoken)) == 1:
         return [choose_task(name, spoken[0])] * len(spoken)
     both = {True: "A1A2", False: "T1A2"}
     if name is not None:
@@ -65,13 +64,15 @@ def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
 
 
 def check_place(path: str, inputs: Sequence[str]) -> Path:
-    """Where a WAV file is to be written; UserError where its folder is missing, or it is a folder or one of the
-    inputs."""
+    """Where a WAV file is to be written; UserError where it is elsewhere, its folder is missing, it cannot be replaced, or it
+    is one of the inputs."""
+    refuse_remote(path, "answer", write=True)
     place = Path(path)
-    if not place.parent.is_dir():
+    if not os.path.isdir(place.parent):
         raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
-    if place.is_dir():
+    if os.path.isdir(place):
         raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
+    replaceable(place)
     for given in inputs:
         if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
             raise UserError(f"--out {path!r} is also the question; write the answer to another file")

@@ -11,29 +11,19 @@ Dimensions: S samples.
 from __future__ import annotations
 
 import os
-import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from torch import Tensor
 
-from infer.given import SOUND, TEXT
+from infer.given import SOUND
+from infer.options import AskOptions
 from infer.places import PIPE
-from omni.audio.io import (
-    MAX_SECONDS,
-    MAX_STREAM_BYTES,
-    SAMPLE_RATE,
-    AudioSource,
-    audio_info,
-    from_pcm16,
-    read_audio,
-    read_stream,
-    shorten,
-)
+from omni.audio.io import MAX_SECONDS, MAX_STREAM_BYTES, from_pcm16, read_audio
 from omni.audio.sniff import HEAD, container, foreign
 from omni.errors import SoundWarning, UserError
 
@@ -72,15 +62,15 @@ def remarked() -> Iterator[list[str]]:
 class PipeReader:
     """Drains raw PCM (s16le, mono, at `rate`) or a sound file from a pipe in the background.
 
-    Half an hour of PCM is the most, or `MAX_STREAM_BYTES` of a file; then no more is read.
+    Half an hour of PCM is the most, and `MAX_STREAM_BYTES` of PCM or of a file; then no more is read.
     """
 
-    def __init__(self, pipe: BinaryIO, rate: int, channel: int | None = None) -> None:
+    def __init__(self, pipe: BinaryIO, rate: int, channel: int | Literal["mix"] = "mix") -> None:
         self._read, self._rate, self._channel = _reader(pipe), rate, channel
         self._limit = min(int(MAX_SECONDS * rate * 2), MAX_STREAM_BYTES)
         self._kind: str | None = None
         self._data = bytearray()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._drain, daemon=True)
         self._thread.start()
 
@@ -91,7 +81,7 @@ class PipeReader:
                 self._data += block
                 if begins and len(self._data) >= HEAD:
                     self._look()
-        except OSError as error:
+        except Exception as error:  # `take` tells of it: nobody listens to this thread
             self._error = error
         if len(self._data) < HEAD:
             self._look()
@@ -105,18 +95,18 @@ class PipeReader:
         """The sound [S] at 16 kHz, when the pipe has ended. UserError: nothing came, half a sample, no sound, or no end."""
         self._thread.join()
         if self._error is not None:
-            raise UserError(f"standard input cannot be read ({self._error}); pipe raw PCM or a sound file into it")
+            reason = str(self._error) or type(self._error).__name__
+            raise UserError(f"standard input cannot be read ({reason}); pipe raw PCM or a sound file into it")
         if len(self._data) > self._limit:
-            most = f"{MAX_SECONDS:g} s" if self._kind is None else f"{MAX_STREAM_BYTES >> 20} MiB"
+            most = f"{self._limit / (2 * self._rate):g} s" if self._kind is None else f"{MAX_STREAM_BYTES >> 20} MiB"
             raise UserError(f"standard input goes on after {most}, the most that is read; ask in smaller pieces")
         if not self._data:
             raise UserError("standard input ended without a sample; pipe raw PCM (s16le, mono) or a sound file into it")
-        data = bytes(self._data)
         if self._kind is not None:
-            return _read(data, "standard input", self._channel)
-        if (other := foreign(data[:HEAD])) is not None:
+            return read_audio(self._data, channel=self._channel, name="standard input")
+        if (other := foreign(bytes(self._data[:HEAD]))) is not None:
             raise UserError(f"standard input is not sound but {other}; pipe raw PCM (s16le, mono) or a sound file into it")
-        return from_pcm16(data, self._rate)
+        return from_pcm16(self._data, self._rate)
 
 
 def _reader(pipe: BinaryIO) -> Callable[[int], bytes]:
@@ -129,64 +119,18 @@ def _reader(pipe: BinaryIO) -> Callable[[int], bytes]:
     return lambda size: os.read(number, size)
 
 
-def read_file(path: str, channel: int | None = None) -> Tensor:
-    """A sound file, pipe or device as [S] at 16 kHz; UserError with a way out that this command line has."""
-    name = shorten(path)
-    return _read(_source(path, name), name, channel)
+def collect(options: AskOptions, stdin: BinaryIO) -> list[Pending]:
+    """The questions in order. `infer.checks` has looked at what was given. UserError: a bad file."""
+    channel: int | Literal["mix"] = "mix" if options.channel is None else options.channel
+    written = iter([Pending(text, lambda text=text: text, spoken=False) for text in options.text])  # type: ignore[misc]
+    pipe = PipeReader(stdin, options.input_rate, channel) if PIPE in options.files else None
+    spoken = iter([_spoken(name, pipe, channel) for name in options.files])
+    return [next(spoken if kind == SOUND else written) for kind in options.kinds]
 
 
-def _read(source: AudioSource, name: str, channel: int | None) -> Tensor:
-    info = audio_info(source, name=name)
-    if info.seconds > MAX_SECONDS:
-        raise UserError(f"{name} lasts {info.seconds:.0f} s, and the limit is {MAX_SECONDS:g} s; cut it into pieces")
-    if channel is None and info.channels > 2:
-        raise UserError(
-            f"{name} has {info.channels} channels, and only one or two are mixed; choose one with --channel 0 to "
-            f"--channel {info.channels - 1}"
-        )
-    return read_audio(source, channel="mix" if channel is None else channel, name=name)
-
-
-def _source(path: str, name: str) -> str | bytearray:
-    """The path, or where that can be read only once (a named pipe, the shell's `<(...)`) all that comes out of it."""
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            return path
-        with open(path, "rb", buffering=HEAD) as pipe:
-            return read_stream(pipe, name)
-    except FileNotFoundError:
-        return path
-    except OSError as error:
-        raise UserError(f"{name} cannot be read ({error.strerror or error}); name a sound file") from error
-    except UserError:
-        raise
-    except ValueError:  # no name that a file can have, which is said where it is opened
-        return path
-
-
-def collect(
-    files: Sequence[str],
-    texts: Sequence[str],
-    stdin: BinaryIO,
-    rate: int = SAMPLE_RATE,
-    channel: int | None = None,
-    order: str = "",
-) -> list[Pending]:
-    """The questions in order. `infer.checks` has looked at what was given. UserError: a bad file.
-
-    Args:
-        order: the kind of each, `s` for sound and `t` for text; by default the files come first.
-    """
-    written = iter([Pending(text, lambda text=text: text, spoken=False) for text in texts])  # type: ignore[misc]
-    pipe = PipeReader(stdin, rate, channel) if PIPE in files else None
-    spoken = iter([_spoken(name, pipe, channel) for name in files])
-    return [next(spoken if kind == SOUND else written) for kind in order or SOUND * len(files) + TEXT * len(texts)]
-
-
-def _spoken(name: str, pipe: PipeReader | None, channel: int | None) -> Pending:
+def _spoken(name: str, pipe: PipeReader | None, channel: int | Literal["mix"]) -> Pending:
     if name == PIPE and pipe is not None:
         return Pending(name, pipe.take)
     with remarked() as remarks:
-        sound = read_file(name, channel)
+        sound = read_audio(name, channel=channel)
     return Pending(name, lambda: sound, remarks=tuple(remarks))

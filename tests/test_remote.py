@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from infer.checks import check_file
+from infer.places import check_place
 from omni.audio.codec import load_codec
 from omni.audio.io import read_audio
 from omni.checkpoint.folder import real_place
@@ -36,6 +38,8 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "an adapter": load_adapter,
     "edits": lambda name: read_tensors(Path(name), "edits"),
     "a sound file": read_audio,
+    "a question on the command line": check_file,
+    "an answer on the command line": lambda name: check_place(name, []),
     "a stored row's recording": lambda name: Sound(path=name, folder=Path("/")).load(16000),
     "a set's recordings": lambda name: Files.of(Path("set.csv"), Options(folder=name)),
     "a set's recording": lambda name: Files(Path("/")).file(name),

@@ -42,7 +42,7 @@ QUESTIONS = {
     "nan": (lambda p: sound("nan.wav", p, np.full(1600, np.nan, np.float32), subtype="FLOAT"), "nan.wav", "NaN"),
     "channels": (lambda p: sound("many.wav", p, np.zeros((1600, 8), np.float32)), "8 channels", "--channel"),
     "long": (lambda p: sound("long.wav", p, np.zeros(31 * 16000, np.float32)), "31.0 s", "cut it"),
-    "hours": (lambda p: sound("hours.wav", p, np.zeros(3 * 3600 * 100, np.int16), rate=100), "10800 s", "cut it"),
+    "hours": (lambda p: sound("hours.wav", p, np.zeros(3 * 3600 * 100, np.int16), rate=100), "10800.0 s", "cut it"),
 }
 
 
@@ -92,6 +92,9 @@ WORDS = {
     "out folder": (["ask", "q.wav", "--out", "no/where.wav"], "no/where.wav", "folder"),
     "out is a folder": (["ask", "q.wav", "--out", "."], "folder"),
     "out is the question": (["ask", "q.wav", "--out", "q.wav"], "also the question"),
+    "out elsewhere": (["ask", "q.wav", "--out", "s3://b/a.wav"], "'s3://b/a.wav' is not on this machine"),
+    "out of a long name": (["ask", "q.wav", "--out", "a" * 300], "File name too long"),
+    "question elsewhere": (["ask", "https://x.org/q.wav"], "https:// is not read yet"),
     "out is a device": (["ask", "q.wav", "--out", "/dev/null"], "/dev/null", "not a file"),
     "json in the pipe": (["ask", "q.wav", "--json", "--out", "-"], "standard output"),
     "pipe without sound": (["ask", "q.wav", "--task", "A1T2", "--out", "-"], "text only"),

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from infer.options import AskOptions
+from infer.questions import PipeReader
+from omni.errors import UserError
 from tests.infer.odd_sounds import NOISE, RATE, odd_sounds
 from tests.sounds import encoded
 
@@ -141,3 +143,24 @@ def test_standard_input_without_end_is_refused(run, monkeypatch):
     monkeypatch.setattr("infer.questions.MAX_SECONDS", 2.0)
     done = run("ask", "-")
     assert done.code == 2 and "goes on after 2 s" in done.err and pipe.taken < 100_000
+
+
+def test_the_most_of_a_high_rate_is_told_in_seconds(monkeypatch):
+    monkeypatch.setattr("infer.questions.MAX_STREAM_BYTES", 1 << 16)
+    with pytest.raises(UserError, match=r"goes on after 0\.32768 s"):
+        PipeReader(io.BytesIO(b"\1\0" * (1 << 16)), 100_000).take()
+
+
+@pytest.mark.parametrize(("error", "said"), [(MemoryError(), "MemoryError"), (ValueError("read of closed file"), "closed")])
+def test_standard_input_that_breaks_is_no_question_cut_short(error, said):
+    class Breaking(io.RawIOBase):
+        begun = False
+
+        def read(self, size: int = -1) -> bytes:
+            if self.begun:
+                raise error
+            self.begun = True
+            return b"\1\0" * (size // 2)
+
+    with pytest.raises(UserError, match=f"standard input cannot be read .*{said}"):
+        PipeReader(Breaking(), 16000).take()

@@ -15,6 +15,7 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
 from infer.ask import ask
+from infer.checks import check_ask
 from infer.options import AskOptions
 from omni.audio.io import read_audio, write_wav
 from omni.edit.deltas import edited
@@ -202,13 +203,14 @@ def test_merged_edits_answer_as_lent_ones_and_come_out_bit_for_bit(place, tmp_pa
 def test_a_question_is_asked_with_edits_from_the_command_line(place, tmp_path):
     write_wav(tmp_path / "q.wav", say("one", 0)[0], 16000)
     where = {"model": str(place / "model"), "max_seconds": 0.4, "device": "cpu"}
-    ask(AskOptions((str(tmp_path / "q.wav"),), edits=str(place / "edits"), out=str(tmp_path / "a.wav"), **where))
+    options = AskOptions((str(tmp_path / "q.wav"),), edits=str(place / "edits"), out=str(tmp_path / "a.wav"), **where)
+    ask(options, check_ask(options))
     lm = SpeechLM.from_pretrained(place / "model")
     wanted = lm.generate(str(tmp_path / "q.wav"), edits=load_edits(place / "edits", lm.model), max_seconds=0.4).audio
     got = read_audio(tmp_path / "a.wav", lm.codec.sample_rate)
     assert len(got) == len(wanted) and float((got - wanted.clamp(-1, 1)).abs().max()) < 1e-3
     with pytest.raises(UserError, match=r"nowhere has no edits.json; give the folder of edits"):
-        ask(AskOptions((str(tmp_path / "q.wav"),), edits="nowhere", out=str(tmp_path / "b.wav"), **where))
+        ask(replace(options, edits="nowhere"), check_ask(options))
 
 
 def test_of_several_edits_the_last_comes_out_first(place, tmp_path):
