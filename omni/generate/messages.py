@@ -45,6 +45,7 @@ class Message:
         codes: frames of a spoken answer, [A, F].
         tokens: ids of the text.
         task: of the turn (`omni.tasks`); by default what the kinds of question and answer say.
+        cut: the answer is what was delivered of a longer one.
     """
 
     role: Literal["user", "assistant"]
@@ -54,6 +55,7 @@ class Message:
     codes: Tensor | None = field(default=None, repr=False, compare=False)
     tokens: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     task: str | None = field(default=None, repr=False, compare=False)
+    cut: bool = field(default=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return brief(self)
@@ -94,7 +96,7 @@ def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec |
         seconds = 0.0 if codes is None or codec is None else codes.shape[1] / codec.frame_rate
         said = None if turn.text is None else tuple(turn.text)
         text = None if said is None else tokenizer.decode(said)
-        out.append(Message("assistant", text, round(seconds, 3), codes=codes, tokens=said, task=task.name))
+        out.append(Message("assistant", text, round(seconds, 3), codes=codes, tokens=said, task=task.name, cut=turn.cut))
     return out
 
 
@@ -128,22 +130,10 @@ def read_history(history: History | None, model: SpeechModel, tokenizer: Tokeniz
     return Past(tuple(turns), len(turns))
 
 
-@dataclass(frozen=True)
-class _Said:
-    """A message as it was given: its sound in any form."""
-
-    role: str
-    text: str | None = None
-    sound: Any = None
-    codes: Tensor | None = None
-    tokens: tuple[int, ...] | None = None
-    task: str | None = None
-
-
-def _message(given: Any, number: int) -> _Said:
-    """One message; UserError where it is none, or says nothing."""
+def _message(given: Any, number: int) -> Message:
+    """One message, its sound in any form; UserError where it is none, or says nothing."""
     if isinstance(given, Message):
-        return _Said(given.role, given.text, given.audio, given.codes, given.tokens, given.task)
+        return given
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise UserError(
             f"history: message {number} is {repr(given)[:60]}; give {{'role': 'user', 'content': ...}}, or what "
@@ -155,7 +145,7 @@ def _message(given: Any, number: int) -> _Said:
         text, sound = _parts(content, number)
     if text is None and sound is None:
         raise UserError(f"history: message {number} has no content; give a text or sound")
-    return _Said(given["role"], text, sound)
+    return Message(given["role"], text, audio=sound)
 
 
 def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None, Any]:
@@ -174,19 +164,19 @@ def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None,
 
 
 def _turn(
-    question: _Said, reply: _Said, number: int, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None
+    question: Message, reply: Message, number: int, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None
 ) -> Asked:
     """A question with its answer."""
     codes = reply.codes
-    if codes is None and reply.sound is not None:
-        codes = _encode(reply.sound, number + 1, codec)
-    spoken = question.sound is not None
+    if codes is None and reply.audio is not None:
+        codes = _encode(reply.audio, number + 1, codec)
+    spoken = question.audio is not None
     if spoken and question.text is not None:
         raise UserError(f"history: message {number} is a question of text and sound; give one of them")
     silent = "A2" if spoken or reply.text is not None else "A1"  # T1A1 alone answers in sound without text
     task = find_task(reply.task or question.task or f"{'A' if spoken else 'T'}1{silent if codes is not None else 'T2'}")
     try:
-        asked = read_question(question.sound if spoken else question.text or "", task, model, tokenizer)
+        asked = read_question(question.text or "" if question.audio is None else question.audio, task, model, tokenizer)
         if question.tokens is not None and not spoken:
             ids = _ids(question.text or "", question.tokens, tokenizer)
             asked = replace(asked, turn=replace(asked.turn, question=ids))
@@ -196,7 +186,7 @@ def _turn(
     except UserError as error:
         raise UserError(f"history: message {number}: {error}") from error
     text = _ids(reply.text or "", reply.tokens, tokenizer) if task.text else None
-    return replace(asked, turn=replace(asked.turn, text=text, codes=codes if task.audio else None))
+    return replace(asked, turn=replace(asked.turn, text=text, codes=codes if task.audio else None, cut=reply.cut))
 
 
 def _ids(text: str, tokens: tuple[int, ...] | None, tokenizer: Tokenizer) -> tuple[int, ...]:
