@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 
 from infer.given import take_questions
 from infer.options import AskOptions, BenchOptions
-from omni.errors import UserError
+from omni.errors import UserError, closest
 
 COMMANDS: dict[str, type[Any]] = {"ask": AskOptions, "bench": BenchOptions}
 
@@ -88,7 +88,7 @@ def explain(message: str, words: Sequence[str]) -> str:
     if unknown := re.match(r"unrecognized arguments: (\S+)", message):
         return _unknown_option(unknown[1], words)
     if choice := re.search(r"invalid choice: '([^']*)'", message):
-        return f"command {choice[1]!r} is unknown; {_closest(choice[1], list(COMMANDS))}known: {', '.join(COMMANDS)}"
+        return f"command {choice[1]!r} is unknown; {closest(choice[1], COMMANDS)}"
     if value := re.match(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL):
         name = value[1].split(".")[-1]
         reason = " ".join(value[2].split())
@@ -106,10 +106,6 @@ def _unknown_option(word: str, words: Sequence[str]) -> str:
     known = [f"--{f.name}" for f in fields if "help" in f.metadata and not f.metadata.get("positional")]
     if not option.startswith("-"):
         return f"{word!r} is one word too many; see --help"
-    hint = _closest(option.replace("-", "_").replace("__", "--", 1), known)
-    return f"option {option} is unknown; {hint}see --help"
-
-
-def _closest(word: str, known: Sequence[str]) -> str:
-    close = [k for k in known if k.startswith(word)] or get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}? " if close else ""
+    name = option.replace("-", "_").replace("__", "--", 1)
+    close = [k for k in known if k.startswith(name)] or get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"option {option} is unknown; {f'did you mean {close[0]}? ' if close else ''}see --help"

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from omni.audio.codec_registry import check_codec_name
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
 from omni.tasks import find_task
 
@@ -142,9 +142,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in ADAPTERS:
-            close = get_close_matches(str(self.kind), ADAPTERS, n=2, cutoff=0.4)
-            hint = f"did you mean {' or '.join(close)}? " if close else ""
-            raise UserError(f"adapter.kind {self.kind!r} is unknown; {hint}known: {', '.join(ADAPTERS)}")
+            raise UserError(f"adapter.kind {self.kind!r} is unknown; {closest(self.kind, ADAPTERS)}")
         for name in ("hidden", "stack"):
             if getattr(self, name) < 1:
                 raise UserError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
@@ -352,7 +350,5 @@ PRESETS = tuple(_PRESETS)
 def preset(name: str) -> ModelConfig:
     """A named configuration; UserError with the closest name where there is none."""
     if name not in _PRESETS:
-        close = get_close_matches(str(name), PRESETS, n=1, cutoff=0.3)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UserError(f"preset {name!r} is unknown; {hint}known: {', '.join(PRESETS)}")
+        raise UserError(f"preset {name!r} is unknown; {closest(name, PRESETS)}")
     return _PRESETS[name]()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UserError(ValueError):
     """Bad input that the user can mend: one line that names the value, where it stands and the way out.
@@ -15,6 +18,13 @@ class SoundWarning(UserWarning):
 
     The command lines print it as a line of its own.
     """
+
+
+def closest(word: object, known: Iterable[str]) -> str:
+    """`did you mean 'x'? known: ...`, for messages."""
+    names = list(known)
+    close = get_close_matches(str(word), names, n=1, cutoff=0.4)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names) or 'none'}"
 
 
 def in_one_line(error: BaseException) -> str:

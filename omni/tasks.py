@@ -31,10 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.layout import IGNORE, Layout
 
 if TYPE_CHECKING:
@@ -80,9 +79,7 @@ def find_task(name: str | Task) -> Task:
     if isinstance(name, Task):
         return name
     if name not in TASKS:
-        close = get_close_matches(str(name).upper(), TASKS, n=2, cutoff=0.3)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise UserError(f"task {name!r} is unknown; {hint}known: {', '.join(TASKS)}")
+        raise UserError(f"task {name!r} is unknown; {closest(str(name).upper(), TASKS)}")
     return TASKS[name]
 
 

@@ -16,7 +16,6 @@ from omni.checkpoint.foreign import (
     Foreign,
     TextConfig,
     cast,
-    closest,
     one_dtype,
     type_name,
 )
@@ -24,7 +23,7 @@ from omni.checkpoint.formats import FORMATS, kind_of, open_foreign, refuse_file
 from omni.checkpoint.grow import Growth, grow, with_encoder
 from omni.checkpoint.safe import Written
 from omni.config import AdapterConfig, ModelConfig
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.layout import Layout
 from train.convert_command import Options, check
 from train.convert_target import check_in_place

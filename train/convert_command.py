@@ -11,8 +11,8 @@ from typing import Literal
 
 import jsonargparse
 
-from omni.checkpoint.kinds import FLOATS, KINDS, closest
-from omni.errors import UserError
+from omni.checkpoint.kinds import FLOATS, KINDS
+from omni.errors import UserError, closest
 from omni.process import importing
 from omni.remote import check_there
 from train.convert_target import check_target

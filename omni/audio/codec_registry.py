@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.remote import refuse_remote
 
 if TYPE_CHECKING:
@@ -34,9 +33,8 @@ def codec_names() -> list[str]:
 def check_codec_name(name: str, where: str = "") -> None:
     """UserError, naming the closest, where no codec of that name is registered; `where` is what the error begins with."""
     if name not in _loaders:
-        close = difflib.get_close_matches(name, _loaders, n=1, cutoff=0.0)[0]
         place = f"{where}: " if where else ""
-        raise UserError(f"{place}unknown codec {name!r}: did you mean {close!r}? There are {', '.join(codec_names())}")
+        raise UserError(f"{place}unknown codec {name!r}: {closest(name, codec_names())}")
 
 
 def load_codec(name: str, folder: str | Path | None = None, device: str | torch.device = "cpu") -> AudioCodec:

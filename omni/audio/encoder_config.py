@@ -6,12 +6,11 @@ S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel ban
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP, WINDOW, MelFloor, mel_frames
-from omni.errors import UserError
+from omni.errors import UserError, closest
 
 EncoderMode = Literal["padded", "variable"]
 LongAudio = Literal["refuse", "split"]
@@ -82,9 +81,7 @@ class EncoderConfig:
         for key, allowed in _CHOICES.items():
             value = getattr(self, key)
             if value not in allowed:
-                guess = get_close_matches(str(value), allowed, n=1)
-                hint = f": did you mean {guess[0]!r}?" if guess else f": choose one of {', '.join(allowed)}"
-                raise UserError(f"encoder.{key}={value!r} is unknown{hint}")
+                raise UserError(f"encoder.{key}={value!r} is unknown: {closest(value, allowed)}")
 
     @property
     def frames_per_second(self) -> int:

@@ -19,7 +19,6 @@ needs for each frame of a long recording decoded at once; the finish takes about
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import json
@@ -39,7 +38,7 @@ from torch.nn.utils import parametrize
 
 from omni.audio.codec import AudioCodec, CodecStream
 from omni.audio.snac_decoder import SnacDecoder, run
-from omni.errors import UserError
+from omni.errors import UserError, closest
 
 SNAC_24KHZ: dict[str, Any] = {
     "sampling_rate": 24000,
@@ -191,8 +190,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
     known = {name: p.default for name, p in inspect.signature(SNAC).parameters.items()}
     for key in config:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown key {key!r} in the SNAC config: did you mean {close!r}?")
+            raise UserError(f"unknown key {key!r} in the SNAC config: {closest(key, known)}")
     config = {**known, **config}
     if config["attn_window_size"] is not None:
         raise UserError(

@@ -38,7 +38,6 @@ from torch import Tensor
 
 from omni.audio.encoder_config import EncoderConfig
 from omni.checkpoint import kinds
-from omni.checkpoint.kinds import closest as closest
 from omni.config import DecoderConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout

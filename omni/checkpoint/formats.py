@@ -8,9 +8,9 @@ from pathlib import Path
 
 from omni.checkpoint import codec_weights, huggingface, mini_omni, streamed, whisper_weights
 from omni.checkpoint.foreign import Foreign, Watch
-from omni.checkpoint.kinds import KINDS, closest
+from omni.checkpoint.kinds import KINDS
 from omni.checkpoint.safe import Written, read_json
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.remote import refuse_remote
 
 

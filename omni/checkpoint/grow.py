@@ -21,10 +21,10 @@ from whisper.model import sinusoids
 
 from omni.audio.encoder import SpeechEncoder
 from omni.audio.encoder_config import EncoderConfig
-from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, cast, closest, joined
+from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, cast, joined
 from omni.checkpoint.huggingface import EMBEDDING, HEAD
 from omni.config import AdapterConfig, ModelConfig
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.layout import Layout
 from omni.model.adapter import Adapter
 

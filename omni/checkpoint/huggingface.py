@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, closest, kept_files, match, text_shapes
+from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, kept_files, match, text_shapes
 from omni.checkpoint.safe import Written, beside, read_json, read_weights, write_file, write_safetensors
 from omni.checkpoint.tokens import COMPANIONS, read_tokenizer
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
-from omni.errors import UserError
+from omni.errors import UserError, closest
 
 
 @dataclass(frozen=True)

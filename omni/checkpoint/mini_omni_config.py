@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 
 from omni.audio.encoder_config import EncoderConfig
-from omni.checkpoint.foreign import closest
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.layout import Layout
 
 _TEXT, _AUDIO = Layout.preset("mini-omni").text.vocabulary, [s.vocabulary for s in Layout.preset("mini-omni").audio]

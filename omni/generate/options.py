@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import ceil
 from typing import Any, Literal, TypedDict
 
 from omni.audio.codec import AudioCodec
 from omni.edit.deltas import Edits
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.generate.bounds import check_number
 from omni.generate.results import brief
 from omni.generate.sampling import GREEDY, SamplingPlan
@@ -148,9 +147,7 @@ def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ())
     values = {name: value for name, value in values.items() if value is not None or name not in names}
     for name in values:
         if name not in names:
-            close = get_close_matches(name, [*names, *also], n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise TypeError(f"{call}() has no keyword {name!r}; {hint}known: {', '.join([*also, *names])}")
+            raise TypeError(f"{call}() has no keyword {name!r}; {closest(name, [*also, *names])}")
     fields = {name: value for name, value in values.items() if name in OptionValues.__annotations__}
     given = {name: value for name, value in values.items() if name not in fields}
     if given and "sampling" in fields:

@@ -11,7 +11,6 @@ likely ids).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.generate.sampling_config import Sampling
 from omni.layout import Layout
 
@@ -37,8 +36,7 @@ def per_stream(layout: Layout, plan: SamplingPlan) -> tuple[Sampling, ...]:
     known = ("text", "audio", *layout.names[:-1])
     for name, value in plan.items():
         if name not in known:
-            close = get_close_matches(str(name), known, n=1, cutoff=0.0)
-            raise UserError(f"sampling: {name!r} is no stream; did you mean {close[0]!r}? known: {', '.join(known)}")
+            raise UserError(f"sampling: {name!r} is no stream; {closest(name, known)}")
         if not isinstance(value, Sampling):
             raise UserError(f"sampling: {name!r} is {value!r}; it must be a Sampling")
     kinds = [s.kind for s in layout.streams]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 
 
 class Bank(nn.Module):
@@ -232,9 +232,7 @@ def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
     known = settings_of(name)
     for key, value in settings.items():
         if key not in known:
-            close = get_close_matches(str(key), known, n=2, cutoff=0.4)
-            hint = f"did you mean {' or '.join(close)}? " if close else ""
-            raise UserError(f"{where}.{key} is unknown to {name}; {hint}known: {', '.join(known) or 'none'}")
+            raise UserError(f"{where}.{key} is unknown to {name}; {closest(key, known)}")
         whole = isinstance(known[key], int)
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise UserError(f"{where}.{key} is {value!r}; it must be a {'whole ' if whole else ''}number")

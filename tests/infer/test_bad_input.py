@@ -57,13 +57,13 @@ def test_a_bad_question_is_refused(name, run, tmp_path):
 
 WORDS = {
     "no command": ([], "no command", "ask"),
-    "unknown command": (["aks"], "'aks'", "did you mean ask?"),
+    "unknown command": (["aks"], "'aks'", "did you mean 'ask'?"),
     "unknown option": (["ask", "q.wav", "--modle", "x"], "--modle", "did you mean --model?"),
     "dashes": (["ask", "q.wav", "--text-assist"], "--text-assist", "did you mean --text_assist?"),
     "abbreviation": (["ask", "q.wav", "--temp", "1"], "--temp", "did you mean --temperature?"),
     "wrong type": (["ask", "q.wav", "--top_k", "many"], "--top_k", "'many'"),
     "no value": (["ask", "q.wav", "--top_k"], "--top_k", "expected one argument"),
-    "unknown task": (["ask", "q.wav", "--task", "A1A3"], "--task 'A1A3'", "did you mean A1A2"),
+    "unknown task": (["ask", "q.wav", "--task", "A1A3"], "--task 'A1A3'", "did you mean 'A1A2'?"),
     "task of the other kind": (["ask", "q.wav", "--task", "T1A2"], "T1A2", "sound was given"),
     "spoken task for text": (["ask", "--text", "hi", "--task", "A1T2"], "A1T2", "--text was given"),
     "no question": (["ask"], "no question", "--text"),

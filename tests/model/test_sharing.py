@@ -270,8 +270,8 @@ def test_a_shared_model_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kind": "mmoee"}, "adapter.kind 'mmoee' is unknown; did you mean mmoe"),
-        ({"kind": "mmoe", "settings": {"expert": 2}}, "adapter.settings.expert is unknown to mmoe; did you mean experts"),
+        ({"kind": "mmoee"}, "adapter.kind 'mmoee' is unknown; did you mean 'mmoe"),
+        ({"kind": "mmoe", "settings": {"expert": 2}}, "adapter.settings.expert is unknown to mmoe; did you mean 'experts"),
         ({"kind": "mmoe", "settings": {"experts": 0}}, "adapter.settings.experts is 0; it must be at least 1"),
         ({"kind": "mmoe", "settings": {"experts": 2.5}}, "adapter.settings.experts is 2.5; it must be a whole number"),
         ({"kind": "ltb", "settings": {"temperature": 0.0}}, "adapter.settings.temperature is 0.0; it must be above 0"),
