@@ -1,13 +1,16 @@
-"""Files that appear under their name only when they are whole: written beside it and renamed."""
+"""Files and folders that appear under their name only when they are whole: written beside it and renamed."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from omni.errors import UserError
+from omni.remote import refuse_remote
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
@@ -44,3 +47,91 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(part, place)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a small file through to the disk, then give it its name. Errors: those of `replacing`."""
+    with replacing(path) as part, part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def real_place(folder: str | os.PathLike[str]) -> Path:
+    """Where a folder that is to be written is, links followed; UserError where it has no name to be renamed to."""
+    refuse_remote(folder, "folder", write=True)
+    try:
+        place = Path(folder).resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{folder} cannot be followed ({error}); fix the link, or give another place") from error
+    if not place.name:
+        raise UserError(f"{folder} is the root of a disk; give a folder in it")
+    return place
+
+
+@contextmanager
+def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]:
+    """A new folder to fill, renamed to `target` when the block ends well; nothing is left when it does not.
+
+    Where `target` is a symbolic link, what it points at is replaced, on its own disk; the link stays.
+
+    Args:
+        needed: bytes that will be written; a disk that is too small is refused before anything is.
+
+    Raises:
+        UserError: no space left, or a place that cannot be written.
+    """
+    place = real_place(target)
+    folder = place.with_name(f".{place.name}.writing-{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(place.parent).free
+        if needed > free:
+            raise UserError(f"{target} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; free some space")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+        sync(folder)
+        _replace(folder, place)
+        _flush(place.parent)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = "free some space and try again" if full else "choose a place that can be written"
+        file = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+        reason = f"{file}{error.strerror or error}"
+        raise UserError(f"{target} cannot be written ({reason}); {way_out}; nothing was left there") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Rename a folder onto another name; what was there is removed only after the new one is in place, and comes back where
+    that fails."""
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    replaces = target.exists()
+    if replaces:
+        os.rename(target, old)
+    try:
+        os.rename(source, target)
+    except OSError:
+        if replaces:
+            os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Wait until a folder and all in it are on the disk, so that a power cut leaves no name without its content."""
+    for place in (*sorted(folder.rglob("*")), folder):
+        _flush(place)
+
+
+def _flush(place: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

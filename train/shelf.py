@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
+from omni.files import write_whole
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
@@ -175,19 +176,4 @@ def brief(value: Any) -> str:
 
 def write_text(file: Path, text: str) -> None:
     """Write a small file beside and rename it."""
-    beside = file.with_name(f".{file.name}.writing")
-    with beside.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(beside, file)
-
-
-def sync(folder: Path) -> None:
-    """Bring every file of a folder to the disk."""
-    for path in [*(p for p in folder.rglob("*")), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    write_whole(file, text.encode())

@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from omni.errors import UserError
+from omni.files import sync
 from omni.model.lora import adapted
 from train.optim import Average
 from train.parallel import Team, is_sharded
 from train.randomness import random_state, set_random_state
-from train.shelf import FORMAT, LAST, STATE, discard, name_of, newest, read_state, sync, write_text
+from train.shelf import FORMAT, LAST, STATE, discard, name_of, newest, read_state, write_text
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

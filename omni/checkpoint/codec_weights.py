@@ -12,8 +12,9 @@ from pathlib import Path
 from omni.audio.codec import AudioCodec, codec_names, load_codec
 from omni.checkpoint.folder import CONFIG, WEIGHTS
 from omni.checkpoint.foreign import CodecConfig, Foreign, Watch, check_float
-from omni.checkpoint.safe import Written, beside, read_json, read_weights, write_file, write_safetensors
+from omni.checkpoint.safe import Written, read_json, read_weights, write_file, write_safetensors
 from omni.errors import UserError
+from omni.files import replacing_folder
 
 
 def recognise_snac(path: Path) -> bool:
@@ -48,7 +49,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
     """Write a codec's folder, opened by the codec before it is renamed; UserError where anything does not fit."""
     if not isinstance(source.config, CodecConfig):
         raise UserError(f"{source.place} is no codec")
-    with beside(target, source.nbytes) as folder:
+    with replacing_folder(target, source.nbytes) as folder:
         files = fill(folder, source, watch)
         check(source, folder)
     return files

@@ -33,6 +33,7 @@ from omni.checkpoint.places import check_folder, is_pickle
 from omni.checkpoint.places import real_place as real_place
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
+from omni.files import replacing_folder
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -66,60 +67,23 @@ def save_folder(
     Raises:
         UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
-    target = real_place(folder)
-    beside = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
+    with replacing_folder(folder) as place:
         tensors = {name: t.detach().to("cpu").contiguous() for name, t in state.items()}
-        save_file(tensors, beside / WEIGHTS)
-        tokenizer.save(beside / TOKENIZER)
+        try:
+            save_file(tensors, place / WEIGHTS)
+        except SafetensorError as error:
+            full = "No space left" in str(error)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+        tokenizer.save(place / TOKENIZER)
         if codec_folder is not None:
-            shutil.copytree(codec_folder, beside / CODEC)
+            shutil.copytree(codec_folder, place / CODEC)
         files = {
-            str(p.relative_to(beside)): {"bytes": p.stat().st_size, "crc32": _crc32(p)}
-            for p in sorted(beside.rglob("*"))
+            str(p.relative_to(place)): {"bytes": p.stat().st_size, "crc32": _crc32(p)}
+            for p in sorted(place.rglob("*"))
             if p.is_file()
         }
         data = {"format": FORMAT_VERSION, "model": to_dict(config), "files": files, "extra": dict(extra or {})}
-        (beside / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        replace_folder(beside, target)
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        way_out = "free some space and save again" if full else "choose a place that can be written"
-        raise UserError(f"model folder {target} cannot be written ({error}); {way_out}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def replace_folder(source: Path, target: Path) -> None:
-    """Rename a folder onto another name; what stood there is removed only after the new one is in place, and comes back
-    where that fails. The files are on the disk before they get their name."""
-    _flush(source)
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    replaces = target.exists()
-    if replaces:
-        os.rename(target, old)
-    try:
-        os.rename(source, target)
-    except OSError:
-        if replaces:
-            os.rename(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Wait until a folder and all in it are on the disk, so that a power cut leaves no name without its content."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
-        return
-    for place in (*sorted(folder.rglob("*")), folder):
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        (place / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def read_config(folder: str | os.PathLike[str]) -> ModelConfig:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, kept_files, match, text_shapes
-from omni.checkpoint.safe import Written, beside, read_json, read_weights, write_file, write_safetensors
+from omni.checkpoint.safe import Written, read_json, read_weights, write_file, write_safetensors
 from omni.checkpoint.tokens import COMPANIONS, read_tokenizer
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
 from omni.errors import UserError, closest
+from omni.files import replacing_folder
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
     settings |= {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in before}
     settings["dtype"] = str(head.dtype).removeprefix("torch.")
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
-    with beside(target, sum(t.nbytes for t in weights.values())) as folder:
+    with replacing_folder(target, sum(t.nbytes for t in weights.values())) as folder:
         files = {WEIGHTS: write_safetensors(folder / WEIGHTS, weights, watch)}
         files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
         for name, data in {CONFIG: settings, **{n: kept[n] for n in COMPANIONS if n in kept}}.items():

@@ -39,10 +39,11 @@ from omni.checkpoint.litgpt import (
     their_shapes,
 )
 from omni.checkpoint.mini_omni_config import check_fits, model_config, read_settings, their_settings
-from omni.checkpoint.safe import Written, beside, read_json, read_torch, state_of, write_file
+from omni.checkpoint.safe import Written, read_json, read_torch, state_of, write_file
 from omni.checkpoint.tokens import COMPANIONS, WORDS, read_tokenizer
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.files import replacing_folder
 
 WEIGHTS, SETTINGS, WHISPER = "lit_model.pth", "model_config.yaml", "small.pt"
 
@@ -158,7 +159,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
     whisper = _openai(source, config.encoder)
     total = sum(t.nbytes for t in (*weights.values(), *whisper.values()))
     progress = Progress(total, watch)
-    with beside(target, total) as folder:
+    with replacing_folder(target, total) as folder:
         files = {WEIGHTS: _save(folder / WEIGHTS, weights, lambda state: state, progress)}
         dims = _dims(config.encoder)
         files[WHISPER] = _save(folder / WHISPER, whisper, lambda s: {"dims": dims, "model_state_dict": s}, progress)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, joined
 from omni.checkpoint.huggingface import our_name, their_name
-from omni.checkpoint.safe import Written, beside, read_json, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.safe import Written, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.errors import UserError
+from omni.files import replacing_folder
 from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
 from omni.model.lora import LoRAConfig, fits
 from omni.model.lora_weights import AdapterWeights
@@ -112,7 +113,7 @@ def save_adapter(
     known = {CHECKSUM: weights.base, TEXT_ROWS: weights.text_rows}
     notes = {key: str(value) for key, value in known.items() if value is not None}
     settings = _settings(weights.config, pairs, sorted(modules), base)
-    with beside(target, sum(t.nbytes for t in tensors.values())) as place:
+    with replacing_folder(target, sum(t.nbytes for t in tensors.values())) as place:
         return {
             WEIGHTS: write_safetensors(place / WEIGHTS, {name: Lazy.of(t) for name, t in tensors.items()}, notes=notes),
             CONFIG: write_file(place / CONFIG, (json.dumps(settings, indent=2) + "\n").encode()),

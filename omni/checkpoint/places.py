@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import glob
-import os
 from pathlib import Path
 
 from omni.errors import UserError
+from omni.files import real_place
 from omni.remote import refuse_remote
 
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
 
 PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 """Second bytes of a pickle."""
-
-
-def real_place(folder: str | os.PathLike[str]) -> Path:
-    """Where a folder that is to be written stands, links followed; UserError where it has no name to be renamed to."""
-    refuse_remote(folder, "folder", write=True)
-    try:
-        place = Path(folder).resolve()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{folder} cannot be followed ({error}); mend the link, or give another place") from error
-    if not place.name:
-        raise UserError(f"{folder} is the root of a disk; give a folder in it")
-    return place
 
 
 def no_folder(path: Path) -> str:

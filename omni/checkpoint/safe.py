@@ -11,15 +11,12 @@ The format: https://github.com/huggingface/safetensors#format (8 bytes of header
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,7 +27,6 @@ from torch import Tensor
 
 from omni.checkpoint.bounds import LONGEST as HEADER_LIMIT
 from omni.checkpoint.bounds import finite, load_json
-from omni.checkpoint.folder import real_place, replace_folder
 from omni.checkpoint.foreign import Lazy, Watch
 from omni.errors import UserError
 
@@ -233,7 +229,7 @@ def write_safetensors(
         notes: kept in the file's metadata.
 
     Raises:
-        OSError: as the disk has it; see `beside`.
+        OSError: as the disk has it; see `omni.files.replacing_folder`.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
@@ -301,47 +297,3 @@ def copy_file(source: Path, target: Path) -> Written:
         writer.flush()
         os.fsync(writer.fileno())
     return Written(size, crc)
-
-
-@contextmanager
-def beside(target: Path, needed: int = 0) -> Iterator[Path]:
-    """A fresh folder to fill, renamed to `target` when the block ends well; nothing is left when it does not.
-
-    Where `target` is a symbolic link, what it points at is replaced, on its own disk; the link stays.
-
-    Args:
-        needed: bytes that will be written; a disk that is too small is refused before anything is.
-
-    Raises:
-        UserError: no space left, or a place that cannot be written.
-    """
-    place = real_place(target)
-    folder = place.with_name(f".{place.name}.writing-{os.getpid()}")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(place.parent).free
-        if needed > free:
-            raise UserError(f"{target} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; free some space")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        yield folder
-        replace_folder(folder, place)
-        _sync(place.parent)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way_out = "free some space and convert again" if full else "choose a place that can be written"
-        raise UserError(f"{target} cannot be written ({error.strerror or error}); {way_out}; nothing was left there") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Bring a folder's entries to the disk, where the system lets folders be opened."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

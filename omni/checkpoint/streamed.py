@@ -14,9 +14,10 @@ from omni.checkpoint import codec_weights
 from omni.checkpoint.bounds import check_header
 from omni.checkpoint.folder import CODEC, CONFIG, TOKENIZER, WEIGHTS, listed_files, read_config, stored_extra
 from omni.checkpoint.foreign import Foreign, Watch, check_tokenizer, match
-from omni.checkpoint.safe import Written, beside, copy_file, read_json, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.safe import Written, copy_file, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
 from omni.errors import UserError
+from omni.files import replacing_folder
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -70,7 +71,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None, *, codec: F
     tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.place)
     check_tokenizer(source.tokenizer, config.layout.text.size, source.place)
     files: dict[str, Written] = {}
-    with beside(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
+    with replacing_folder(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, watch)
         files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
         if codec is not None:

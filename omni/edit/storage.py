@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from omni.checkpoint.safe import beside, read_json, write_file
+from omni.checkpoint.safe import read_json, write_file
 from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import whole
 from omni.errors import UserError
+from omni.files import replacing_folder
 from omni.remote import refuse_remote
 
 FORMAT_VERSION = 1
@@ -34,7 +35,7 @@ def write_tensors(folder: Place, kind: str, tensors: Mapping[str, Tensor], facts
         UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
     data = save({name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()})
-    with beside(Path(folder), len(data)) as place:
+    with replacing_folder(Path(folder), len(data)) as place:
         written = write_file(place / f"{kind}.safetensors", data)
         head = {"format": FORMAT_VERSION, "kind": kind, "tensors": {"bytes": written.bytes, "crc32": written.crc32}}
         write_file(place / f"{kind}.json", (json.dumps({**head, **facts}, indent=2) + "\n").encode())

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from omni.errors import UserError
-from omni.files import replacing
+from omni.files import write_whole
 from omni.generate.history import Exchange
 from omni.generate.messages import Past
 from omni.generate.question import read_question
@@ -46,9 +46,8 @@ def save_conversation(
     turns = []
     for number, exchange in enumerate(past):
         turn = exchange.turn
-        given: dict[str, Tensor | None] = {"audio": exchange.clip, "codes": turn.codes}
-        given |= {"question": _long(turn.question) if len(turn.question) else None}
-        given |= {"text": None if turn.text is None else _long(turn.text)}
+        question = turn.question if len(turn.question) else None
+        given = {"audio": exchange.clip, "codes": turn.codes, "question": _long(question), "text": _long(turn.text)}
         tensors |= {
             f"turn.{number}.{name}": t.clone(memory_format=torch.contiguous_format)
             for name, t in given.items()
@@ -60,10 +59,7 @@ def save_conversation(
     head = {"format": FORMAT_VERSION, **_model(model), "asked": asked, "turns": turns}
     data = save(tensors, {KEY: json.dumps(head, ensure_ascii=False)})
     try:
-        with replacing(path) as part, part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(path, data)
     except OSError as error:
         raise UserError(
             f"the conversation cannot be written to {os.fspath(path)!r} ({error.strerror or error}); name a file in a folder "
@@ -138,5 +134,5 @@ def _model(model: SpeechModel) -> dict[str, Any]:
     return {"codec": model.config.codec, "layout": layout}
 
 
-def _long(ids: Sequence[int]) -> Tensor:
-    return torch.tensor(tuple(ids), dtype=torch.long)
+def _long(ids: Sequence[int] | None) -> Tensor | None:
+    return None if ids is None else torch.tensor(tuple(ids), dtype=torch.long)

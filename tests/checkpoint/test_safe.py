@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from omni.checkpoint import safe
 from omni.checkpoint.foreign import FLOATS, Lazy, cast, joined
-from omni.checkpoint.safe import beside, read_safetensors, read_weights, write_safetensors
+from omni.checkpoint.safe import read_safetensors, read_weights, write_safetensors
 from omni.errors import UserError
+from omni.files import replacing_folder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -172,10 +173,10 @@ def test_a_header_that_begins_like_a_pickle_is_read(tmp_path):
 def test_a_place_without_a_name_is_found_or_refused(monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with beside(Path("../out/.")) as folder:
+    with replacing_folder(Path("../out/.")) as folder:
         (folder / "w").write_text("w")
     assert (tmp_path / "out" / "w").read_text() == "w"
-    with pytest.raises(UserError, match="/ is the root of a disk"), beside(Path("/")):
+    with pytest.raises(UserError, match="/ is the root of a disk"), replacing_folder(Path("/")):
         pass
 
 
@@ -190,12 +191,12 @@ def test_a_full_disk_leaves_nothing_half_written(there, monkeypatch, tmp_path):
         def read(self, start, stop):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(UserError, match="No space left on device.*free some space"), beside(target) as folder:
+    with pytest.raises(UserError, match="No space left on device.*free some space"), replacing_folder(target) as folder:
         write_safetensors(folder / "w", {"x": Lazy((4, 4), torch.float32, Full().read)})
     assert [p.name for p in tmp_path.rglob("*")] == (["out", "old"] if there else [])
-    with pytest.raises(UserError, match="needs 1000000000.00 GB"), beside(target, 10**18):
+    with pytest.raises(UserError, match="needs 1000000000.00 GB"), replacing_folder(target, 10**18):
         pass
-    with pytest.raises(KeyboardInterrupt), beside(target) as folder:
+    with pytest.raises(KeyboardInterrupt), replacing_folder(target) as folder:
         (folder / "half").write_text("half")
         raise KeyboardInterrupt
     assert [p.name for p in tmp_path.rglob("*")] == (["out", "old"] if there else [])
@@ -206,7 +207,7 @@ def test_files_are_on_the_disk_before_they_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("os.fsync", lambda handle: events.append("fsync"))
     rename = safe.os.rename
     monkeypatch.setattr("os.rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    with beside(tmp_path / "out") as folder:
+    with replacing_folder(tmp_path / "out") as folder:
         write_safetensors(folder / "w", {"x": Lazy.of(torch.ones(3))})
         assert events == ["fsync"] and not (tmp_path / "out").exists()
     assert "rename" in events and events[-1] == "fsync"  # the folder's own entry last

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.folder import CODEC, load_folder, save_folder
-from omni.checkpoint.safe import beside
 from omni.edit.merge import load_merged, merge, revert, save_merged
 from omni.edit.storage import load_edits, read_tensors
 from omni.errors import UserError
+from omni.files import replacing_folder
 from train.edit.apply import check_out
 
 REPLACED = "replaced"
@@ -38,7 +38,7 @@ def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -
     loaded = load_folder(model)
     found = load_edits(edits, loaded.model)
     merged = merge(loaded.model, found)
-    with beside(out) as place:
+    with replacing_folder(out) as place:
         _write(place, model, loaded)
         save_merged(place / REPLACED / name, merged)
     return list(found.deltas)
@@ -59,7 +59,7 @@ def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) 
         )
     merged = load_merged(model / REPLACED / name)
     revert(loaded.model, merged)
-    with beside(out) as place:
+    with replacing_folder(out) as place:
         _write(place, model, loaded)
         shutil.rmtree(place / REPLACED / name)
         if not any((place / REPLACED).iterdir()):
