@@ -98,10 +98,11 @@ def check_end(file: BinaryIO, kind: str | None, name: str) -> str | None:
         file.seek(max(start, size - 2 * _PAGE))
         tail = file.read(2 * _PAGE)
         at = tail.rfind(b"OggS\0")
-        segments = tail[at + 27 : at + 27 + tail[at + 26]] if 0 <= at < len(tail) - 26 else b""
-        if at < 0 or len(tail) < at + 27 or len(tail) < at + 27 + tail[at + 26] + sum(segments):
+        page = tail[at:] if at >= 0 else b""
+        segments = page[27 : 27 + page[26]] if len(page) > 26 else b""
+        if len(page) < 27 or len(page) < 27 + page[26] + sum(segments):
             raise UserError(f"{name} is truncated: it ends inside a page: copy or download it again, or convert what is left")
-        if not tail[at + 5] & 4:
+        if not page[5] & 4:
             doubt = f"{name} may be cut short: its last page is not marked as the end"
     elif kind == "MP3":
         data = file.read()
