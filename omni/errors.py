@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """Bad input that the user can mend: one line that names the value, where it stands and the way out.
+    """Bad input that the user can fix: one line that names the value, its place and the way out.
 
     The command lines print it without a traceback (unless `--debug`) and exit with code 2.
     """

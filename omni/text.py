@@ -55,7 +55,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(
-                f"character {error.start} of the text is {text[error.start]!a}, half of a surrogate pair; decode the text anew"
+                f"character {error.start} of the text is {text[error.start]!a}, half of a surrogate pair; decode the text again"
             ) from error
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 

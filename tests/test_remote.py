@@ -12,11 +12,11 @@ from infer.checks import check_file
 from infer.places import check_place
 from omni.audio.codec import load_codec
 from omni.audio.io import read_audio
-from omni.checkpoint.folder import real_place
 from omni.checkpoint.formats import open_foreign
 from omni.checkpoint.peft import load_adapter
 from omni.edit.storage import read_tensors
 from omni.errors import UserError
+from omni.files import real_place
 from omni.generate.speech_lm import SpeechLM
 from omni.remote import refuse_remote
 from omni.text import Tokenizer

@@ -28,7 +28,8 @@ from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner
 from omni.hardware import peak_flops
 from omni.model.decoder import Hidden
-from omni.model.lora import LoRAConfig, activate, add_adapter, remove_adapter
+from omni.model.lora import activate, add_adapter, remove_adapter
+from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import merge, unmerge
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer

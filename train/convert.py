@@ -9,7 +9,6 @@ from typing import TextIO
 
 from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
 from omni.checkpoint import codec_weights, huggingface, mini_omni, peft, streamed, whisper_weights
-from omni.checkpoint.folder import real_place
 from omni.checkpoint.foreign import (
     FLOATS,
     CodecConfig,
@@ -24,6 +23,7 @@ from omni.checkpoint.grow import Growth, grow, with_encoder
 from omni.checkpoint.safe import Written
 from omni.config import AdapterConfig, ModelConfig
 from omni.errors import UserError, closest
+from omni.files import real_place
 from omni.layout import Layout
 from train.convert_command import Options, check
 from train.convert_target import check_in_place

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.audio.encoder_config import ENCODER_PRESETS
-from omni.checkpoint.places import real_place
 from omni.errors import UserError
+from omni.files import real_place
 
 if TYPE_CHECKING:
     from train.convert_command import Options

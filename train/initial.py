@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from omni.audio.codec import AudioCodec, load_codec
-from omni.checkpoint.folder import CODEC, load_folder, read_config
+from omni.checkpoint.folder import load_folder, read_config
+from omni.checkpoint.places import CODEC
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel

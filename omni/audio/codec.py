@@ -14,9 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from omni.audio.codec_registry import CodecLoader as CodecLoader
 from omni.audio.codec_registry import _loaders as _loaders
-from omni.audio.codec_registry import check_codec_name as check_codec_name
 from omni.audio.codec_registry import codec_names as codec_names
 from omni.audio.codec_registry import load_codec as load_codec
 from omni.audio.codec_registry import register as register
@@ -73,7 +71,7 @@ class AudioCodec(ABC):
         finite = torch.isfinite(audio)
         if not bool(finite.all()):
             first = int((~finite).nonzero()[0])
-            raise UserError(f"audio for {self.name}: sample {first} is {float(audio[first])}; mend or drop the recording")
+            raise UserError(f"audio for {self.name}: sample {first} is {float(audio[first])}; fix or drop the recording")
         if audio.numel() == 0:
             return torch.empty(len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
         with self._plain():

@@ -161,7 +161,7 @@ def _check(name: str, kind: str, value: Any) -> None:
         fits = isinstance(value, bool if kind == "bool" else str)
     if not fits:
         wanted = {"bool": "true or false", "str": "a text", "int": "a whole number above 0", "float": "a number above 0"}
-        raise UserError(f"Mimi {name} is {value!r}, not {wanted.get(kind, 'a list of whole numbers above 0')}: mend the config")
+        raise UserError(f"Mimi {name} is {value!r}, not {wanted.get(kind, 'a list of whole numbers above 0')}: fix the config")
 
 
 def _is_positive(value: Any, whole: bool) -> bool:

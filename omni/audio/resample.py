@@ -24,9 +24,9 @@ def resample(audio: Tensor, source_rate: int, sample_rate: int, *, name: str = "
     """Convert `[..., S]` float32 from any rate to any other: `[..., ceil(S * sample_rate / source_rate)]`.
 
     The filter is `torchaudio.functional.resample`'s default (windowed sinc, 6 zero crossings a side), made
-    once for each pair of rates and applied as one matrix product: torchaudio's convolution is planned anew
+    once for each pair of rates and applied as one matrix product: torchaudio's convolution is planned again
     for every length that it has not met, which costs up to fifteen times the product (22,050 to 16,000 Hz,
-    two seconds). `name` is what a UserError calls the sound.
+    two seconds). UserError, which calls the sound `name`: a rate below 1, or two whose filter would be too large.
     """
     import torch
 

@@ -64,7 +64,7 @@ def container(head: bytes) -> str | None:
 
 
 def foreign(head: bytes) -> str | None:
-    """What data with this beginning is, with its article, if it is known not to be sound that is read here."""
+    """What data with this beginning is, in words of a sentence, if it is known not to be sound that is read here."""
     if container(head):
         return None
     if head[4:8] == b"ftyp":

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from omni.audio.codec import AudioCodec, codec_names, load_codec
-from omni.checkpoint.folder import CONFIG, WEIGHTS
 from omni.checkpoint.foreign import CodecConfig, Foreign, Watch, check_float
+from omni.checkpoint.places import CONFIG, WEIGHTS
 from omni.checkpoint.safe import Written, read_json, read_weights, write_file, write_safetensors
 from omni.errors import UserError
 from omni.files import replacing_folder

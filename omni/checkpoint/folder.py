@@ -25,12 +25,7 @@ from torch import Tensor
 
 from omni.audio.codec import AudioCodec, load_codec
 from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, check_inside, load_json
-from omni.checkpoint.places import CODEC as CODEC
-from omni.checkpoint.places import CONFIG as CONFIG
-from omni.checkpoint.places import TOKENIZER as TOKENIZER
-from omni.checkpoint.places import WEIGHTS as WEIGHTS
-from omni.checkpoint.places import check_folder, is_pickle
-from omni.checkpoint.places import real_place as real_place
+from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.files import replacing_folder
@@ -40,6 +35,13 @@ from omni.text import Tokenizer
 
 @dataclass(frozen=True)
 class LoadedFolder:
+    """What a model folder holds.
+
+    Attributes:
+        codec: None where there are no weights of it.
+        extra: the plain data of `config.json`.
+    """
+
     model: SpeechModel
     tokenizer: Tokenizer
     config: ModelConfig

@@ -227,7 +227,7 @@ def match(
         if theirs not in found:
             close = get_close_matches(theirs, [n for n in found if n not in set(names.values())], n=1, cutoff=0.8)
             hint = f"; there is {close[0]}, which the configuration does not ask for" if close else ""
-            raise UserError(f"{where}: tensor {theirs} is missing{hint}; fetch the files again, or mend config.json")
+            raise UserError(f"{where}: tensor {theirs} is missing{hint}; fetch the files again, or fix config.json")
         if found[theirs].shape != tuple(shapes[ours]):
             raise UserError(
                 f"{where}: tensor {theirs} has shape {list(found[theirs].shape)}, the configuration asks for "

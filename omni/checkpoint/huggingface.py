@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.foreign import Foreign, Lazy, TextConfig, Watch, kept_files, match, text_shapes
+from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.safe import Written, read_json, read_weights, write_file, write_safetensors
 from omni.checkpoint.tokens import COMPANIONS, read_tokenizer
 from omni.config import DecoderConfig, ModelConfig, RopeScaling

@@ -24,7 +24,6 @@ from omni.audio.encoder import SpeechEncoder
 from omni.audio.encoder_config import EncoderConfig
 from omni.checkpoint import whisper_weights
 from omni.checkpoint.archive import write_archive
-from omni.checkpoint.folder import TOKENIZER
 from omni.checkpoint.foreign import Foreign, Lazy, Watch, cast, check_tokenizer, kept_files, match, one_dtype
 from omni.checkpoint.grow import fresh
 from omni.checkpoint.litgpt import (
@@ -39,6 +38,7 @@ from omni.checkpoint.litgpt import (
     their_shapes,
 )
 from omni.checkpoint.mini_omni_config import check_fits, model_config, read_settings, their_settings
+from omni.checkpoint.places import TOKENIZER
 from omni.checkpoint.safe import Written, read_json, read_torch, state_of, write_file
 from omni.checkpoint.tokens import COMPANIONS, WORDS, read_tokenizer
 from omni.config import ModelConfig

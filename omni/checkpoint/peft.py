@@ -30,7 +30,8 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
-from omni.model.lora import LoRAConfig, fits
+from omni.model.lora import fits
+from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import AdapterWeights
 from omni.remote import refuse_remote
 

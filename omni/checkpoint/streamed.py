@@ -12,8 +12,9 @@ import torch
 
 from omni.checkpoint import codec_weights
 from omni.checkpoint.bounds import check_header
-from omni.checkpoint.folder import CODEC, CONFIG, TOKENIZER, WEIGHTS, listed_files, read_config, stored_extra
+from omni.checkpoint.folder import listed_files, read_config, stored_extra
 from omni.checkpoint.foreign import Foreign, Watch, check_tokenizer, match
+from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.safe import Written, copy_file, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
 from omni.errors import UserError

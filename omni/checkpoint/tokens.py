@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omni.checkpoint.folder import CONFIG
 from omni.checkpoint.foreign import check_tokenizer
+from omni.checkpoint.places import CONFIG
 from omni.errors import UserError
 from omni.text import Tokenizer
 
@@ -98,7 +98,7 @@ def _check_special(
         shown = ", ".join(f"{i} ({_token(words, i)!r})" for i in settings)
         raise UserError(
             f"{folder / WORDS} calls {content!r} the {what} ({key}_token), token {named} of {path}, and {folder / CONFIG} has "
-            f"{key}_token_id {shown}: are they of one model? Fetch both again, or mend the one that is wrong"
+            f"{key}_token_id {shown}: are they of one model? Fetch both again, or fix the one that is wrong"
         )
 
 

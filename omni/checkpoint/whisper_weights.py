@@ -15,8 +15,8 @@ import torch
 
 from omni.audio.encoder import SpeechEncoder
 from omni.audio.encoder_config import EncoderConfig
-from omni.checkpoint.folder import CONFIG
 from omni.checkpoint.foreign import Foreign, match
+from omni.checkpoint.places import CONFIG
 from omni.checkpoint.safe import read_json, read_torch, read_weights, state_of
 from omni.errors import UserError
 

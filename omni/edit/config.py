@@ -54,7 +54,7 @@ class MendConfig:
         transform: shape of its networks.
         shared: linears of one shape share a network.
         split: two transforms one after another (an encoder and a decoder), each with its own statistics.
-        edit_lr: what every linear's learnt factor begins with.
+        edit_lr: what every linear's trained factor starts with.
         c_edit, c_loc: weights of the two losses.
     """
 

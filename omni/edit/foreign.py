@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from omni.checkpoint.huggingface import our_name
 from omni.checkpoint.safe import read_torch
+from omni.edit.config import MendConfig, Sides, TransformConfig
 from omni.edit.linears import find_linears, shape_of
-from omni.edit.mend import Mend, MendConfig
-from omni.edit.transform import Sides, TransformConfig
+from omni.edit.mend import Mend
 from omni.errors import UserError
 
 HARMLESS = re.compile(r"(transformers|transformers_modules)\.[\w.]*Config")

@@ -1,7 +1,7 @@
 """MEND: a hypernetwork that turns the gradient of one correction into an edit (Mitchell et al. 2022, arXiv 2110.11309).
 
     edit of a linear:  W += lr * sum over tokens of delta' x'^T,     (x', delta') = transform(x, delta)
-    learnt by:         c_edit * loss(rephrased | edit) + c_loc * KL(unrelated answers before || after the edit)
+    trained by:        c_edit * loss(rephrased | edit) + c_loc * KL(unrelated answers before || after the edit)
 
 Source of formulas and defaults: eric-mitchell/mend @ e04fdb9, `algs/mend.py`, `trainer.py`, `config/alg/mend.yaml`. The base
 model is never changed and never held: it is passed in.
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.config import from_dict
-from omni.edit.config import MendConfig as MendConfig
-from omni.edit.config import TransformConfig as TransformConfig
+from omni.edit.config import MendConfig
 from omni.edit.deltas import Delta, Edits, edited, stack
 from omni.edit.factors import Factors, gradient_factors
 from omni.edit.linears import find_linears, mlp_linears, shape_of, signature
@@ -37,7 +36,7 @@ LogitsOf = Callable[[nn.Module, Any], Tensor]
 
 
 class Mend(nn.Module):
-    """Transforms for named linears, and a learnt factor for each.
+    """Transforms for named linears, and a trained factor for each.
 
     Args:
         shapes: (I, O) of each linear by name; the order is that of `edit_lr`, and of the modes of a shared network.
@@ -48,7 +47,7 @@ class Mend(nn.Module):
         if not shapes:
             raise UserError("MEND is given no linears to edit")
         self.config, self.shapes = config or MendConfig(), dict(shapes)
-        self.base: dict[str, int] | None = None  # checksum of each linear it was learnt for, where somebody took them (`tie`)
+        self.base: dict[str, int] | None = None  # checksum of each linear it was trained for, where somebody took them (`tie`)
         self.places: dict[str, tuple[str, int | None]] = {}  # of a linear: its network, and its mode there
         modes: dict[str, int] = {}
         for name, (inputs, outputs) in shapes.items():
@@ -98,13 +97,13 @@ class Mend(nn.Module):
             if shape_of(part) != self.shapes[name]:
                 theirs, own = (" to ".join(map(str, shape)) for shape in (shape_of(part), self.shapes[name]))
                 raise UserError(
-                    f"the editor changes {name} from {own} features, the model's linear goes from {theirs}; it was learnt for "
+                    f"the editor changes {name} from {own} features, the model's linear goes from {theirs}; it was trained for "
                     "another model"
                 )
             if self.base is not None and signature(name, part) != self.base[name]:
                 raise UserError(
-                    f"the editor was learnt for other weights of {name} than the model holds; take the model it was "
-                    "learnt for, or learn an editor for this one"
+                    f"the editor was trained for other weights of {name} than the model holds; take the model it was "
+                    "trained for, or train an editor for this one"
                 )
         training = self.training
         self.eval()

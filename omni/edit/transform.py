@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.edit.config import SIDES as SIDES
-from omni.edit.config import Sides as Sides
-from omni.edit.config import TransformConfig as TransformConfig
+from omni.edit.config import TransformConfig
 from omni.errors import UserError
 
 

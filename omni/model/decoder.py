@@ -192,7 +192,7 @@ def _weight(head: nn.Linear) -> Tensor:
 
 
 def default_positions(batch: int, time: int, segments: Tensor | None, device: torch.device) -> Tensor:
-    """Positions [B, T] counted from 0, anew in each segment."""
+    """Positions [B, T] counted from 0 again in each segment."""
     index = torch.arange(time, device=device).expand(batch, time)
     if segments is None:
         return index

@@ -24,12 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.model.acting import Acting, Active, current
-from omni.model.acting import Choice as Choice
-from omni.model.acting import using as using
+from omni.model.acting import Acting, Active, Choice, current
 from omni.model.linears import TEXT_HEAD, linears_of
-from omni.model.low_rank import LoRAConfig as LoRAConfig
-from omni.model.low_rank import LowRank as LowRank
+from omni.model.lora_config import LoRAConfig
+from omni.model.low_rank import LowRank
 from omni.patterns import match_names
 
 DEFAULT = "default"

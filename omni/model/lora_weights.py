@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.model.linears import checksum, text_rows_of
-from omni.model.lora import DEFAULT, Adapters, LoRAConfig, LowRank, adapted, check_known, fits, linear_of, linears_of
+from omni.model.lora import DEFAULT, Adapters, adapted, check_known, fits, linear_of, linears_of
+from omni.model.lora_config import LoRAConfig
+from omni.model.low_rank import LowRank
 from omni.model.quantize import dense_weight, is_quantized, plain_checksum
 
 
@@ -124,7 +126,7 @@ def weights_of(
 
     Args:
         state: values, which may be newer than the model's.
-        whole: parameters that learnt beside it.
+        whole: parameters that were trained beside it.
         base: see `AdapterWeights`.
     """
     found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(name)) is not None}
@@ -143,7 +145,7 @@ def weights_of(
 
 
 def _is_complete(model: nn.Module, module: str, whole: Sequence[str]) -> bool:
-    """Whether all parameters of a module, which is no adapted linear, are among those that learnt."""
+    """Whether all parameters of a module, which is no adapted linear, are among those that were trained."""
     part = model.get_submodule(module)
     return "lora" not in part._modules and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
 
@@ -174,7 +176,7 @@ def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
 
 @torch.no_grad()
 def replace_whole(model: nn.Module, weights: AdapterWeights, where: str) -> None:
-    """Put the parameters that learnt beside an adapter into a model; UserError where one does not fit."""
+    """Put the parameters that were trained beside an adapter into a model; UserError where one does not fit."""
     own = dict(model.named_parameters())
     for name, value in weights.whole.items():
         if name not in own or not fits(name, value.shape, own[name].shape):

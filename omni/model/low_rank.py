@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.model.lora_config import LoRAConfig as LoRAConfig
+from omni.model.lora_config import LoRAConfig
 
 
 class LowRank(nn.Module):

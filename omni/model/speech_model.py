@@ -90,7 +90,7 @@ class SpeechModel(nn.Module):
             tokens: [B, K, T] ids, local to each stream.
             features: [N, W] encoder features of all clips of the batch, from `encode`.
             feature_index: [B, T] which feature stands in a column, -1 for none.
-            positions: [B, T] rotary positions; by default counted from 0 (anew in each segment), or `input_pos`.
+            positions: [B, T] rotary positions; by default counted from 0 (again in each segment), or `input_pos`.
             segments: [B, T] number of the example a packed column belongs to.
             input_pos: [B, T] where the columns stand in each row of the cache; -1 writes nothing.
             cache: a `KVCache` (in place, no gradients) or `FunctionalKVCache`.

@@ -16,7 +16,8 @@ import torch
 from omni.audio.encoder_config import EncoderConfig
 from omni.checkpoint import bounds, streamed
 from omni.checkpoint import folder as module
-from omni.checkpoint.folder import CONFIG, TOKENIZER, WEIGHTS, load_folder, read_config, save_folder
+from omni.checkpoint.folder import load_folder, read_config, save_folder
+from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.safe import read_json, read_safetensors
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
 from omni.errors import UserError

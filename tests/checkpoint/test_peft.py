@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from omni.checkpoint.folder import load_folder
 from omni.checkpoint.peft import CONFIG, WEIGHTS, load_adapter, save_adapter
 from omni.errors import UserError
-from omni.model.lora import LoRAConfig, add_adapter, attach, linears_of
+from omni.model.lora import add_adapter, attach, linears_of
+from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import AdapterWeights, base_checksum, merged_state, replace_whole, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.checkpoint.hub_toys import VOCABULARY, columns, save_text, text_logits, text_model

@@ -10,7 +10,8 @@ from torch import nn
 
 from omni.diagnostics import Finding, GraphError, Guard, check_labels
 from omni.edit.lend import edited_everywhere
-from omni.model.lora import LoRAConfig, add_adapter
+from omni.model.lora import add_adapter
+from omni.model.lora_config import LoRAConfig
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data, line_of
 from tests.edit.toys import batch_of, build, loss_of, set_checkpointing, some_edits

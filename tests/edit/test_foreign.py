@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from omni.edit.config import MendConfig, TransformConfig
 from omni.edit.foreign import read_editor
 from omni.edit.linears import mlp_linears
-from omni.edit.mend import MendConfig
-from omni.edit.transform import TransformConfig
 from omni.errors import UserError
 from tests.edit.toys import batch_of, build, loss_of, some_mend
 

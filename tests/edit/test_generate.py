@@ -18,7 +18,8 @@ from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.model.lora import LoRAConfig, add_adapter
+from omni.model.lora import add_adapter
+from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import merged_state, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import LAYOUTS, make_lm, make_model, tone

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from omni.diagnostics import Guard
+from omni.edit.config import SIDES, FinetuneConfig, MendConfig, TransformConfig
 from omni.edit.deltas import Delta, Edits, edited
 from omni.edit.factors import gradient_factors
-from omni.edit.finetune import FinetuneConfig, finetune, project
+from omni.edit.finetune import finetune, project
 from omni.edit.linears import find_linears, is_transposed, mlp_linears
-from omni.edit.mend import Mend, MendConfig, fit_step, load_mend, save_mend
+from omni.edit.mend import Mend, fit_step, load_mend, save_mend
 from omni.edit.metrics import kl_divergence
-from omni.edit.transform import SIDES, TransformConfig
 from omni.errors import UserError
 from tests.close import assert_near
 from tests.edit.toys import batch_of, build, logits_of, loss_of, set_checkpointing, some_edits, some_mend
@@ -272,7 +272,7 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
     last = list(mend.shapes)[-1]
     with torch.no_grad():
         model.get_submodule(last).weight[0, 0] += 1
-    with pytest.raises(UserError, match=rf"was learnt for other weights of {last} than the model holds"):
+    with pytest.raises(UserError, match=rf"was trained for other weights of {last} than the model holds"):
         tied.edit(model, ids, loss_of)
     file = tmp_path / "mend" / "mend.json"
     facts = json.loads(file.read_text())

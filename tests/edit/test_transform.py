@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.edit.transform import SIDES, GradientTransform, Statistics, TransformConfig
+from omni.edit.config import SIDES, TransformConfig
+from omni.edit.transform import GradientTransform, Statistics
 from omni.errors import UserError
 from tests.close import assert_near
 

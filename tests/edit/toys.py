@@ -17,10 +17,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from omni.audio.encoder_config import EncoderConfig
 from omni.config import DecoderConfig, ModelConfig
+from omni.edit.config import MendConfig, TransformConfig
 from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import find_linears, mlp_linears, shape_of
-from omni.edit.mend import Mend, MendConfig
-from omni.edit.transform import TransformConfig
+from omni.edit.mend import Mend
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from tests.guarded import child

@@ -12,7 +12,8 @@ from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.model.lora import LoRAConfig, activate, add_adapter, remove_adapter
+from omni.model.lora import activate, add_adapter, remove_adapter
+from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import base_checksum, merge, merged_state, unmerge, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import make_lm, make_model, tone

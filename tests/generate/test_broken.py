@@ -18,7 +18,7 @@ from omni.generate.results import Answer, Ended
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import broken_rows
 from omni.model.lora import activate, add_adapter
-from omni.model.low_rank import LoRAConfig
+from omni.model.lora_config import LoRAConfig
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoStream, make_lm, tone
 from tests.generate.session_toys import ASKED, TALKATIVE

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni.checkpoint.folder import CONFIG, save_folder
+from omni.checkpoint.folder import save_folder
+from omni.checkpoint.places import CONFIG
 from omni.errors import UserError
 from omni.generate.heard import Loudness, heard_characters, matched, place, words
 from omni.generate.speech_lm import SpeechLM

@@ -25,7 +25,8 @@ from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner
-from omni.model.lora import LoRAConfig, add_adapter
+from omni.model.lora import add_adapter
+from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import base_checksum, weights_of
 from tests.infer.conftest import tiny_model, write_question
 

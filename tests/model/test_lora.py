@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from omni.checkpoint.peft import load_adapter
 from omni.errors import UserError
 from omni.model import lora
+from omni.model.acting import Choice, using
 from omni.model.decoder import Decoder
-from omni.model.lora import Choice, LoRAConfig, activate, active_names, add_adapter, attach, choice_of, remove_adapter, using
+from omni.model.lora import activate, active_names, add_adapter, attach, choice_of, remove_adapter
+from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import base_checksum, merge, merged_state, unmerge, weights_of
 from omni.model.quantize import dense_weight, quantize
 from tests.close import assert_near

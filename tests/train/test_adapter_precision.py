@@ -10,7 +10,8 @@ import bitsandbytes
 import pytest
 import torch
 
-from omni.model.lora import LoRAConfig, add_adapter
+from omni.model.lora import add_adapter
+from omni.model.lora_config import LoRAConfig
 from omni.model.quantize import quantize
 from tests.train.test_parallel import environment, losses, start
 from tests.train.test_precision import real_parts

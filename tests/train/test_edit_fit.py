@@ -9,11 +9,11 @@ import pytest
 import torch
 import yaml
 
+from omni.edit.config import MendConfig, TransformConfig
 from omni.edit.deltas import Delta, Edits, edited
 from omni.edit.factors import gradient_factors
-from omni.edit.mend import Mend, MendConfig, load_mend
+from omni.edit.mend import Mend, load_mend
 from omni.edit.storage import load_edits, read_tensors
-from omni.edit.transform import TransformConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from tests.edit.test_foreign import their_state

@@ -11,7 +11,7 @@ import torch
 
 from omni.audio import codec as codecs
 from omni.audio.io import read_audio
-from omni.checkpoint.folder import CODEC, CONFIG
+from omni.checkpoint.places import CODEC, CONFIG
 from omni.config import FORMAT_VERSION, to_dict
 from omni.errors import UserError
 from tests.train.data_toys import TOKENIZER

@@ -13,7 +13,8 @@ from omni.audio.encoder_config import EncoderConfig
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
-from omni.model.lora import LoRAConfig, add_adapter
+from omni.model.lora import add_adapter
+from omni.model.lora_config import LoRAConfig
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.close import assert_near

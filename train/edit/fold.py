@@ -10,7 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from omni.checkpoint.folder import CODEC, load_folder, save_folder
+from omni.checkpoint.folder import load_folder, save_folder
+from omni.checkpoint.places import CODEC
 from omni.edit.merge import load_merged, merge, revert, save_merged
 from omni.edit.storage import load_edits, read_tensors
 from omni.errors import UserError
