@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,10 @@ def check_header(config: ModelConfig, path: Path) -> None:
     Raises:
         UserError: the header cannot be read, or has other layers, tables or widths than the configuration.
     """
-    shapes = _header(path, most=1_000_000 + 16_000 * _layers(config))
-    for prefix, count in _stacks(config).items():
+    stacks = _stacks(config)
+    _, entries = read_header(path, most=1_000_000 + 16_000 * sum(stacks.values()))
+    shapes = {name: shape for name, (_, shape, _) in entries.items()}
+    for prefix, count in stacks.items():
         found = {name.removeprefix(prefix).partition(".")[0] for name in shapes if name.startswith(prefix)}
         if len(found) != count:
             raise UserError(
@@ -87,10 +88,6 @@ def _stacks(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _layers(config: ModelConfig) -> int:
-    return sum(_stacks(config).values())
-
-
 def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
     """Shapes in which every size of decoder, encoder and layout takes part."""
     d, e, layout = config.decoder, config.encoder, config.layout
@@ -106,26 +103,39 @@ def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
     }
 
 
-def _header(path: Path, most: int) -> dict[str, list[int]]:
-    """Names and shapes of the tensors of a safetensors file whose header has at most so many bytes."""
+def read_header(path: Path, most: int = LONGEST) -> tuple[int, dict[str, tuple[str, Any, Any]]]:
+    """Bytes of the header of a safetensors file, and type, shape and place of each tensor as it has them.
+
+    Args:
+        most: bytes of a header with the tensors that are asked for.
+
+    Raises:
+        UserError: the file is missing, truncated, a pickle, or its header is none.
+    """
     if not path.is_file():
         raise UserError(f"{path} is missing; {AGAIN}")
+    size = path.stat().st_size
     with path.open("rb") as handle:
-        start = handle.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if most < length <= path.stat().st_size - 8:
+        start = handle.read(9)
+        length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
+        if start[8:] != b"{" and (start[:2] == b"PK" or start[:1] == b"\x80"):
+            raise UserError(f"{path} is a pickle, which could run code; fetch the safetensors of this model")
+        if not 2 <= length <= min(LONGEST, size - 8):
+            raise UserError(f"{path} is no safetensors file, or truncated ({size} bytes); {AGAIN}")
+        if length > most:
             raise UserError(
                 f"{path}: its header of {length} bytes lists far more tensors than the configuration asks for; the weights "
                 "belong to another configuration"
             )
-        data = handle.read(min(length, most))
+        data = start[8:] + handle.read(length - 1)
     try:
-        header: Mapping[str, Any] = json.loads(data)
-        shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = "its header is nested too deep" if isinstance(error, RecursionError) else f"no header: {error}"
-        raise UserError(f"weights {path} cannot be read ({reason}); {AGAIN}") from error
-    return shapes
+        header = json.loads(data)
+        header.pop("__metadata__", None)
+        return length, {name: (e["dtype"], e["shape"], e["data_offsets"]) for name, e in header.items()}
+    except KeyError as error:
+        raise UserError(f"{path}: a tensor's header has no known {error}; {AGAIN}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} has a broken header ({error}); {AGAIN}") from error
 
 
 def check_inside(folder: Path, name: str, where: Path) -> None:

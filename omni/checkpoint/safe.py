@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from omni.checkpoint.bounds import LONGEST as HEADER_LIMIT
-from omni.checkpoint.bounds import finite, load_json
+from omni.checkpoint.bounds import finite, load_json, read_header
 from omni.checkpoint.foreign import Lazy, Watch
 from omni.errors import UserError
 
@@ -50,30 +49,19 @@ def read_safetensors(path: Path) -> dict[str, Lazy]:
     Raises:
         UserError: the file is missing, truncated, a pickle, or its header contradicts itself.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is missing; fetch the folder again")
+    length, header = read_header(path)
     size = path.stat().st_size
-    handle = path.open("rb", buffering=0)  # closed when the last tensor that reads from it is gone
-    start = handle.read(9)
-    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
-    if start[8:] != b"{" and (start[:2] == b"PK" or start[:1] == b"\x80"):
-        raise UserError(f"{path} is a pickle, which could run code; fetch the safetensors of this model")
-    if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-        raise UserError(f"{path} is no safetensors file, or truncated ({size} bytes); fetch it again")
     try:
-        header = json.loads(_read(handle, 8, length))
-        header.pop("__metadata__", None)
-        entries = {name: (DTYPES[e["dtype"]], e["shape"], e["data_offsets"]) for name, e in header.items()}
-    except KeyError as error:
+        entries = {name: (DTYPES[code], shape, place) for name, (code, shape, place) in header.items()}
+    except (KeyError, TypeError) as error:
         raise UserError(f"{path}: a tensor's header has no known {error}; fetch the file again") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} has a broken header ({error}); fetch it again") from error
     for name, (_, shape, place) in entries.items():
         _check_place(path, name, shape, place)
     end = max((place[1] for _, _, place in entries.values()), default=0)
     if 8 + length + end != size:
         kind = "truncated" if 8 + length + end > size else "longer than its header says"
         raise UserError(f"{path} is {kind}: {size} bytes of {8 + length + end}; fetch it again")
+    handle = path.open("rb", buffering=0)  # closed when the last tensor that reads from it is gone
     out = {}
     for name, (dtype, shape, (low, high)) in entries.items():
         if high - low != prod(shape) * dtype.itemsize:
