@@ -56,9 +56,7 @@ FORMATS: dict[str, Format] = {
 
 def kind_of(path: Path) -> str:
     """The format of a file or folder; UserError where there is none, or none is recognised."""
-    refuse_remote(path, "model")
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a model's file or folder")
+    _check_there(path)
     for name, known in FORMATS.items():
         if known.recognise(path):
             return name
@@ -68,6 +66,12 @@ def kind_of(path: Path) -> str:
     if config.is_file() and "model_type" not in read_json(config):
         raise UserError(f"{config} has no model_type, by which a model is known; fetch it again, or add it")
     raise UserError(f"{path} is not recognised; name what it is with --kind ({kinds})")
+
+
+def _check_there(path: Path) -> None:
+    refuse_remote(path, "model")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a model's file or folder")
 
 
 def refuse_file(path: Path, kind: str | None = None) -> None:
@@ -87,9 +91,7 @@ def open_foreign(path: Path, kind: str | None = None) -> Foreign:
     """
     if kind is not None and kind not in FORMATS:
         raise UserError(f"kind {kind!r} is unknown; {closest(kind, FORMATS)}")
-    refuse_remote(path, "model")
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a model's file or folder")
+    _check_there(path)
     kind = kind or kind_of(path)
     refuse_file(path, kind)
     return FORMATS[kind].read(path)
