@@ -64,10 +64,7 @@ class Table:
         return text.getvalue()
 
     def _rewrite(self, rows: list[dict[str, float]]) -> None:
-        beside = self.path.with_name(f".{self.path.name}.writing")
-        header = ",".join(self.columns) + "\n"
-        beside.write_text(header + "".join(self._line(row) for row in rows), encoding="utf-8")
-        os.replace(beside, self.path)
+        write_text(self.path, ",".join(self.columns) + "\n" + "".join(self._line(row) for row in rows))
 
 
 def read_table(path: Path) -> list[dict[str, float]]:
