@@ -93,7 +93,7 @@ def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterato
         yield folder
         sync(folder)
         _replace(folder, place)
-        _flush(place.parent)
+        flush(place.parent)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way_out = "free some space and try again" if full else "choose a place that can be written"
@@ -123,10 +123,10 @@ def _replace(source: Path, target: Path) -> None:
 def sync(folder: Path) -> None:
     """Wait until a folder and all in it are on the disk, so that a power cut leaves no name without its content."""
     for place in (*sorted(folder.rglob("*")), folder):
-        _flush(place)
+        flush(place)
 
 
-def _flush(place: Path) -> None:
+def flush(place: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     if os.name != "posix":  # elsewhere a folder cannot be opened
         return

@@ -20,7 +20,7 @@ from train.data.row import RowTurn, Word
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_are_cut_but_the_last(name, task):
-    """A cut answer's columns are those of what was heard, its ends are not learnt, and no draw cuts a conversation's last."""
+    """A cut answer's columns are those of what was heard, its ends are not trained, and no draw cuts a conversation's last."""
     model = MODELS[name]
     row = row_of(model, turns=2)
     maker, whole = maker_of(model, cut=1.0), maker_of(model).make(0, Prepared(row), [task] * 2).columns

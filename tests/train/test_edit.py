@@ -243,10 +243,7 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--linears", "[decoder.blocks.*.mpl.*]"],
-            r"linears: pattern .* matches no linear; the closest names are decoder.blocks",
-        ),
+        (["--linears", "[decoder.blocks.*.mpl.*]"], r"linears: pattern .* matches no linear; the closest names are decoder"),
         (["--linears", "['re:(']"], r"is not a regular expression"),
         (["--method", "mend"], r"an editor belongs to the method mend"),
         (["--method", "finetnue"], r"method .finetnue. is unknown; did you mean finetune\? use one of finetune, mend"),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from omni.files import flush
 from omni.remote import refuse_remote
 from train.data.prepare.blocks import BLOCK, codec_of
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.files import sync_folder
 from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.pool import make_blocks
@@ -84,7 +84,7 @@ def prepare(
             raise
         write_report(work, settings, source.note)
         os.rename(work, out)
-        sync_folder(out.parent)
+        flush(out.parent)
         _tidy(out)
         return read_report(out)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
+from omni.files import flush
 
 
 def part_of(target: Path) -> Path:
@@ -23,7 +24,7 @@ def publish(target: Path) -> None:
     with open(part_of(target), "rb+") as file:
         os.fsync(file.fileno())
     os.replace(part_of(target), target)
-    sync_folder(target.parent)
+    flush(target.parent)
 
 
 @contextmanager
@@ -61,14 +62,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): remove its folder and prepare the data again") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's list of names to disk, where the system can."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
