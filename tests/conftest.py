@@ -6,6 +6,7 @@ And `--guard`: the graph guard looks on while tests train (tests/guarded.py).
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for the disk; a real one is waited for in tests/checkpoint/test_safe.py."""
     monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
+@pytest.fixture
+def terminal_signals() -> Iterator[None]:
+    """Signals act as in a terminal, here and in what the test starts, where nohup or a shell's background has them ignored."""
+    numbers = (signal.SIGHUP, signal.SIGINT)
+    before = [signal.signal(n, h) for n, h in zip(numbers, (signal.SIG_DFL, signal.default_int_handler), strict=True)]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -68,6 +68,7 @@ def test_names_that_are_not_text_are_printed_in_every_encoding(door: str, env: d
     one_line(done.stderr, "mi-")
 
 
+@pytest.mark.usefixtures("terminal_signals")
 def test_signals_that_are_ignored_stay_so_and_others_end_in_order(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from omni.process import lead\n"

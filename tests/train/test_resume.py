@@ -266,16 +266,13 @@ def test_a_signal_that_comes_while_the_end_is_written_is_not_lost(tmp_path: Path
     assert (outcome.step, outcome.signal) == (8, signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("terminal_signals")
 def test_a_hang_up_is_noted_unless_it_is_ignored() -> None:
     """As under `nohup`."""
-    before = signal.getsignal(signal.SIGHUP)
-    try:
-        with Stop() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.number == signal.SIGHUP
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with Stop() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.number == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == signal.SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == 0
