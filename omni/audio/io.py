@@ -100,8 +100,8 @@ def read_audio(
     other); a number takes that channel (from 0) of any file. `max_seconds=None` lifts the limits on length, which
     are otherwise checked against the header before anything is decoded. `name` is what messages call the source.
     Silence is sound and passes. UserError: missing, a folder, empty, not a sound file, truncated, without samples,
-    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate that no sound
-    has. SoundWarning: perhaps cut short, or channels that cancel each other."""
+    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate or bit depth
+    that no sound has. SoundWarning: perhaps cut short, or channels that cancel each other."""
     import numpy as np
     import torch
 
@@ -259,7 +259,7 @@ def _checked(
         raise _not_sound(name, other)
     kind = container(head)
     file.seek(start)
-    there = extent(file, kind)
+    there = extent(file, kind, name)
     if bounded and kind in ("OGG", "MP3") and (size := file.seek(0, os.SEEK_END) - start) > MAX_STREAM_BYTES:
         raise UserError(f"{name} takes {size >> 20} MiB and the limit of {kind} is {MAX_STREAM_BYTES >> 20} MiB: cut it")
     file.seek(start)

@@ -134,6 +134,7 @@ def test_raw_pcm(rate: int) -> None:
         ("noise.raw", bytes(range(256)) * 8, "no header"),
         ("head.wav", wav_header(4000)[:30], "not a sound file"),
         ("none.wav", wav_header(0), "no samples"),
+        ("bits.wav", wav_header(8000).replace(b"\x02\0\x10\0", b"\x02\0\x03\0") + bytes(8000), "claims 3 bits per sample"),
         ("half.wav", wav_header(16000) + bytes(8000), "promises 1.00 s and 0.50 s are there"),
     ],
 )
