@@ -277,7 +277,9 @@ def _checked(
     if there is not None and there.cut:
         found = sound.frames / sound.samplerate
         sound.close()
-        raise _truncated(name, found, found * there.promised / there.held if there.held else 0.0)
+        if not found:
+            raise _truncated(name, *there[::-1], unit="bytes")
+        raise _truncated(name, found, found * there.promised / there.held)
     return sound, doubt
 
 
@@ -285,7 +287,7 @@ def _sound_file(file: bytes | BinaryIO, name: str, kind: str | None) -> soundfil
     import soundfile
 
     try:
-        with quiet_decoder(kind):
+        with quiet_decoder(kind or "MP3"):  # which libsndfile may take it for
             return soundfile.SoundFile(file)
     except soundfile.SoundFileError as error:
         raise UserError(
@@ -311,7 +313,7 @@ def _decode(
                 block = file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)  # [S, C]
             except soundfile.SoundFileError as error:
                 raise UserError(
-                    f"{name} is damaged or cut short after {total / file.samplerate:.2f} s: download or convert it again"
+                    f"{name} is damaged or cut short after {file.tell() / file.samplerate:.2f} s: download or convert it again"
                 ) from error
             if not len(block):
                 break
