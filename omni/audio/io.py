@@ -100,8 +100,8 @@ def read_audio(
     other); a number takes that channel (from 0) of any file. `max_seconds=None` lifts the limits on length, which
     are otherwise checked against the header before anything is decoded. `name` is what messages call the source.
     Silence is sound and passes. UserError: missing, a folder, empty, not a sound file, truncated, without samples,
-    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate that no sound
-    has. SoundWarning: perhaps cut short, or channels that cancel each other."""
+    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate or bit depth
+    that no sound has. SoundWarning: perhaps cut short, or channels that cancel each other."""
     import numpy as np
     import torch
 
@@ -259,7 +259,7 @@ def _checked(
         raise _not_sound(name, other)
     kind = container(head)
     file.seek(start)
-    there = extent(file, kind)
+    there = extent(file, kind, name)
     if bounded and kind in ("OGG", "MP3") and (size := file.seek(0, os.SEEK_END) - start) > MAX_STREAM_BYTES:
         raise UserError(f"{name} takes {size >> 20} MiB and the limit of {kind} is {MAX_STREAM_BYTES >> 20} MiB: cut it")
     file.seek(start)
@@ -277,7 +277,9 @@ def _checked(
     if there is not None and there.cut:
         found = sound.frames / sound.samplerate
         sound.close()
-        raise _truncated(name, found, found * there.promised / there.held if there.held else 0.0)
+        if not found:
+            raise _truncated(name, *there[::-1], unit="bytes")
+        raise _truncated(name, found, found * there.promised / there.held)
     return sound, doubt
 
 
@@ -285,7 +287,7 @@ def _sound_file(file: bytes | BinaryIO, name: str, kind: str | None) -> soundfil
     import soundfile
 
     try:
-        with quiet_decoder(kind):
+        with quiet_decoder(kind or "MP3"):  # which libsndfile may take it for
             return soundfile.SoundFile(file)
     except soundfile.SoundFileError as error:
         raise UserError(
@@ -311,7 +313,7 @@ def _decode(
                 block = file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)  # [S, C]
             except soundfile.SoundFileError as error:
                 raise UserError(
-                    f"{name} is damaged or cut short after {total / file.samplerate:.2f} s: download or convert it again"
+                    f"{name} is damaged or cut short after {file.tell() / file.samplerate:.2f} s: download or convert it again"
                 ) from error
             if not len(block):
                 break

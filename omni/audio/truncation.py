@@ -1,4 +1,4 @@
-"""Whether the file of a sound is all there. libsndfile plays what it finds and says nothing.
+"""Whether the file of a sound is all there, and its bit depth exists. libsndfile plays what it finds and says nothing.
 
 What is certainly cut is refused: a chunk of samples that is shorter than its header says (WAV, RF64, W64, AIFF, AU, CAF,
 NIST), an OGG that ends inside a page, and (in `omni.audio.io`) fewer samples than a FLAC or MP3 promises. What may be cut
@@ -17,6 +17,7 @@ from omni.errors import UserError
 
 _STREAMED = 0x7FFF0000  # a size from here up is what programs write into a pipe, where they cannot know it
 _PAGE = 27 + 255 + 255 * 255  # the longest page of an OGG
+_BITS = (8, 12, 16, 20, 24, 32, 64)  # per sample of a WAV; libsndfile rounds any other number up to whole bytes
 
 
 class Extent(NamedTuple):
@@ -30,8 +31,9 @@ class Extent(NamedTuple):
         return self.held < self.promised
 
 
-def extent(file: BinaryIO, kind: str | None) -> Extent | None:
-    """Of a file at its beginning; None where the header does not say. The file's position changes."""
+def extent(file: BinaryIO, kind: str | None, name: str) -> Extent | None:
+    """Of a file at its beginning; None where the header does not say. The file's position changes. UserError: a bit
+    depth that no WAV has."""
     start = file.tell()
     size = file.seek(0, os.SEEK_END) - start
     file.seek(start)
@@ -41,7 +43,7 @@ def extent(file: BinaryIO, kind: str | None) -> Extent | None:
     if kind == "NIST":
         return _nist(_again(file, start, 1024), size)
     if kind in ("WAV", "AIFF", "CAF", "W64"):
-        return _chunks(file, start, size)
+        return _chunks(file, start, size, name)
     return None
 
 
@@ -59,7 +61,7 @@ def _nist(head: bytes, size: int) -> Extent | None:
     return Extent(int(fields[b"sample_count"]) * width, max(0, size - int(length[1])))
 
 
-def _chunks(file: BinaryIO, start: int, size: int) -> Extent | None:
+def _chunks(file: BinaryIO, start: int, size: int, source: str) -> Extent | None:
     """Walk the chunks to the samples."""
     mark = _again(file, start, 4)
     form, at, own, align = {  # a chunk's header; where the first begins; whether lengths include it; what they are padded to
@@ -77,6 +79,10 @@ def _chunks(file: BinaryIO, start: int, size: int) -> Extent | None:
         at += width
         if name == b"ds64":  # of RF64: sizes of 64 bits
             long = struct.unpack("<8xQ", file.read(16).ljust(16, b"\0"))[0]
+        if name == b"fmt " and at + 16 <= size:
+            code, bits, wide = struct.unpack(form[0] + "H12xH8xH", file.read(26).ljust(26, b"\0"))
+            if (wide if code == 0xFFFE else code) in (1, 3) and bits not in _BITS:  # PCM or floating point
+                raise UserError(f"{source} claims {bits} bits per sample; WAV has 8, 16, 24, 32 or 64: convert it again")
         if name in (b"data", b"SSND"):
             if mark == b"RF64" and length == 0xFFFFFFFF:
                 length = long

@@ -151,6 +151,8 @@ def _is_samples(value: Any) -> bool:
 def _array(samples: Any, name: str) -> np.ndarray:
     """Anything that holds numbers as an array on the host."""
     if isinstance(samples, Tensor):
+        if samples.layout != torch.strided or samples.is_meta:
+            raise UserError(f"{name} is a sparse tensor, or one without values (meta); give dense samples")
         samples = samples.detach().cpu().resolve_conj()
         return (samples.float() if samples.dtype == torch.bfloat16 else samples).numpy()
     try:
@@ -181,6 +183,6 @@ def _scaled(array: np.ndarray, name: str) -> np.ndarray:
     if array.dtype == np.int64:
         for extreme in (int(array.min()), int(array.max())):
             if abs(extreme) > 1 << 15:
-                raise UserError(f"{name} holds the whole number {extreme}, beyond 16 bits; give samples as int32 or float")
+                raise UserError(f"{name} holds {extreme}, but numbers of type int64 count as 16 bits; give int32 or float")
         return array.astype(np.float32) / (1 << 15)
     return array.astype(np.float32) / _SCALES[array.dtype.name]

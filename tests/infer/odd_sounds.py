@@ -78,8 +78,8 @@ def _lies() -> Iterator[tuple[str, bytes]]:
         yield f"bad claims {rate} Hz", header(rate) + sound
     for channels in (0, 3, 8, 1024, 10_000, 65535):
         yield f"bad claims {channels} channels", header(channels=channels, length=len(sound)) + sound
-    for bits in (0, 1, 7, 48, 64, 65535):
-        yield f"claims {bits} bits", header(bits=bits, length=len(sound)) + sound
+    for bits in (0, 1, 3, 7, 48, 65535):
+        yield f"bad claims {bits} bits", header(bits=bits, length=len(sound)) + sound
     for length in (6402, 1 << 20, 0x7FFEFFFF):
         yield f"bad claims {length} bytes", header(length=length) + sound
     for length in (0xFFFFFFFF, 0x7FFFF000):
