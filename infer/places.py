@@ -49,8 +49,10 @@ def choose_task(name: str | None, spoken: bool) -> Task:
 def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
     """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
     file."""
-    if (options.json or options.out == PIPE) and sys.__stdout__ is None:
-        raise UserError(f"{'--json' if options.json else '--out -'} wants standard output, but that was closed; leave it open")
+    written = next((f"--task {task.name}" for task in tasks if not task.audio), "")
+    wants = "--json" if options.json else "--out -" if options.out == PIPE else written
+    if wants and sys.__stdout__ is None:
+        raise UserError(f"{wants} wants standard output, but that was closed; leave it open")
     spoken, several = [task.audio for task in tasks], len(tasks) > 1
     if options.json and options.out == PIPE:
         raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")

@@ -117,6 +117,12 @@ def test_a_signal_whose_exception_is_swallowed_ends_the_process_all_the_same(nam
     assert (done.returncode, done.stdout, done.stderr) == (143, out, "")
 
 
+def test_a_written_answer_wants_standard_output(tmp_path: Path) -> None:
+    done = call([*DOORS["infer"], "ask", "--text", "hi", "--task", "T1T2"], tmp_path, ">&-")
+    assert done.returncode == 2
+    one_line(done.stderr, "--task T1T2 wants standard output, but that was closed")
+
+
 FAILURES = {
     "unforeseen": ("1 / 0", "ZeroDivisionError: division by zero; run with --debug for the traceback; please report"),
     "memory": ("raise MemoryError", "memory ran out"),
