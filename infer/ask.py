@@ -16,7 +16,7 @@ from infer.options import AskOptions
 from infer.places import PIPE
 from infer.playback import Figures, Meter
 from infer.questions import Pending, collect, remarked
-from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
+from infer.sound_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
 from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
@@ -251,7 +251,8 @@ def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]
         if options.speaker:  # first: it is the one that may refuse
             add(Paced(SpeakerOutput(rate)))
         if place is not None:
-            add(_paced(WavOutput(place, rate), pace))
+            wav = place.suffix.lower() == ".wav"
+            add(_paced(WavOutput(place, rate) if wav else EncodedOutput(place, rate), pace))
         if options.out == PIPE:
             add(_paced(PipeOutput(sys.stdout.buffer), pace))
         undo.pop_all()
