@@ -24,22 +24,14 @@ import torch
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec
+from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.history import Exchange, Held, check_room, fit
 from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
-from omni.generate.question import (
-    NOT_HEARD,
-    SAMPLE_RATE,
-    Asked,
-    Question,
-    encode_questions,
-    is_finite,
-    read_question,
-    read_system,
-)
+from omni.generate.question import NOT_HEARD, Asked, Question, encode_questions, is_finite, read_question, read_system
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
@@ -189,7 +181,8 @@ class Session:
         """Stop the answer that is being made, and cut the last answer in the history to what was delivered.
 
         May be called from any thread, between events, or after the answer has ended (a listener interrupts what
-        is still playing). An answer under way ends with `Ended("cancelled")`.
+        is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once, or, where a
+        thread is at work on it just now, after that thread's next event.
 
         Args:
             played_seconds: how much of the sound was heard; only its whole frames stay in the history, and of the
@@ -210,6 +203,8 @@ class Session:
             last.interrupt(played_seconds, shown_characters)
             if not last.settled:
                 last.cancelled = True
+                if not last.busy:
+                    self._settle(last)
             elif self._past and last.reply.error is None:
                 self._past[-1] = last.delivered()
 
