@@ -84,7 +84,7 @@ class Session:
         self._past = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
         self._asked = past.asked
         if options.overflow == "end":
-            check_room(model.layout, self._past, self._system, runner.length)
+            check_room(model.layout, self._past, self._system, runner.length, model.config.decoder.context)
         self._last: Running | None = None
         self._lock = threading.RLock()  # over what the history and the last answer are
         self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
@@ -136,8 +136,8 @@ class Session:
             self._settle(self._last)  # once more: another thread may have asked meanwhile
             clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
             before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
-            forget = self.options.overflow == "forget"
-            self._past, columns, keys = fit(layout, before, exchange, self._system, runner.length, forget)
+            room, forget = (runner.length, self.model.config.decoder.context), self.options.overflow == "forget"
+            self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
             key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
             self._asked += 1
             running = self._last = Running(exchange, before, columns, keys, reply, self.codec, clock, key, encode=encoded)
