@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,7 @@ from omni.generate.speech_time import SpeechTime
 from omni.generate.step import Runner
 from omni.hardware import synchronize
 from omni.model.acting import Acting, using
-from omni.model.lora import choice_of, edits_everywhere
+from omni.model.lora import choice_of, edits_everywhere, kept
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
@@ -115,33 +116,36 @@ class Session:
         Raises:
             UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
                 `Options.overflow`), another answer being made in another thread, an adapter that was removed or
-                merged meanwhile, or a closed session.
+                merged before, or a closed session.
         """
         clock = Clock()
         if seed is not None:
             check_number("seed", seed)
         self._open()
         self._settle(self._last)
-        self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
-        asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
-        features, encoded = self._encode(asked), clock.seconds
-        layout = self.model.layout
-        frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
-        stop = self.options.stops
-        reply = Reply(
-            layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop, time=self.time
-        )
-        with self._lock:
-            runner = self._open()
-            self._settle(self._last)  # once more: another thread may have asked meanwhile
-            clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
-            before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
-            room, forget = (runner.length, self.model.config.decoder.context), self.options.overflow == "forget"
-            self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
-            key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
-            self._asked += 1
-            running = self._last = Running(exchange, before, columns, keys, reply, self.codec, clock, key, encode=encoded)
-            running.hold()
+        with ExitStack() as held:
+            held.enter_context(kept(self.model, [self._acting]))
+            self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
+            asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
+            features, encoded = self._encode(asked), clock.seconds
+            layout = self.model.layout
+            frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
+            stop = self.options.stops
+            reply = Reply(
+                layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop, time=self.time
+            )
+            with self._lock:
+                runner = self._open()
+                self._settle(self._last)  # once more: another thread may have asked meanwhile
+                clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
+                before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
+                room, forget = (runner.length, self.model.config.decoder.context), self.options.overflow == "forget"
+                self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
+                key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
+                self._asked += 1
+                parts = (exchange, before, columns, keys, reply, self.codec, clock, key, encoded)
+                running = self._last = Running(*parts, release=held.pop_all().close)
+                running.hold()
         return self._events(running, runner)
 
     def answer(
@@ -372,6 +376,7 @@ class Session:
                 runner.leave(row)
             running.rows = []
             runner.results(flush=True)
+            running.release()
             if running.reply.error is None:
                 self._past.append(running.delivered())
             else:

@@ -39,7 +39,7 @@ from omni.hardware import find_device, find_dtype
 from omni.layout import Layout
 from omni.model.acting import Acting
 from omni.model.linears import linears_of
-from omni.model.lora import activate, active_names, adapter_names, attach, remove_adapter, take_back
+from omni.model.lora import activate, active_names, adapter_names, attach, kept, remove_adapter, take_back
 from omni.model.lora_weights import base_weight, has_weight
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
@@ -192,7 +192,8 @@ class SpeechLM:
         """Take a loaded adapter away; sessions that answer with it are refused from then on.
 
         Raises:
-            UserError: there is none of that name (it lists those there are), or it is merged into the weights.
+            UserError: there is none of that name (it lists those there are), it is merged into the weights, or an answer under
+                way uses it.
         """
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
@@ -321,7 +322,7 @@ class SpeechLM:
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         for own in corrections:
             self._bases.check(self.model, own)
-        with lent(self.model, corrections) as names:
+        with lent(self.model, corrections) as names, kept(self.model, adapters):
             acting: list[Acting] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
             return batch.answer(asked, seeds, batch_size, acting)
 
