@@ -110,7 +110,7 @@ class Session:
 
         Args:
             question: a text or sound, as the task asks; see `omni.generate.question.Question`.
-            sample_rate: of samples that come without their own, in Hz.
+            sample_rate: of samples that come without their own, in Hz; files have their own.
             seed: of this answer's draws; by default made of the session's seed and the turn's number.
 
         Raises:
