@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TextIO
 
 from infer.device import cpu_threads
-from infer.messages import in_options
+from infer.messages import in_options, on_one_line
 from infer.options import AskOptions
 from infer.places import PIPE
 from infer.playback import Figures, Meter
 from infer.questions import Pending, collect, remarked
-from infer.sound_out import Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
+from infer.sound_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
 from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
@@ -107,7 +107,7 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
                 session.close()
                 session = new_session()
             if len(asked) > 1 and not options.json:
-                print(f"[{number + 1}/{len(asked)}] {question.name}", file=say, flush=True)
+                print(f"[{number + 1}/{len(asked)}] {on_one_line(question.name)}", file=say, flush=True)
             whole &= _turn(session, question, task, place, options, say)
     return whole
 
@@ -132,7 +132,7 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
                 events = session.ask(asked, task)
             told += [*read, *(f"{question.name}: {remark}" for remark in heard)]
             for remark in told:
-                print(f"warning: {remark}", file=sys.stderr, flush=True)
+                print(f"warning: {on_one_line(remark)}", file=sys.stderr, flush=True)
             figures, ended = follow(events, meter, outputs, None if options.json else say, pieces)
             outputs.broken = ended.error is not None
     except (KeyboardInterrupt, SystemExit):
@@ -146,7 +146,7 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
     if options.json or ended.error is not None:
         return ended.error is None
     if outputs.kept:
-        print(f"{place}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
+        print(f"{on_one_line(str(place))}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
     if ended.reason != "end":
         print(REASONS[ended.reason], file=say)
     print(figures.line(), file=say, flush=True)
@@ -251,7 +251,8 @@ def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]
         if options.speaker:  # first: it is the one that may refuse
             add(Paced(SpeakerOutput(rate)))
         if place is not None:
-            add(_paced(WavOutput(place, rate), pace))
+            wav = place.suffix.lower() == ".wav"
+            add(_paced(WavOutput(place, rate) if wav else EncodedOutput(place, rate), pace))
         if options.out == PIPE:
             add(_paced(PipeOutput(sys.stdout.buffer), pace))
         undo.pop_all()

@@ -1,4 +1,4 @@
-"""What the library says in the words of the command line: an option where Python has a keyword."""
+"""What the library says in the words of the command line: an option where Python has a keyword; names on one line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"(?<= )(channel|task)='?(\w+)'?(?![\w.])", r"--\1 \2"),
 )
 """A pattern of a message, and what stands there on the command line."""
+
+
+def on_one_line(name: str) -> str:
+    """A name as a line can show it: line ends and control characters as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
 def in_options(message: str) -> str:

@@ -43,7 +43,7 @@ class AskOptions:
     channel: int | None = option(None, "which channel of the files to hear, from 0; one or two are mixed by default")
 
     out: str | None = option(
-        None, "WAV file for the answer (answer.wav by default), or - for raw PCM (s16le) on standard output"
+        None, "WAV, FLAC, OGG or MP3 file for the answer (answer.wav by default), or - for raw PCM (s16le) on standard output"
     )
     speaker: bool = option(False, "play the answer")
     realtime: bool = option(False, "write the sound no faster than it plays")

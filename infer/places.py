@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infer.options import AskOptions
+from omni.audio.wav import FORMATS
 from omni.errors import UserError
-from omni.files import replaceable
+from omni.files import beside, replaceable
 from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, find_task
 
@@ -47,10 +48,12 @@ def choose_task(name: str | None, spoken: bool) -> Task:
 
 
 def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
-    """The WAV file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
+    """The sound file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
     file."""
-    if (options.json or options.out == PIPE) and sys.__stdout__ is None:
-        raise UserError(f"{'--json' if options.json else '--out -'} wants standard output, but that was closed; leave it open")
+    written = next((f"--task {task.name}" for task in tasks if not task.audio), "")
+    wants = "--json" if options.json else "--out -" if options.out == PIPE else written
+    if wants and sys.__stdout__ is None:
+        raise UserError(f"{wants} wants standard output, but that was closed; leave it open")
     spoken, several = [task.audio for task in tasks], len(tasks) > 1
     if options.json and options.out == PIPE:
         raise UserError("--json and --out - both want standard output; write the sound to a file, or leave --json out")
@@ -58,21 +61,28 @@ def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
         raise UserError(f"--out - wants sound, but --task {tasks[0].name} answers in text only; leave --out out")
     if options.out == PIPE or (options.out is None and options.speaker):
         return [None] * len(tasks)
-    given = Path(options.out or "answer.wav")
+    given = Path("answer.wav" if options.out is None else options.out)
     names = [given.with_stem(f"{given.stem}-{n}") if several else given for n in range(1, len(tasks) + 1)]
     return [check_place(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
 
 
 def check_place(path: str, inputs: Sequence[str]) -> Path:
-    """Where a WAV file is to be written; UserError where it is elsewhere, its folder is missing, it cannot be replaced, or it
-    is one of the inputs."""
+    """Where a sound file is to be written; UserError where it is elsewhere, its folder is missing, it cannot be written or
+    replaced, its suffix names no format, or it is one of the inputs."""
     refuse_remote(path, "answer", write=True)
     place = Path(path)
     if not os.path.isdir(place.parent):
         raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
     if os.path.isdir(place):
         raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
-    replaceable(place)
+    part = beside(replaceable(place), place)
+    try:
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise UserError(f"--out {path!r} cannot be written: {error.strerror}; name a file elsewhere") from error
+    if place.suffix.lower() not in FORMATS:
+        raise UserError(f"--out {path!r}: the suffix says how sound is written; use {', '.join(FORMATS)}")
     for given in inputs:
         if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
             raise UserError(f"--out {path!r} is also the question; write the answer to another file")

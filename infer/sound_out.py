@@ -1,4 +1,4 @@
-"""Where an answer's sound goes while it is made: a WAV file, a pipe, the loudspeaker.
+"""Where an answer's sound goes while it is made: a file, a pipe, the loudspeaker.
 
 Dimensions: S samples.
 """
@@ -13,9 +13,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from omni.audio.io import WavWriter, pcm16
+from omni.audio.wav import write_audio
 from omni.errors import UserError
 
 How = Literal["done", "stopped", "failed"]
@@ -54,6 +56,23 @@ class WavOutput:
             self.kept = True
         else:
             self._writer.abort()
+
+
+class EncodedOutput:
+    """A FLAC, OGG or MP3 file, which is written at the end, and only if there is a sample."""
+
+    def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
+        self._path, self._rate = path, sample_rate
+        self._chunks: list[Tensor] = []
+        self.kept = False
+
+    def write(self, samples: Tensor) -> None:
+        self._chunks.append(samples)
+
+    def end(self, how: How) -> None:
+        if any(map(len, self._chunks)) and how != "failed":
+            write_audio(self._path, torch.cat(self._chunks), self._rate)
+            self.kept = True
 
 
 class PipeOutput:

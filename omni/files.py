@@ -12,6 +12,15 @@ from pathlib import Path
 from omni.errors import UserError
 from omni.remote import refuse_remote
 
+LONGEST = 255
+"""Bytes of the longest name that file systems take."""
+
+
+def check_path(path: object, what: str) -> None:
+    """UserError for what is no path at all."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f"{what} is {repr(path)[:80]}; give a path")
+
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
     """Where a file of that name is, links followed: a link keeps pointing at its file. UserError for a folder, a device, or a
@@ -29,7 +38,10 @@ def replaceable(path: str | os.PathLike[str]) -> Path:
 
 def beside(place: Path, owner: object) -> Path:
     """A name in the folder of `place` for what is still being written; each owner of each process has its own."""
-    return place.with_name(f".{place.name}.part-{os.getpid()}-{id(owner):x}")
+    name, end = place.name, f".part-{os.getpid()}-{id(owner):x}"
+    while len(os.fsencode(f".{name}{end}")) > LONGEST:
+        name = name[:-1]
+    return place.with_name(f".{name}{end}")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
@@ -22,12 +23,15 @@ FAILED, BROKEN_PIPE = 1, 128 + signal.SIGPIPE
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals that end a program as an exception does: what it was writing is closed or removed."""
 
+GRACE = 1.0
+"""Seconds in which another signal of `ENDING` counts as the same: it must not break off what the first one ends."""
+
 
 def lead(main: Callable[[], int]) -> NoReturn:
     """Run a program's main function as this process, and end it with the code that it returns."""
     gc.disable()  # until `all_imported`
     open_streams()
-    end_in_order()
+    came = end_in_order()
     threading.excepthook = _thread_failed
     code: object = FAILED
     try:
@@ -35,7 +39,7 @@ def lead(main: Callable[[], int]) -> NoReturn:
     except SystemExit as done:
         code = done.code
     finally:
-        code = last_flush(code)
+        code = last_flush(128 + came[-1] if came else code)
         gc.freeze()  # the interpreter's last collection would look at every object of torch, which takes half a second
     sys.exit(code)
 
@@ -60,25 +64,34 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def end_in_order() -> None:
-    """Leave by an exception when a signal of `ENDING` comes, once; one that is ignored (`nohup`) stays ignored.
+def end_in_order() -> list[int]:
+    """Leave by an exception when a signal of `ENDING` comes; one that is ignored (`nohup`) stays ignored.
 
-    Children that are forked later die of it as ever.
+    While libraries are imported (until `all_imported`), which may swallow the exception, the process ends at once: nothing was
+    written yet. What swallows it later meets the next signal's. Children that are forked later die of it as ever.
+
+    Returns:
+        the signals that an exception was raised for, as they come.
     """
-    owner = os.getpid()
+    owner, came, latest = os.getpid(), list[int](), -GRACE
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal latest
         if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        for other in ENDING:  # a second one must not break off what the first one ends
-            signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        if not gc.isenabled():
+            os._exit(128 + number)
+        if time.monotonic() - latest >= GRACE:
+            latest = time.monotonic()
+            came.append(number)
+            raise SystemExit(128 + number)
 
     for number in ENDING:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, end)
+    return came
 
 
 def last_flush(code: object = 0) -> int:

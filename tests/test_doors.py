@@ -71,8 +71,9 @@ def test_names_that_are_not_text_are_printed_in_every_encoding(door: str, env: d
 @pytest.mark.usefixtures("terminal_signals")
 def test_signals_that_are_ignored_stay_so_and_others_end_in_order(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from omni.process import lead\n"
+        "import os, signal, sys; from omni.process import all_imported, lead\n"
         "def main():\n"
+        "    all_imported()\n"
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGHUP); print('went on', flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGTERM); print('not reached')\n"
@@ -87,6 +88,40 @@ def test_signals_that_are_ignored_stay_so_and_others_end_in_order(tmp_path: Path
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert (ignoring.returncode, ignoring.stdout, ignoring.stderr) == (143, "went on\nclosed\n", "")
+
+
+SWALLOWED = {
+    "while libraries are imported": ("", "print('not reached', flush=True)", ""),
+    "and another comes": (
+        "process.all_imported()",
+        "os.kill(os.getpid(), signal.SIGTERM); print('not reached')",
+        "swallowed\n",
+    ),
+    "and the work goes on": ("process.all_imported()", "return 0", "swallowed\n"),
+}
+
+
+@pytest.mark.parametrize("name", SWALLOWED)
+def test_a_signal_whose_exception_is_swallowed_ends_the_process_all_the_same(name: str, tmp_path: Path) -> None:
+    first, then, out = SWALLOWED[name]
+    code = (
+        "import os, signal; from omni import process\n"
+        "process.GRACE = 0.0\n"
+        "def main():\n"
+        f"    {first}\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    except BaseException: print('swallowed', flush=True)\n"
+        f"    {then}\n"
+        "process.lead(main)\n"
+    )
+    done = call(["-c", code], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (143, out, "")
+
+
+def test_a_written_answer_wants_standard_output(tmp_path: Path) -> None:
+    done = call([*DOORS["infer"], "ask", "--text", "hi", "--task", "T1T2"], tmp_path, ">&-")
+    assert done.returncode == 2
+    one_line(done.stderr, "--task T1T2 wants standard output, but that was closed")
 
 
 FAILURES = {

@@ -243,6 +243,8 @@ def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> t
         raise UserError(f"{name}: {error.strerror or error}: check that it is open and may be read") from error
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is open as text: open it with mode 'rb'") from error
     except ValueError as error:  # closed
         raise UserError(f"{name} cannot be read ({error}): open it again") from error
 
@@ -253,6 +255,8 @@ def _checked(
     """Refuse what is empty, no sound, cut, or too large to be looked at; then open it at `place`."""
     start = file.tell()
     head = bytes(_some(file, HEAD))
+    if not head and start:
+        raise UserError(f"{name} has been read to its end: go back with seek(0)")
     if not head:
         raise UserError(f"{name} is empty (0 bytes): record or download it again")
     if (other := foreign(head)) is not None:

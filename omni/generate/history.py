@@ -52,11 +52,12 @@ def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange, system: S
 
 
 def fit(
-    layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int], length: int, forget: bool
+    layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int], length: int, most: int, forget: bool
 ) -> tuple[list[Exchange], Columns, list[Key]]:
     """Lay out a conversation with a new question in a cache of `length` positions.
 
     Args:
+        most: positions of the largest cache that the model could have.
         forget: drop the oldest turns until a quarter of the cache is free, or only the question is left.
 
     Returns:
@@ -71,22 +72,26 @@ def fit(
         del past[0]
         columns, keys = lay_out(layout, past, asked, system)
     if len(keys) >= length:
-        way = "shorten the question" if forget else "use overflow='forget', or start a new session"
+        way = "use overflow='forget', or start a new session" if past else "shorten the question"
         raise UserError(
             f"history and question take {len(keys)} positions, but the session's cache has {length} and an "
-            f"answer needs some: {way}, or give a larger context"
+            f"answer needs some: {way}{_or_larger(length, most)}"
         )
     return past, columns, keys
 
 
-def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], length: int) -> None:
-    """Refuse turns that fill a cache of `length` positions by themselves (UserError)."""
+def _or_larger(length: int, most: int) -> str:
+    return ", or give a larger context" if length < most else "; the model has no more positions"
+
+
+def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], length: int, most: int) -> None:
+    """Refuse turns that fill a cache of `length` positions by themselves (UserError); `most` as for `fit`."""
     taken = len(system_message(layout, system)) if past else 0
     taken += sum(len(prompt(layout, e.turn)) + len(answer(layout, e.turn)) for e in past)
     if taken >= length:
         raise UserError(
-            f"the history takes {taken} positions, but the session's cache has {length}: leave its oldest turns out, use "
-            "overflow='forget', or give a larger context"
+            f"the history takes {taken} positions, but the session's cache has {length}: leave its oldest turns out, or use "
+            f"overflow='forget'{_or_larger(length, most)}"
         )
 
 

@@ -12,7 +12,7 @@ Dimensions: S samples, A audio streams, F frames.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -116,9 +116,13 @@ def read_history(history: History | None, model: SpeechModel, tokenizer: Tokeniz
         from omni.generate.saved import load_conversation
 
         return load_conversation(Path(history), model, tokenizer)
+    if not isinstance(history, Iterable):
+        raise UserError(f"history is {repr(history)[:60]}; give messages, a session's .history, or the path of a saved one")
     given = [_message(one, number) for number, one in enumerate(history, 1)]
     for number, one in enumerate(given, 1):
         wanted = ROLES[1 - number % 2]
+        if one.role == "system":  # type: ignore[comparison-overlap]
+            raise UserError(f"history: message {number} is of role 'system'; leave it out, and give its text as system=...")
         if one.role != wanted:
             raise UserError(
                 f"history: message {number} is of role {one.role!r}, but questions ('user') and answers ('assistant') take "

@@ -104,6 +104,7 @@ class Options:
             raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
         if self.max_new_tokens is not None:
             check_number("max_new_tokens", self.max_new_tokens)
+        check_adapter(self.adapter)
         if not isinstance(self.sampling, (Sampling, Mapping)):
             raise UserError(f"sampling is {repr(self.sampling)[:80]}; give a Sampling, or a dict of one per stream or kind")
         listed = self.stop is None or isinstance(self.stop, (str, list, tuple))
@@ -129,6 +130,12 @@ class Options:
         if codec is None:
             frames = self.max_new_tokens
         return frames, min(frames + max_delay + 1, self.max_new_tokens)
+
+
+def check_adapter(name: Any) -> None:
+    """UserError for what is no name of an adapter."""
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"adapter is {repr(name)[:80]}; give the name of one that was loaded, or None")
 
 
 def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ()) -> Options:

@@ -23,7 +23,7 @@ from omni.config import ModelConfig
 from omni.errors import SoundWarning, UserError
 from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote
-from omni.tasks import Task, Turn, find_task, prompt
+from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
 
 NOT_HEARD = (
@@ -99,10 +99,9 @@ def read_question(
     if isinstance(sound, str):
         refuse_remote(sound, "sound file")
     if isinstance(sound, str) and not os.path.exists(sound) and (" " in sound or not os.path.splitext(sound)[1]):
-        raise UserError(
-            f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; for a written question use "
-            f"task='T1{task.name[2:]}'"
-        )
+        written = f"T1{task.name[2:]}"
+        way = f"for a written question use task={written!r}" if written in TASKS else "check its path"
+        raise UserError(f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; {way}")
     clip = read_sound(sound, rate, max_seconds=longest(model.config))
     name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
     for remark in remarks(clip, SAMPLE_RATE):

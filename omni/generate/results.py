@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omni.audio.wav import write_audio
 from omni.errors import UserError
+from omni.files import check_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,6 +160,7 @@ class Answer:
         Raises:
             UserError: there is no sound, or it cannot be written there.
         """
+        check_path(path, "the answer's file")
         if self.audio is None:
             why = "its task only writes" if self.codes is None else "no codec made sound of its codes"
             raise UserError(f"this answer has no sound to save in {os.fspath(path)!r}: {why}; its text is in .text")

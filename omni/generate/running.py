@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ class Running:
         characters, samples: handed over so far.
         loudness: of the sound that was handed over.
         played, shown: seconds that were heard and characters that were seen, where an interruption said so.
+        release: called when it is settled; its adapter may be removed from then on.
     """
 
     exchange: Exchange
@@ -44,6 +46,7 @@ class Running:
     clock: Clock
     key: int
     encode: float
+    release: Callable[[], None]
     prefill: float = 0.0
     rows: list[Row] = field(default_factory=list)
     busy: bool = False

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from omni.errors import UserError
-from omni.files import write_whole
+from omni.files import check_path, write_whole
 from omni.generate.history import Exchange
 from omni.generate.messages import Past
 from omni.generate.question import read_question
@@ -42,6 +42,7 @@ def save_conversation(
     Raises:
         UserError: the place cannot be written; what was there before stays.
     """
+    check_path(path, "the conversation's file")
     tensors: dict[str, Tensor] = {}
     turns = []
     for number, exchange in enumerate(past):

@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,22 +25,14 @@ import torch
 from torch import Tensor
 
 from omni.audio.codec import AudioCodec
+from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.history import Exchange, Held, check_room, fit
 from omni.generate.messages import Message, Past, messages
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
-from omni.generate.question import (
-    NOT_HEARD,
-    SAMPLE_RATE,
-    Asked,
-    Question,
-    encode_questions,
-    is_finite,
-    read_question,
-    read_system,
-)
+from omni.generate.question import NOT_HEARD, Asked, Question, encode_questions, is_finite, read_question, read_system
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
@@ -49,7 +42,7 @@ from omni.generate.speech_time import SpeechTime
 from omni.generate.step import Runner
 from omni.hardware import synchronize
 from omni.model.acting import Acting, using
-from omni.model.lora import choice_of, edits_everywhere
+from omni.model.lora import choice_of, edits_everywhere, kept
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
@@ -92,7 +85,7 @@ class Session:
         self._past = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
         self._asked = past.asked
         if options.overflow == "end":
-            check_room(model.layout, self._past, self._system, runner.length)
+            check_room(model.layout, self._past, self._system, runner.length, model.config.decoder.context)
         self._last: Running | None = None
         self._lock = threading.RLock()  # over what the history and the last answer are
         self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
@@ -117,39 +110,42 @@ class Session:
 
         Args:
             question: a text or sound, as the task asks; see `omni.generate.question.Question`.
-            sample_rate: of samples that come without their own, in Hz.
+            sample_rate: of samples that come without their own, in Hz; files have their own.
             seed: of this answer's draws; by default made of the session's seed and the turn's number.
 
         Raises:
             UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
                 `Options.overflow`), another answer being made in another thread, an adapter that was removed or
-                merged meanwhile, or a closed session.
+                merged before, or a closed session.
         """
         clock = Clock()
         if seed is not None:
             check_number("seed", seed)
         self._open()
         self._settle(self._last)
-        self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
-        asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
-        features, encoded = self._encode(asked), clock.seconds
-        layout = self.model.layout
-        frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
-        stop = self.options.stops
-        reply = Reply(
-            layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop, time=self.time
-        )
-        with self._lock:
-            runner = self._open()
-            self._settle(self._last)  # once more: another thread may have asked meanwhile
-            clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
-            before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
-            forget = self.options.overflow == "forget"
-            self._past, columns, keys = fit(layout, before, exchange, self._system, runner.length, forget)
-            key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
-            self._asked += 1
-            running = self._last = Running(exchange, before, columns, keys, reply, self.codec, clock, key, encode=encoded)
-            running.hold()
+        with ExitStack() as held:
+            held.enter_context(kept(self.model, [self._acting]))
+            self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
+            asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
+            features, encoded = self._encode(asked), clock.seconds
+            layout = self.model.layout
+            frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
+            stop = self.options.stops
+            reply = Reply(
+                layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop, time=self.time
+            )
+            with self._lock:
+                runner = self._open()
+                self._settle(self._last)  # once more: another thread may have asked meanwhile
+                clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
+                before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
+                room, forget = (runner.length, self.model.config.decoder.context), self.options.overflow == "forget"
+                self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
+                key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
+                self._asked += 1
+                parts = (exchange, before, columns, keys, reply, self.codec, clock, key, encoded)
+                running = self._last = Running(*parts, release=held.pop_all().close)
+                running.hold()
         return self._events(running, runner)
 
     def answer(
@@ -189,7 +185,8 @@ class Session:
         """Stop the answer that is being made, and cut the last answer in the history to what was delivered.
 
         May be called from any thread, between events, or after the answer has ended (a listener interrupts what
-        is still playing). An answer under way ends with `Ended("cancelled")`.
+        is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once, or, where a
+        thread is at work on it just now, after that thread's next event.
 
         Args:
             played_seconds: how much of the sound was heard; only its whole frames stay in the history, and of the
@@ -210,6 +207,8 @@ class Session:
             last.interrupt(played_seconds, shown_characters)
             if not last.settled:
                 last.cancelled = True
+                if not last.busy:
+                    self._settle(last)
             elif self._past and last.reply.error is None:
                 self._past[-1] = last.delivered()
 
@@ -377,6 +376,7 @@ class Session:
                 runner.leave(row)
             running.rows = []
             runner.results(flush=True)
+            running.release()
             if running.reply.error is None:
                 self._past.append(running.delivered())
             else:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,11 @@ from omni.config import ModelConfig
 from omni.edit.deltas import Edits
 from omni.edit.lend import Bases, edited_everywhere, lend, lent
 from omni.errors import UserError
+from omni.files import check_path
 from omni.generate.batch import Batch, one_each
 from omni.generate.bounds import check_number
 from omni.generate.messages import History, read_history
-from omni.generate.options import Keywords, SamplingNames, SessionOptions, make_options
+from omni.generate.options import Keywords, SamplingNames, SessionOptions, check_adapter, make_options
 from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
 from omni.generate.results import Answer, Event
 from omni.generate.sampling import SamplingPlan
@@ -39,7 +40,7 @@ from omni.hardware import find_device, find_dtype
 from omni.layout import Layout
 from omni.model.acting import Acting
 from omni.model.linears import linears_of
-from omni.model.lora import activate, active_names, adapter_names, attach, remove_adapter, take_back
+from omni.model.lora import activate, active_names, adapter_names, attach, kept, remove_adapter, take_back
 from omni.model.lora_weights import base_weight, has_weight
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
@@ -126,6 +127,7 @@ class SpeechLM:
         from omni.checkpoint.folder import load_folder
 
         start = time.perf_counter()
+        check_path(folder, "the model folder")
         place, numbers = find_device(device), find_dtype(dtype)
         loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
@@ -164,6 +166,7 @@ class SpeechLM:
         """
         from omni.checkpoint.peft import check_base, load_adapter
 
+        check_path(folder, "the adapter's folder")
         weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
         whole = [n for n in weights.whole if n not in weights.copies or not has_weight(self.model, n, weights.whole[n])]
         if whole:
@@ -192,7 +195,8 @@ class SpeechLM:
         """Take a loaded adapter away; sessions that answer with it are refused from then on.
 
         Raises:
-            UserError: there is none of that name (it lists those there are), or it is merged into the weights.
+            UserError: there is none of that name (it lists those there are), it is merged into the weights, or an answer under
+                way uses it.
         """
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
@@ -201,7 +205,7 @@ class SpeechLM:
         """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
-            history: what was said before: another session's `history`, messages as in chat templates (`{"role": "user",
+            history: what was said before: the `.history` of another session, messages as in chat templates (`{"role": "user",
                 "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
             values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, text_assist,
                 overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature, top_k, top_p,
@@ -252,7 +256,7 @@ class SpeechLM:
         Args:
             question: a text where the task asks in writing; else sound (see `omni.generate.question.Question`).
             task: a name of the task table (`omni.tasks`).
-            sample_rate: of samples that come without their own, in Hz.
+            sample_rate: of samples that come without their own, in Hz; files have their own.
             options: those of `session`, by name.
 
         Raises:
@@ -281,7 +285,7 @@ class SpeechLM:
 
     def generate_batch(
         self,
-        questions: Sequence[Question],
+        questions: Iterable[Question],
         task: Task | str | Sequence[Task | str] = "A1A2",
         *,
         sample_rate: int = SAMPLE_RATE,
@@ -310,10 +314,15 @@ class SpeechLM:
             system: a system message for all, or one per question ("" for none).
         """
         check_number("batch_size", batch_size)
+        if isinstance(questions, (str, bytes, Mapping)) or not isinstance(questions, Iterable):
+            raise UserError(f"questions is {repr(questions)[:80]}; give a list of them")
+        questions = list(questions)
         given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
         tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
         for one in seeds:
             check_number("seed", one)
+        for one in adapters:
+            check_adapter(one)
         asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
         asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
@@ -321,7 +330,7 @@ class SpeechLM:
         batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         for own in corrections:
             self._bases.check(self.model, own)
-        with lent(self.model, corrections) as names:
+        with lent(self.model, corrections) as names, kept(self.model, adapters):
             acting: list[Acting] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
             return batch.answer(asked, seeds, batch_size, acting)
 

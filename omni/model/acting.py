@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ class Active:
         names: those that act on every row, added up.
         merged: those that are part of the weights just now.
         edits: edits that act on every row, whatever adapters it has.
+        used: those of the answers under way, once for each.
     """
 
     names: tuple[str, ...] = ()
     merged: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
+    used: list[str] = field(default_factory=list)
 
 
 Acting = str | tuple[str | None, ...] | None

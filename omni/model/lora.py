@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -245,14 +246,31 @@ def _strip(linear: nn.Module) -> None:
 
 @_alone
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Take an adapter away; UserError where there is none of that name, or it is merged."""
+    """Take an adapter away; UserError where there is none of that name, it is merged, or an answer under way uses it."""
     check_known(model, [name])
     for target, part in adapted(model).items():
         if name in part.active.merged:
             raise UserError(f"adapter {name!r} is merged into the weights; unmerge first")
+        if name in part.active.used:
+            raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
         part._modules.pop(name, None)
         part.active.names = tuple(n for n in part.active.names if n != name)
         _strip(linear_of(model, target))
+
+
+@contextmanager
+def kept(model: nn.Module, rows: Sequence[Acting]) -> Iterator[None]:
+    """Keep the adapters that rows name from being removed while a block runs; UserError where there is none of a name."""
+    names = _adapters_in(rows)
+    with CHANGING:
+        check_known(model, names)
+        used = next((part.active.used for part in adapted(model).values()), []) if names else []
+        used += names
+    try:
+        yield
+    finally:
+        for name in names:
+            used.remove(name)
 
 
 @_alone
@@ -319,7 +337,7 @@ def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | s
     """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
     name, or some are merged into the weights."""
     wanted = list(dict.fromkeys(acting for acting in rows if acting is not None))
-    own = [name for acting in wanted if (name := acting[0] if isinstance(acting, tuple) else acting) is not None]
+    own = _adapters_in(wanted)
     check_known(model, own)
     merged = next((part.active.merged for part in adapted(model).values()), ()) if own else ()
     if merged:
@@ -330,6 +348,11 @@ def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | s
         return Choice((wanted[0],))
     numbers = [0 if acting is None else wanted.index(acting) + 1 for acting in rows]
     return Choice(tuple(wanted), torch.tensor(numbers, device=device))
+
+
+def _adapters_in(rows: Sequence[Acting]) -> list[str]:
+    """The adapters that rows name, once for each."""
+    return [name for acting in rows if (name := acting[0] if isinstance(acting, tuple) else acting) is not None]
 
 
 def names_there(model: nn.Module) -> set[str]:

@@ -11,6 +11,7 @@ from omni.checkpoint.peft import save_adapter
 from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
+from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.lora import activate, add_adapter, remove_adapter
 from omni.model.lora_config import LoRAConfig
@@ -142,6 +143,35 @@ def test_adapters_can_be_listed_and_removed(layout: Layout, folders: Path) -> No
         lm.remove_adapter("small")
     assert same(lm.generate(tone(0.4), max_seconds=0.4), plain)
     assert lm.load_adapter(folders / "small") == "small"
+
+
+def test_an_adapter_stays_while_an_answer_uses_it(layout: Layout, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_lm(layout)
+    for name in TARGETS:
+        lm.load_adapter(folders / name)
+    used = "'small' is used by an answer under way; end that answer, or cancel it, first"
+    with lm.session(adapter="small", max_seconds=0.8) as session:
+        events = session.ask(tone(0.4))
+        next(events)
+        with pytest.raises(UserError, match=used):
+            lm.remove_adapter("small")
+        lm.remove_adapter("wide")
+        session.cancel()
+        lm.remove_adapter("small")
+    lm.load_adapter(folders / "small")
+    lm.session(adapter="small").ask(tone(0.4))  # both are let go
+    step, refused = Runner.step, []
+
+    def removing(runner: Runner) -> None:
+        with pytest.raises(UserError, match=used):
+            lm.remove_adapter("small")
+        refused.append(True)
+        step(runner)
+
+    monkeypatch.setattr(Runner, "step", removing)
+    lm.generate_batch([tone(0.4)], adapter="small", max_seconds=0.2)
+    lm.remove_adapter("small")
+    assert refused and lm.adapters == ()
 
 
 def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout, folders: Path) -> None:

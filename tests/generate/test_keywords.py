@@ -113,6 +113,24 @@ def test_numpy_s_whole_numbers_are_numbers() -> None:
         assert session.answer("hello", "T1T2", seed=two).tokens == wanted
 
 
+def test_what_is_no_name_list_or_path_is_told(lm: SpeechLM) -> None:
+    calls: list[tuple[Any, str]] = [
+        (lambda: lm.generate("hi", "T1T2", adapter=["m"]), r"adapter is \['m'\]; give the name"),  # type: ignore[arg-type]
+        (lambda: lm.generate_batch(["hi"], "T1T2", adapter=[["m"]]), r"adapter is \['m'\]; give the name"),  # type: ignore[list-item]
+        (lambda: lm.generate_batch(None), "questions is None; give a list"),  # type: ignore[arg-type]
+        (lambda: lm.generate_batch("a.wav"), "questions is 'a.wav'; give a list"),
+        (lambda: SpeechLM.from_pretrained(None), "the model folder is None; give a path"),  # type: ignore[arg-type]
+        (lambda: lm.load_adapter(None), "the adapter's folder is None"),  # type: ignore[arg-type]
+        (lambda: lm.generate("hi", "T1A2", max_seconds=0.1).save(None), "the answer's file is None"),  # type: ignore[arg-type]
+        (lambda: lm.session().save(None), "the conversation's file is None"),  # type: ignore[arg-type]
+    ]
+    for call, line in calls:
+        with pytest.raises(UserError, match=line):
+            call()
+    answers = lm.generate_batch((q for q in ("hello", "you")), "T1T2", max_tokens=5)
+    assert [a.tokens for a in answers] == [lm.generate(q, "T1T2", max_tokens=5).tokens for q in ("hello", "you")]
+
+
 # --- stop strings -------------------------------------------------------------------------------------------------------
 
 

@@ -137,10 +137,12 @@ def test_sound_is_kept_as_it_was_asked(lm: SpeechLM) -> None:
 
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-BAD: dict[str, tuple[list[Any], str]] = {
+BAD: dict[str, tuple[Any, str]] = {
     "order": ([ASSISTANT, USER], "message 1 is of role 'assistant'.*'user' comes there"),
     "twice": ([USER, USER], "message 2 is of role 'user'"),
     "role": ([{"role": "bot", "content": "x"}], "message 1 is of role 'bot'"),
+    "system": ([{"role": "system", "content": "be brief"}, USER, ASSISTANT], "message 1 is of role 'system'.*system="),
+    "no messages": (5, "history is 5; give messages, a session's .history"),
     "no answer": ([USER, ASSISTANT, USER], "last message is a question without its answer"),
     "no message": ([USER, "hello"], "message 2 is 'hello'; give"),
     "empty": ([{"role": "user", "content": ""}, ASSISTANT], "message 1: .*text is empty"),

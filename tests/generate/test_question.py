@@ -158,6 +158,23 @@ def test_what_is_no_question(name: str, model: SpeechModel) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_a_file_is_open_for_bytes_and_not_at_its_end(model: SpeechModel, tmp_path: Path) -> None:
+    path = wav(tmp_path)
+    with path.open(encoding="utf-8") as text, pytest.raises(UserError, match="open as text: open it with mode 'rb'"):
+        heard(model, text)
+    with path.open("rb") as file:
+        file.read()
+        with pytest.raises(UserError, match=r"q.wav' has been read to its end: go back with seek\(0\)"):
+            heard(model, file)
+        file.seek(0)
+        assert torch.equal(heard(model, file), torch.from_numpy(TONE))
+
+
+def test_no_task_is_named_that_is_not_there(model: SpeechModel) -> None:
+    with pytest.raises(UserError, match="no sound file 'what is two'; check its path"):
+        read_question("what is two", "A1T1", model, Tokenizer.bytes())
+
+
 def test_the_longest_question(model: SpeechModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model.config
     assert longest(config) == 30

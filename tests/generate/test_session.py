@@ -355,7 +355,7 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
         events = session.ask(*ASKED[4])
         for thread in threads:
             thread.join(30)
-        assert all(a is b for a, b in zip(before, session._past, strict=True))
+        assert all(a is b for a, b in zip(before, session._past[:-1], strict=True))
         assert reason(events) == "cancelled"
 
 

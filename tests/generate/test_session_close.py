@@ -85,6 +85,19 @@ def test_close_within_a_step_waits_for_nobody(lm: SpeechLM, monkeypatch: pytest.
     assert session._runner is None and len(lm._idle) == 1
 
 
+def test_an_answer_that_is_cancelled_between_events_is_in_the_history_at_once(lm: SpeechLM, tmp_path: Path) -> None:
+    with lm.session(max_seconds=70.0) as session:
+        events = session.ask("go on", "T1A2")
+        for _ in range(5):
+            next(events)
+        session.cancel(played_seconds=0.04)
+        turn = session.turns[-1]
+        assert turn.codes is not None and turn.codes.shape[1] == 1 and len(session.history) == 2
+        with lm.session(history=session.save(tmp_path / "talk")) as other:
+            assert len(other.turns) == 1
+        assert ended(list(events)) == "cancelled" and len(session.turns) == 1
+
+
 BAD: list[dict[str, Any]] = [
     {"played_seconds": float("nan")}, {"played_seconds": -0.1}, {"played_seconds": float("inf")}, {"played_seconds": "1"},
     {"played_seconds": True}, {"shown_characters": -1}, {"shown_characters": 1.5},

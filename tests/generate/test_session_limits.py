@@ -40,8 +40,10 @@ def test_a_full_cache_ends_the_turn_and_refuses_the_next(layout: Layout, assist:
         assert len(session.turns) == 1
         free = lm.generate("hello there", "T1A2", text_assist=assist, max_seconds=2.0)
         assert tuple(session.turns[0].text or ()) == free.tokens[: len(session.turns[0].text or ())] != ()
-    with lm.session(context=14) as session, pytest.raises(UserError, match="take 14 positions"):
-        session.ask("hello there", "T1A2")
+    with lm.session(context=14) as session, pytest.raises(UserError, match="shorten the question, or give a larger context"):
+        session.ask("hello there", "T1A2")  # 14 positions
+    with pytest.raises(UserError, match="take 603 positions.*shorten the question; the model has no more positions"):
+        lm.generate("x" * 600, "T1T2", context=100_000)
 
 
 def test_the_decoder_s_context_is_an_end_too(layout: Layout) -> None:

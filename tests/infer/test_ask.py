@@ -289,6 +289,28 @@ def test_a_name_that_is_no_text_is_asked_written_and_told_in_json(run, tmp_path)
     assert plain.code == 0 and "b\\udce9.wav: 0.08 s" in plain.text
 
 
+def test_a_name_s_control_characters_are_told_as_escapes(run, tmp_path):
+    done = run("ask", "--text", "hi", "--out", "a\n\x1b.wav", "--max_seconds", "0.08")
+    assert done.code == 0 and "a\\n\\x1b.wav: 0.08 s" in done.text and (tmp_path / "a\n\x1b.wav").exists()
+
+
+@pytest.mark.parametrize("suffix", ["flac", "ogg", "mp3"])
+def test_the_suffix_says_how_the_answer_is_written(suffix, run, lm, tmp_path):
+    done = run("ask", "--text", "hi", "--out", f"a.{suffix}", "--max_seconds", "0.4", "--json")
+    assert done.code == 0 and json.loads(done.text)["audio"] == f"a.{suffix}", done.err
+    assert soundfile.info(tmp_path / f"a.{suffix}").format == suffix.upper()
+    if suffix == "flac":
+        assert samples_of(tmp_path / "a.flac") == pcm16(lm.generate("hi", "T1A2", max_seconds=0.4).audio)
+
+
+def test_the_longest_name_can_be_written_and_a_link_into_nowhere_cannot(run, tmp_path):
+    name = "é" * 125 + ".wav"
+    assert run("ask", "--text", "hi", "--out", name, "--max_seconds", "0.08").code == 0 and (tmp_path / name).exists()
+    (tmp_path / "link.wav").symlink_to("no/where.wav")
+    done = run("ask", "--text", "hi", "--out", "link.wav", "--model", "none")
+    assert done.code == 2 and "'link.wav' cannot be written: No such file" in done.err
+
+
 def test_an_error_on_the_way_leaves_nothing(run, tmp_path, monkeypatch):
     (tmp_path / "answer.wav").write_bytes(b"an older answer")
     monkeypatch.setattr(Session, "ask", broken_off(UserError("the disk is full"), after=3))
