@@ -9,7 +9,7 @@ Dimensions: K streams, C columns, N features, W width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -100,23 +100,23 @@ class Held:
 
     Attributes:
         keys: of its columns.
-        everywhere: the edits of every row (`SpeechLM.edited`) under which they were fed.
+        under: the edits and adapters with which they were fed.
         high: positions that were ever written since the row was last empty.
     """
 
     def __init__(self) -> None:
         self.keys: list[Key] = []
-        self.everywhere: tuple[str, ...] = ()
+        self.under: Hashable = None
         self.high = 0
 
-    def keep(self, wanted: Sequence[Key], everywhere: tuple[str, ...], cache: KVCache) -> int:
+    def keep(self, wanted: Sequence[Key], under: Hashable, cache: KVCache) -> int:
         """Rewind the cache to the columns that it shares with `wanted`, all of which are about to be fed; how many it keeps.
 
         The last of `wanted` is always fed. In a sliding window's ring the slots before the kept columns may have been written
         over: then the row is emptied.
         """
-        if everywhere != self.everywhere:  # what it holds was made with other edits than act now
-            self.keys, self.everywhere = [], everywhere
+        if under != self.under:  # what it holds was made with other edits or adapters than act now
+            self.keys, self.under = [], under
         keep = common_prefix(self.keys, wanted[:-1])
         if keep == 0 or (cache.ring and self.high - keep > cache.chunk):
             cache.reset([0])

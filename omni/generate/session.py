@@ -42,7 +42,7 @@ from omni.generate.speech_time import SpeechTime
 from omni.generate.step import Runner
 from omni.hardware import synchronize
 from omni.model.acting import Acting, using
-from omni.model.lora import choice_of, edits_everywhere, kept
+from omni.model.lora import choice_of, edits_everywhere, kept, removals
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
@@ -310,7 +310,8 @@ class Session:
         """Bring the cache to the end of the question and write the answer's first column."""
         model, task, keys = self.model, running.task, running.keys
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
-        keep = self._held.keep(keys, edits_everywhere(model), runner.cache)
+        under = (edits_everywhere(model), self._acting and removals(model))
+        keep = self._held.keep(keys, under, runner.cache)
         question = pack(model.layout, [running.columns], features, [keep])
         start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, acting=self._acting)
         if self.options.text_assist and task.text and task.audio:

@@ -29,7 +29,7 @@ from omni.generate.sampling import Mode, Sampler
 from omni.model.acting import Acting, Choice, names_in, using
 from omni.model.decoder import Hidden
 from omni.model.kv_cache import KVCache
-from omni.model.lora import edits_everywhere, names_there
+from omni.model.lora import edits_everywhere, names_there, removals
 from omni.model.speech_model import SpeechModel
 
 
@@ -45,6 +45,7 @@ class _Plan(NamedTuple):
             it.
         mixed: rows differ in them.
         everywhere: edits that act on every row besides.
+        removals: of adapters so far, where any act: a graph reads the weights of those that it was captured with.
     """
 
     first: int
@@ -58,6 +59,7 @@ class _Plan(NamedTuple):
     acting: tuple[Acting, ...] = ()
     mixed: bool = False
     everywhere: tuple[str, ...] = ()
+    removals: int = 0
 
 
 class _Record(NamedTuple):
@@ -121,6 +123,7 @@ class Runner:
         self._partner = torch.arange(rows, device=device)
         self._number = torch.zeros(rows, dtype=torch.long, device=device)  # place in `_acting`, from 1; 0 for the own choice
         self._acting: list[Acting] = []
+        self._removals = 0
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
         self._cursor.done.fill_(True)
         self._sampler = Sampler(self.layout, rows, device)
@@ -164,9 +167,9 @@ class Runner:
     def _numbered(self, acting: Acting) -> int:
         if acting is None:
             return 0
+        if not any(self.rows) and (acting not in self._acting or self._removals != removals(self.model)):
+            self._forget()
         if acting not in self._acting:
-            if not any(self.rows):
-                self._forget()
             self._acting.append(acting)
         return self._acting.index(acting) + 1
 
@@ -174,7 +177,13 @@ class Runner:
         """Drop numbers and graphs of adapters and edits that the model no longer has."""
         there = names_there(self.model)
         self._acting = [acting for acting in self._acting if there.issuperset(names_in(acting))]
-        kept = [plan for plan in self._graphs if there.issuperset({*plan.everywhere, *_all_names(plan.acting)})]
+        self._removals = removals(self.model)
+        kept = [
+            plan
+            for plan in self._graphs
+            if there.issuperset({*plan.everywhere, *_all_names(plan.acting)})
+            and (not plan.acting or plan.removals == self._removals)
+        ]
         self._graphs = {plan: self._graphs[plan] for plan in kept}
 
     def leave(self, row: Row) -> None:
@@ -269,7 +278,8 @@ class Runner:
         mixed = len(used) > 1
         acting = tuple(self._acting) if mixed else tuple(one for one in used if one is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
-        return _Plan(first, stop, text, audio, coupled, *modes, visible, acting, mixed, edits_everywhere(self.model))
+        removed = removals(self.model) if acting else 0
+        return _Plan(first, stop, text, audio, coupled, *modes, visible, acting, mixed, edits_everywhere(self.model), removed)
 
     def _visible(self, positions: int) -> int:
         """How many slots a step looks at: few different numbers, fewer still where each costs a graph."""

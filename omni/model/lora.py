@@ -38,6 +38,7 @@ CHANGING = threading.RLock()
 """Held while what hangs on a model's linears is changed or walked over: sessions of several threads share one model."""
 
 _EVERYWHERE = "_edits_everywhere"
+_REMOVED = "_removed_adapters"
 
 
 class Pair(Protocol):
@@ -256,6 +257,12 @@ def remove_adapter(model: nn.Module, name: str) -> None:
         part._modules.pop(name, None)
         part.active.names = tuple(n for n in part.active.names if n != name)
         _strip(linear_of(model, target))
+    vars(model)[_REMOVED] = removals(model) + 1
+
+
+def removals(model: nn.Module) -> int:
+    """How many adapters were taken away so far: since the last one, a name may be that of another adapter."""
+    return int(vars(model).get(_REMOVED, 0))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.step import Runner
 from omni.layout import Layout
-from omni.model.lora import activate, add_adapter, remove_adapter
+from omni.model.lora import activate, adapted, add_adapter, remove_adapter
 from omni.model.lora_config import LoRAConfig
 from omni.model.lora_weights import base_checksum, merge, merged_state, unmerge, weights_of
 from omni.model.speech_model import SpeechModel
@@ -190,3 +191,30 @@ def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout,
         with pytest.raises(UserError, match="no adapter 'small'; the model's adapters are wide"):
             session.answer(tone(0.3))
         assert len(session.turns) == 2
+
+
+def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(layout: Layout, folders: Path) -> None:
+    """What a session's cache holds, and the steps that a runner captured, were made with the first."""
+    lm, options = make_lm(layout), {"adapter": "mine", "max_seconds": 0.6}
+    lm.load_adapter(folders / "small", "mine")
+    plans: list[Any] = []
+    with lm.session(**options) as session:
+        runner = session._open()
+        for _ in session.ask(tone(0.4)):
+            plans += [runner._plan(0, 1)] if runner.rows[0] is not None else []
+        lm.remove_adapter("mine")
+        lm.load_adapter(folders / "small", "mine")
+        with torch.no_grad():
+            for part in adapted(lm.model).values():
+                part.mine.b.mul_(-8)
+        past = session.history
+        events = session.ask("hello", "T1A2")
+        next(events)
+        assert plans and runner._plan(0, 1) not in [plan._replace(visible=runner._plan(0, 1).visible) for plan in plans]
+        session.cancel()
+        found = session.answer("and", "T1A2")
+    with lm.session(history=past, **options) as session:
+        events = session.ask("hello", "T1A2")
+        next(events)
+        session.cancel()
+        assert same(found, session.answer("and", "T1A2"))
