@@ -144,6 +144,8 @@ def save(
         failure: UserError | None = None
         try:
             part()
+        except UserError as error:
+            failure = error
         except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
             failure = _cannot_write(target, error)
         try:
