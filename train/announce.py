@@ -29,8 +29,8 @@ def beginning(config: FitConfig, fabric: Fabric) -> list[str]:
     """What a run is about to do, known before anything is loaded."""
     budget, cuda = config.budget, fabric.device.type == "cuda"
     limits = [
-        *([f"{budget.steps} steps"] if budget.steps is not None else []),
-        *([f"{budget.minutes:g} minutes"] if budget.minutes is not None else []),
+        *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
+        *([f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []),
     ]
     start = config.model.init_from or config.model.preset
     device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
+    if not debug:  # else PyTorch tells of every connection that another process has closed, with addresses in its code
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())))
         return 0 if arguments else 2
@@ -76,10 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             say(f"error: {error.filename} cannot be read or written ({error.strerror}); fix that and run again")
             return 2
-        say(f"error: {in_one_line(error)}")
+        if not (_helper() and _lost(error)):
+            say(f"error: {in_one_line(error)}")
         return FAILED
 
 
 def _helper() -> bool:
     """Whether this is another than the first process of a run."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+
+
+def _lost(error: Exception) -> bool:
+    """Whether another process of the run could not be reached: it has ended, and said why."""
+    return any(kind.__name__ == "DistError" for kind in type(error).__mro__)

@@ -108,6 +108,8 @@ class ModelSection:
         return None if self.preset is None else len(preset(self.preset).layout)
 
 
+LARGEST_RATE = 1e3
+"""Of learning rates and weight decay."""
 Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
 
 
@@ -133,7 +135,10 @@ class GroupConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "muon_lr", "weight_decay"):
             value = getattr(self, name)
-            _need(value is None or value >= 0, f"optimizer.groups {self.pattern!r}: {name} is {value}; it must not be negative")
+            _need(
+                value is None or 0 <= value <= LARGEST_RATE,
+                f"optimizer.groups {self.pattern!r}: {name} is {value}; it must lie between 0 and {LARGEST_RATE:g}",
+            )
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "muon_lr", "weight_decay"):
-            _need(getattr(self, name) >= 0, f"optimizer.{name} is {getattr(self, name)}; it must not be negative")
+            value = getattr(self, name)
+            _need(0 <= value <= LARGEST_RATE, f"optimizer.{name} is {value}; it must lie between 0 and {LARGEST_RATE:g}")
         _need(self.muon_steps >= 1, f"optimizer.muon_steps is {self.muon_steps}; it must be at least 1")
 
 
@@ -214,7 +220,10 @@ class BudgetConfig:
             "budget has neither steps nor minutes; say how long to train, such as --budget.steps 1000",
         )
         _need(self.steps is None or self.steps >= 1, f"budget.steps is {self.steps}; it must be at least 1")
-        _need(self.minutes is None or self.minutes > 0, f"budget.minutes is {self.minutes}; it must be above 0")
+        _need(
+            self.minutes is None or 0 < self.minutes < float("inf"),
+            f"budget.minutes is {self.minutes}; it must be above 0, and finite",
+        )
 
 
 FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")

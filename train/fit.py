@@ -37,7 +37,7 @@ from train.objective import Objective, cells, targets
 from train.optim import describe
 from train.parallel import build_fabric, launch, leave
 from train.precision import quantized_type
-from train.preflight import check_start
+from train.preflight import check_devices, check_resume, check_start
 from train.shelf import write_text
 from train.validation import build_validator
 
@@ -51,7 +51,9 @@ def fit(config: FitConfig) -> Outcome | None:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
     refuse_remote(config.run_folder, "run_folder", write=True)
+    check_resume(config)
     notes = check_start(with_alignment(config))
+    check_devices(config.fabric)
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
@@ -213,6 +215,7 @@ def dry_run(config: FitConfig) -> str:
 
     config = with_alignment(config)
     check_start(config)
+    check_devices(config.fabric)
     initial = build_initial(config.model, config.seed)
     model = initial.model
     if config.lora is not None:

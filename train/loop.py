@@ -91,12 +91,11 @@ class Loop:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train until the budget is spent or a signal comes; the state is saved either way. A signal that comes while the end
-        is written is in the outcome too."""
+        """Train until the budget is spent or a signal comes (or while the end is written); the state is saved either way."""
         position, stopped = self.position, 0
         try:
             with Stop() as stop:
-                feed = self.feed(stop)
+                feed, factor = self.feed(stop), 0.0
                 if position.step:
                     self._validate_if_due()  # a signal came first
                 while not stopped and self._used() < 1:
@@ -105,7 +104,9 @@ class Loop:
                     with self._data():
                         step = feed.next()
                     position.seconds = step.seconds
-                    if self._used() >= 1:
+                    if self._used() >= 1:  # by the clock: the last steps' row of the log is not there yet
+                        if position.step >= self.first_step and position.step % self.config.log.every:
+                            self._report(factor)
                         break
                     factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
                     set_learning_rate(self.optimizer, factor)
@@ -261,8 +262,7 @@ class Loop:
             self._validate()
 
     def _validate(self) -> None:
-        """Measure the loss of held-out rows, in all processes, and free-running generation, on a gathered copy, in the first
-        process; the others wait."""
+        """The loss of held-out rows, in all processes, and free-running generation, in the first one; the others wait."""
         position, keep, parts = self.position, self.config.checkpoint, self.parts
         position.validated = (position.step, position.seconds)
         asked = self.team.share(parts.validate is not None)

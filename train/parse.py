@@ -260,7 +260,9 @@ _PLAIN = (
     (r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1"),
     (r'Parser key "([^"]*)":', r"\1:"),
     (r"\. Got value: ", ", got "),
-    (r"(\S+): Does not validate against any of the Union .*?'[\w.]+': (\w+): (expected.*?)( - Expected.*)?$", r"\1.\2: \3"),
+    (r"Does not validate against any of the Union .*? Errors: - (expected [\w ]+) - Expected .* value: ", r"\1, got "),
+    (r"Does not validate against any of the Union .*?(Problem with .*?)( - Expected.*)?$", r"\1"),
+    (r": Problem with given class_path '[\w.]+': (\w+): ", r".\1: "),
 )
 """What the parser says, and how we say it."""
 

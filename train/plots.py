@@ -18,7 +18,12 @@ CURVES, SPECTROGRAMS = "curves.png", "spectrogram.png"
 
 INK, GRID = "#333333", "#dddddd"
 MEASURED = ("exact_match", "code_accuracy", "wer")
-COLORS = ("#1f6fb4", "#e07b00", "#2c9c4b", "#c23b3b", "#7d5fb2", "#8a5a44", "#d16ba5", "#6f6f6f", "#a8a018", "#169aa8")
+HIGHEST = 1.5
+"""Top of the axis of errors and shares; what is above is drawn there, as a triangle."""
+COLORS = (
+    *("#1f6fb4", "#e07b00", "#2c9c4b", "#c23b3b", "#7d5fb2", "#8a5a44", "#d16ba5", "#6f6f6f", "#a8a018", "#169aa8"),
+    *("#86b9e6", "#ffbe73", "#93d6a6", "#eb9a9a", "#c2b0e0", "#c9a793", "#efb6d6", "#b9b9b9", "#d9d36b", "#84d5de"),
+)
 
 
 def pyplot_quietly() -> Any:
@@ -39,7 +44,7 @@ def curves(folder: Path) -> Path | None:
     pyplot = pyplot_quietly()
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True, height_ratios=(3, 1, 2))
+    figure, axes = pyplot.subplots(3, 1, figsize=(9.5, 9), sharex=True, height_ratios=(3, 1, 2))
     longest = max(row["seconds"] for row in [*metrics, *validation])
     scale, unit = (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
     names = [name for name in (metrics[0] if metrics else {}) if name.startswith("loss/")]
@@ -48,8 +53,8 @@ def curves(folder: Path) -> Path | None:
         style = "--" if label in TASKS else "-"
         _line(axes[0], metrics, name, scale, COLORS[i % len(COLORS)], label, width=1.0, style=style)
     _line(axes[0], metrics, "loss", scale, "black", "objective", width=1.6)
-    for name in ("loss/text", "loss/audio"):
-        color = COLORS[names.index(name) % len(COLORS)] if name in names else INK
+    for i, name in enumerate(("loss/text", "loss/audio"), len(names)):
+        color = COLORS[(names.index(name) if name in names else i) % len(COLORS)]
         _line(axes[0], validation, name, scale, color, f"held out: {name.removeprefix('loss/')}", marker="o", style=":")
     axes[0].set_ylabel("loss (nats per target)")
     values = [row[n] for row in metrics for n in ("loss", *names) if row[n] > 0]
@@ -61,9 +66,12 @@ def curves(folder: Path) -> Path | None:
     shown = [name for name in (validation[0] if validation else {}) if name.split("/")[0] in MEASURED]
     for i, name in enumerate(shown):
         style, label = ":" if "/" in name else "-", name.replace("_", " ")
-        _line(axes[2], validation, name, scale, COLORS[i % len(COLORS)], label, marker="o", style=style)
+        inside = [{**row, name: min(row[name], HIGHEST)} for row in validation]  # word errors can exceed the words
+        _line(axes[2], inside, name, scale, COLORS[i % len(COLORS)], label, marker="o", style=style)
+        above = [row["seconds"] / scale for row in validation if row[name] > HIGHEST]
+        axes[2].plot(above, [HIGHEST] * len(above), "^", color=COLORS[i % len(COLORS)], markersize=7)
     highest = max([row[n] for row in validation for n in shown if row[n] == row[n]], default=0.0)
-    axes[2].set_ylim(-0.03, min(1.5, max(1.0, highest)) + 0.03)  # word errors can exceed the words
+    axes[2].set_ylim(-0.03, min(HIGHEST, max(1.0, highest)) + 0.03)
     axes[2].yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     axes[2].set_ylabel("validation")
     axes[2].set_xlabel(unit)
@@ -73,7 +81,7 @@ def curves(folder: Path) -> Path | None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(colors=INK)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, ncols=2, frameon=False)
+            axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     last = max(row["step"] for row in [*metrics, *validation])
     title = f"{folder.resolve().name}: {last:.0f} steps in {duration(longest)}"
     axes[0].set_title(title, fontsize=11, loc="left")

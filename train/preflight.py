@@ -6,6 +6,7 @@ configuration of the folder that the run starts from.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,9 @@ from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.remote import check_there
 from omni.tasks import find_task
-from train.config import FitConfig
+from train import shelf
+from train.commands import check_folder_to_be
+from train.config import FabricConfig, FitConfig, completed, plain_config
 from train.data.augment import noise_files
 from train.data.build import sources_held_out
 from train.data.config import DataConfig
@@ -33,6 +36,9 @@ from train.data.recorded import find_recordings
 from train.data.samples import missing_parts, sample_rows
 from train.initial import check_tokenizer, shape_of
 from train.sections import LORA
+
+PROCESSES_A_CORE = 4
+"""More, and they wait for each other longer than they compute."""
 
 
 def check_start(config: FitConfig) -> list[str]:
@@ -45,6 +51,8 @@ def check_start(config: FitConfig) -> list[str]:
         UserError: a line for each of them, with its key.
     """
     lacks = _Lacks()
+    with lacks.of("run_folder"):
+        check_folder_to_be(Path(config.run_folder or "."), "run_folder")
     _check_model_files(config, lacks)
     _check_data_files(config.data, lacks)
     notes = _check_rows(config.data, lacks)
@@ -57,6 +65,15 @@ def check_start(config: FitConfig) -> list[str]:
         _check_patterns(config, shape, lacks)
     lacks.tell()
     return notes
+
+
+def check_resume(config: FitConfig) -> None:
+    """Refuse a configuration that the run's last checkpoint is not of, which needs no model (see `shelf.check_goes_on`)."""
+    folder = Path(config.run_folder)
+    found = shelf.newest(folder / "checkpoints")
+    if found is not None and config.resume in ("auto", "extend"):
+        before = completed(shelf.read_state(found)["config"])
+        shelf.check_goes_on(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
 class _Lacks:
@@ -80,6 +97,27 @@ class _Lacks:
             raise UserError(lines[0])
         if lines:
             raise UserError("\n".join([f"{len(lines)} things are lacking:", *(f"  {line}" for line in lines)]))
+
+
+# --- devices --------------------------------------------------------------------------------------------------------------
+
+
+def check_devices(fabric: FabricConfig) -> None:
+    """UserError for devices that are not here, and for more processes than a CPU can run; what torchrun or srun has started is
+    theirs to count."""
+    kind, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
+    if not gpus and (kind == "cuda" or (kind == "gpu" and not mac)):
+        raise UserError(f"fabric.accelerator is {kind}, but PyTorch finds no GPU here; use cpu, or auto")
+    if fabric.processes is None and fabric.devices not in ("auto", -1, "-1"):
+        raise UserError(f"fabric.devices is {fabric.devices!r}; give a number, a list such as '0,1', or auto")
+    started = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ)
+    if started or fabric.processes is None or kind not in ("auto", "cpu", "cuda", "gpu") or (mac and kind != "cpu"):
+        return
+    on_gpu, listed = gpus > 0 and kind != "cpu", [int(device) for device in str(fabric.devices).split(",")]
+    most = gpus if on_gpu else max(8, PROCESSES_A_CORE * (os.cpu_count() or 1))
+    if not all(0 <= device < most for device in listed) if len(listed) > 1 else not 1 <= listed[0] <= most:
+        there = f"{gpus} GPU(s)" if on_gpu else f"{os.cpu_count()} core(s), for at most {most} processes"
+        raise UserError(f"fabric.devices is {fabric.devices}, but there are {there} here; give a number from 1 to {most}")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------------

@@ -32,10 +32,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
     chosen = parser.parse_args(argv)
+    if chosen.limit is not None and chosen.limit < 1:
+        raise UserError(f"validate: --limit is {chosen.limit}; ask at least 1, or leave it out to ask all")
+    check_folder(chosen.model)
     file = chosen.config or chosen.model.parent / "config.yaml"
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the run's configuration with --config")
-    check_folder(chosen.model)
     config, _ = read_fit_config([str(file)])
     plan = config.validation
     if chosen.limit is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from omni.errors import UserError
 from train.cli import COMMANDS, main
@@ -73,7 +75,14 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
         (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),
         (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),
         (["fit", "FILE", "--fabric.accelerator", "abacus", "--run_folder", "TMP"], "fabric: accelerator abacus"),
-        (["validate", "TMP/nothing"], "give the run's configuration with --config"),
+        (["fit", str(Path(__file__).parent)], "is a folder, a pipe or a device; give a YAML file"),
+        (["fit", "FILE", "--budget.steps", "abc"], "error: option --budget.steps: expected a whole number, got abc\n"),
+        (["fit", "FILE", "--run_folder", "FILE", "--dry_run"], "is a file where a folder belongs; name another folder"),
+        (["plan", "FILE", "--model.init_from", "TMP/nothing"], "nothing does not exist; give a folder with config.json"),
+        (["validate", "TMP/nothing"], "nothing does not exist; give a folder with config.json"),
+        (["validate", "TMP", "--limit", "0"], "validate: --limit is 0; ask at least 1"),
+        (["eval", "TMP", "FILE", "--out", "FILE"], "is a file where a folder belongs; name another folder"),
+        (["eval", "--compare", "TMP", "TMP"], "run holds no evaluation (it has no run.json); name the --out of one"),
         (["validate", "TMP", "--questions", "3"], "error: validate: --questions is now called --limit: give that instead"),
         (["eval", "TMP", "TMP", "--out", "TMP", "--questions=3"], "error: eval: --questions is now called --limit"),
         (
@@ -112,7 +121,9 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
         (YAML + "optimiser: {lr: 1}\n", r"unknown key optimiser; did you mean"),
         (YAML + "clip: [\n", "is not valid YAML"),
         ("- a\n", "holds list; it must be a mapping"),
-        (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps: .*two"),
+        (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps: expected a whole number, got two$"),
+        (YAML.replace("spoken-digits", "web"), r"tiny\.yaml: .*kind: expected one of 'spoken-digits', .*, got web$"),
+        (YAML.replace("digits: {arithmetic: 0.5}", "tasks: {A9: 1}"), "the source spoken-digits: task 'A9' is unknown"),
         (YAML + "validation:\n", "^validation is empty: give keys of it, or leave it out"),
         (YAML + "  packing:\n", r"^data\.packing is empty"),
         (YAML.replace("{steps: 2}", ""), "budget"),
@@ -148,3 +159,31 @@ def test_what_the_system_refuses_is_one_line(
     assert capsys.readouterr().err == line
     with pytest.raises(OSError, match="runs/x"):
         main(["bench", "--debug"])
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "error: DistNetworkError: Broken pipe"), ("1", "")])
+def test_a_process_that_loses_the_first_one_is_silent(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise torch.distributed.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr("train.fit_command.main", fail)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert main(["fit"]) == 1
+    assert capsys.readouterr().err.partition(";")[0].strip() == said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_a_process_that_fabric_started_ends_with_the_first_one() -> None:
+    child = "from train.fit_command import _end_with_parent as f; f(); print(flush=True); import time; time.sleep(100)"
+    parent = (
+        "import subprocess, sys, os; "
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); p.stdout.readline(); os._exit(0)"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))}
+    read, write = os.pipe()  # held open by whoever is alive
+    subprocess.run([sys.executable, "-c", parent], stderr=write, env={**clean, "LOCAL_RANK": "1"}, check=True)
+    os.close(write)
+    assert select.select([read], [], [], 10)[0] and os.read(read, 100) == b""
+    os.close(read)

@@ -27,7 +27,7 @@ from train.config import (
     plain_config,
 )
 from train.data.build import build_alignment
-from train.data.config import DataConfig, SourceConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.digits_config import SpokenDigitsConfig
 from train.fit import with_alignment
 from train.initial import build_initial, changed, check_fits, choose_tokenizer, shape_of
@@ -268,6 +268,11 @@ def test_a_tokenizer_is_needed_where_bytes_do_not_fit() -> None:
     ("make", "key"),
     [
         (lambda: OptimizerConfig(lr=-1.0), "optimizer.lr is -1.0"),
+        (lambda: OptimizerConfig(muon_lr=1e308), "optimizer.muon_lr is 1e.308; it must lie between 0 and 1000"),
+        (lambda: GroupConfig("*", lr=float("inf")), "optimizer.groups '[*]': lr is inf; it must lie between 0 and 1000"),
+        (lambda: BudgetConfig(minutes=float("inf")), "budget.minutes is inf"),
+        (lambda: PackingConfig(rows=0), "data.packing.rows is 0; it must be at least 1"),
+        (lambda: PackingConfig(length=99999999999), "data.packing has rows 8 and length 99999999999; make their product"),
         (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last is 0"),
         (lambda: ValidationConfig(rows=0), "validation.rows is 0"),
     ],

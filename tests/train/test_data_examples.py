@@ -315,6 +315,7 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
         (lambda: DataConfig(sources=()), "data.sources is empty"),
         (lambda: DataConfig(micro_batches=0), "data.micro_batches is 0"),
         (lambda: DataConfig(workers=-2), "data.workers is -2"),
+        (lambda: DataConfig(prefetch=-1), "^data.prefetch is -1; it must be at least 1"),
         (lambda: from_dict(DataConfig, {"souces": []}, "data"), "unknown key 'souces'; did you mean 'sources'"),
         (lambda: held_out_rows(DataConfig((SourceConfig(kind="stored", path="a"),)), None, 4), "no source has held-out rows"),
     ],

@@ -31,7 +31,7 @@ from train.data.voice import synthesise
 from train.eval.command import main
 from train.eval.config import EvalConfig
 from train.eval.ears import open_ear, transcript
-from train.eval.journal import Journal
+from train.eval.journal import Journal, alone
 from train.eval.questions import Questions, open_data, readable
 from train.evaluate import normalise
 
@@ -210,6 +210,14 @@ def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_p
         run(model, speech, "--out", tmp_path / "used", *quick)
 
 
+def test_an_output_is_locked_while_it_is_written_and_no_longer(tmp_path: Path) -> None:
+    with alone(tmp_path):
+        with pytest.raises(UserError, match="another evaluation writes into"), alone(tmp_path):
+            pass
+        assert list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_cannot_work_is_said_at_once(model: Path, speech: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "out")
     for arguments, message in [
@@ -360,5 +368,5 @@ def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys
     assert run(model, write_voicebench(tmp_path / "set.parquet", voicebench(3)), "--out", third, *QUICK) == 0
     with pytest.raises(UserError, match="have no answered question in common"):
         run("--compare", a, third)
-    with pytest.raises(UserError, match=r"run.json cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere holds no evaluation .it has no run.json"):
         run("--compare", a, tmp_path / "nowhere")

@@ -31,6 +31,7 @@ from tests.train.toys import (
 from train import shelf
 from train.config import BudgetConfig, CheckpointConfig, LogConfig, OptimizerConfig, Rule, ScheduleConfig, ValidationConfig
 from train.logs import METRICS, VALIDATION, Logs, Table, read_table, run_id
+from train.loop import Loop
 from train.objective import Losses
 from train.schedule import learning_rate
 
@@ -83,6 +84,15 @@ def test_rows_of_the_log_are_means_over_all_targets(tmp_path: Path) -> None:
         assert row["loss/audio0"] == pytest.approx(float(sums[:, 0].sum() / counts[:, 0].sum()), rel=1e-5)
         assert row["loss/T1T2"] == pytest.approx(float(sums[1].sum() / counts[1].sum()), rel=1e-5)
         assert row["tokens_per_second"] > 0 and row["lr"] == 0.0
+
+
+def test_a_run_that_the_clock_ends_has_a_row_of_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "_clock", lambda self: 10.0 * self.position.step)
+    config = toy_config(tmp_path, budget=BudgetConfig(minutes=1), log=LogConfig(every=4, progress="off"))
+    outcome, _ = toy_fit(config)
+    assert [row["step"] for row in read_table(tmp_path / METRICS)] == [4, outcome.step] and outcome.step > 4
+    toy_fit(config)  # which is finished: nothing is added
+    assert len(read_table(tmp_path / METRICS)) == 2
 
 
 @pytest.mark.parametrize("ema", [None, 0.7])
@@ -191,11 +201,11 @@ def test_no_space_left_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
     config = toy_config(
         tmp_path,
-        optimizer=OptimizerConfig(lr=float("inf")),
         schedule=ScheduleConfig(),
         log=LogConfig(every=100, progress="off"),
         checkpoint=CheckpointConfig(every_steps=3, every_minutes=None),
     )
+    object.__setattr__(config.optimizer, "lr", float("inf"))
     with pytest.raises(UserError, match=r"the loss is nan at step 3; no checkpoint was written yet; try a lower"):
         toy_fit(config)
     assert not shelf.checkpoints(tmp_path / "checkpoints")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,12 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.test_config import CONFIGS, small
 from train.cli import main
-from train.config import FitConfig
+from train.config import FabricConfig, FitConfig, plain_config
 from train.fit import fit
 from train.initial import changed
 from train.parse import read_fit_config
-from train.preflight import check_start
+from train.preflight import check_devices, check_start
+from train.shelf import FORMAT, STATE
 
 
 def read(recipe: str, *overrides: str) -> FitConfig:
@@ -126,3 +130,42 @@ def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
     check_start(read("nano.yaml"))
     check_start(read("nano-lora.yaml", "--model.init_from", "null", "--model.preset", "nano"))
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["devices", "0"], "fabric.devices is 0, but there are 2 core(s), for at most 8 processes here"),
+        (["devices", "1000"], "fabric.devices is 1000, but there are 2 core(s), for at most 8 processes here"),
+        (["devices", "1.5"], "fabric.devices is '1.5'; give a number"),
+        (["accelerator", "cuda"], "fabric.accelerator is cuda, but PyTorch finds no GPU here"),
+    ],
+)
+@pytest.mark.parametrize("dry", [(), ("--dry_run",)])
+def test_devices_that_are_not_here(
+    given: list[str], line: str, dry: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("train.fit.build_fabric", lambda config: pytest.fail("a process was about to start"))
+    assert main(["fit", str(CONFIGS / "nano.yaml"), f"--fabric.{given[0]}", given[1], *dry]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize(
+    ("devices", "here"), [("2", True), ("0,1", True), ("auto", True), ("-1", True), ("3", False), ("1,2", False)]
+)
+def test_gpus_are_counted(devices: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with nullcontext() if here else pytest.raises(UserError, match=f"fabric.devices is {devices}, but there are 2 GPU"):
+        check_devices(FabricConfig("cuda", devices))
+
+
+def test_another_configuration_is_refused_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.fit.build_fabric", lambda config: pytest.fail("a process was about to start"))
+    config = read("nano.yaml", "--run_folder", str(tmp_path))
+    place = tmp_path / "checkpoints" / "step-00000001"
+    place.mkdir(parents=True)
+    (place / STATE).write_text(json.dumps({"format": FORMAT, "config": plain_config(config)}))
+    with pytest.raises(UserError, match="seed is 7, but the run in .* was started with 0"):
+        fit(replace(config, seed=7))

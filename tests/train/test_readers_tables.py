@@ -123,6 +123,7 @@ LISTED = r".*--read.format, one of voiceassistant, .*table$"
         ("a.jsonl", '{"a": "b", "prompt": "c"}', "it has the columns a, prompt; .* --read.columns '{question_text: prompt}'"),
         ("a.csv", "wav,b\nq.wav,2\n", "it has the columns wav, b; .* --read.columns '{question_audio: wav}'"),
         ("a.csv", "a,b\n", "it has the columns a, b; .* --read.columns '{question_text: COLUMN}'"),
+        ("a.jsonl", "{}", "it names no columns: name other data$"),
         ("a.parquet", "PAR1", r"it does not begin with a row \(is no whole Parquet file .*; mend it, or"),
         ("a.xlsx", "PK", "its name ends in none of .csv, .tsv"),
         ("d/e/b.csv", "a,b\n", "its first file, e/b.csv, has the columns a, b; "),
@@ -150,3 +151,13 @@ def test_a_table_without_any_column_says_so(tmp_path, name, held):
     (tmp_path / name).write_text(held)
     with pytest.raises(UserError, match=f"{name} names no columns: it is empty, or does not begin with a row"):
         open_source(tmp_path / name, Options(columns={"question_text": "a"}))
+
+
+def test_a_table_in_another_encoding_or_with_a_column_twice_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("question_text,answer_text\na,b\n", encoding="utf-16")
+    with pytest.raises(UserError, match=r"a\.csv is UTF-16; save it as UTF-8"):
+        open_source(path)
+    path.write_text("question_text,answer_text,answer_text\na,b,c\n")
+    with pytest.raises(UserError, match=r"a\.csv has the column 'answer_text' more than once"):
+        open_source(path)

@@ -166,7 +166,7 @@ def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd
     assert main(["fit", str(recipe)]) == 0
     said = capfd.readouterr().err.splitlines()
     at = next(i for i, line in enumerate(said) if line.startswith("step 1 "))
-    assert said[:2] == [f"training {tmp_path}/model in {tmp_path}/run for 1 steps", "  devices     1 x cpu, 32-true"]
+    assert said[:2] == [f"training {tmp_path}/model in {tmp_path}/run for 1 step", "  devices     1 x cpu, 32-true"]
     labels = [line.split()[0] for line in said[2:at]]
     assert labels == ["model", "trainable", "data", "held"]
     whole, trainable = (int(line.split()[1].replace(",", "")) for line in said[2:4])

@@ -10,6 +10,8 @@ from train.data.augment_config import AugmentConfig
 from train.data.digits_config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.mixture import Stage, TaskMixture
 
+MOST_COLUMNS = 1 << 22
+"""Largest micro-batch: more than any device holds the activations of."""
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 
@@ -33,9 +35,13 @@ class PackingConfig:
     def __post_init__(self) -> None:
         for name in ("rows", "length", "buffer"):
             if getattr(self, name) < 1:
-                raise UserError(f"packing.{name} is {getattr(self, name)}; it must be at least 1")
+                raise UserError(f"data.packing.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.rows * self.length > MOST_COLUMNS:
+            raise UserError(
+                f"data.packing has rows {self.rows} and length {self.length}; make their product at most {MOST_COLUMNS}"
+            )
         if self.too_long not in ("error", "skip"):
-            raise UserError(f"packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
+            raise UserError(f"data.packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,10 @@ class SourceConfig:
             raise UserError(
                 f"held_out is {self.held_out}; give a number of rows from 1 upwards, a file of rows, or null for none"
             )
-        TaskMixture(self.tasks, self.stages)
+        try:
+            TaskMixture(self.tasks, self.stages)
+        except UserError as error:
+            raise UserError(f"the source {self.path or self.kind}: {error}") from error
 
     @property
     def own_tasks(self) -> dict[str, float]:
@@ -151,8 +160,9 @@ class DataConfig:
             raise UserError(f"data.broken {self.broken!r} is unknown; use 'error' or 'skip'")
         if not 0 <= self.broken_limit <= 1:
             raise UserError(f"data.broken_limit is {self.broken_limit}; it is a share, from 0 to 1")
-        if self.workers < 0 or self.prefetch < 1:
-            raise UserError(f"data.workers is {self.workers} and data.prefetch {self.prefetch}; they are at least 0 and 1")
+        for name, least in (("workers", 0), ("prefetch", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"data.{name} is {getattr(self, name)}; it must be at least {least}")
 
     @property
     def drawn(self) -> set[str]:

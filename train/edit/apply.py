@@ -36,6 +36,7 @@ class Taught:
     Attributes:
         seconds: of teaching, with the model and the facts read.
         loss, kl: on the facts and on the untouched questions (None where there were none), in the end.
+        missed: places of the facts that the edited model still writes another answer to.
     """
 
     edits: Edits
@@ -43,6 +44,7 @@ class Taught:
     seconds: float
     loss: float
     kl: float | None
+    missed: tuple[str, ...] = ()
 
 
 def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> Taught:
@@ -97,12 +99,14 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
                 if pieces
             ]
         )
-        return Taught(edits, len(facts.facts), time.monotonic() - started, _after(lessons, edits, taught), None)
+        seconds, loss = time.monotonic() - started, _after(lessons, edits, taught)
+        return Taught(edits, len(facts.facts), seconds, loss, None, _missed(lessons, edits, facts, forms, tasks))
     others = _untouched(lm, lessons, facts, config, tasks)
     mixture = _Mixture(lessons, taught, others, config)
     edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
     kl = mixture.kl if others else None
-    return Taught(edits, len(facts.facts), time.monotonic() - started, mixture.edit, kl)
+    seconds = time.monotonic() - started
+    return Taught(edits, len(facts.facts), seconds, mixture.edit, kl, _missed(lessons, edits, facts, forms, tasks))
 
 
 STRENGTHS = tuple(2 ** (step / 4) for step in range(-16, 5))
@@ -204,8 +208,14 @@ class _Mixture:
 
 
 @torch.no_grad()
-def _after(lessons: Lessons, edits: Edits, pieces: list[Piece]) -> float:
-    from omni.edit.deltas import edited
+def _missed(lessons: Lessons, edits: Edits, facts: Facts, forms: list[list[Row]], tasks: list[str]) -> tuple[str, ...]:
+    """Places of the facts whose first form the edited model writes another answer to."""
+    with edited(lessons.model, edits):
+        said = [all(lessons.writes(lessons.model, one) for one in lessons.pieces(rows[:1], tasks)) for rows in forms]
+    return tuple(facts.where(number) for number, right in enumerate(said) if not right)
 
+
+@torch.no_grad()
+def _after(lessons: Lessons, edits: Edits, pieces: list[Piece]) -> float:
     with edited(lessons.model, edits):
         return float(lessons.loss(lessons.model, pieces))

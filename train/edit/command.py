@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from omni.process import importing
+from omni.process import importing, say
 from train.commands import check_command
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
 from train.edit.parse import check_inputs, read_command
@@ -48,6 +48,8 @@ def _apply(argv: Sequence[str]) -> int:
     print(
         f"{out}: {taught.facts} facts in {len(taught.edits.deltas)} linears, {taught.seconds:.0f} s; loss {taught.loss:.4f}{kl}"
     )
+    for place in taught.missed:
+        say(f"warning: {place} was not learned: the edited model still writes another answer (see `edit eval`)")
     print(f"try: python -m infer ask question.wav --model {model} --edits {out}")
     return 0
 

@@ -132,6 +132,12 @@ class Lessons:
         """Logits [N, V] of each stream where it has targets."""
         return self._logits(model, pieces, self._batch(pieces))
 
+    def writes(self, model: nn.Module, piece: Piece) -> bool:
+        """Whether the likeliest written ids are the answer's."""
+        batch = self._batch([piece])
+        goal = batch.targets[:, -1].reshape(-1)[batch.supervised[-1]]
+        return bool((self._logits(model, [piece], batch)[-1].argmax(-1) == goal).all())
+
     def flat_logits(self, model: nn.Module, pieces: Sequence[Piece]) -> Tensor:
         """Those of all streams one after another, [sum of N, widest V]; ids that a stream lacks have no chance."""
         each = self.logits(model, pieces)

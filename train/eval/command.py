@@ -16,7 +16,7 @@ from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
 from omni.tasks import Task, find_task
-from train.commands import check_renamed
+from train.commands import check_folder_to_be, check_renamed
 from train.data.readers import READERS
 from train.eval.config import EvalConfig, Progress
 from train.eval.journal import alone, claim, read_records
@@ -51,6 +51,7 @@ def evaluate(
     """
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
+    check_folder_to_be(out, "output folder")
     questions = Questions.spread(open_data(data, config.read), config.limit)
     check_folder(model)
     with importing():

@@ -63,15 +63,21 @@ def alone(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = folder / ".lock"
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(handle), os.stat(lock)):
+                raise BlockingIOError("the lock was removed and made again meanwhile")
         except OSError as error:
             raise UserError(
                 f"another evaluation writes into {folder}: wait for it, or name another folder with --out"
             ) from error
-        yield
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
     finally:
         os.close(handle)
 

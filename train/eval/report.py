@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omni.errors import UserError
 from train.eval.journal import RUN, read_json, read_records, write_whole
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
 from train.eval.texts import explain
@@ -38,6 +39,8 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """UserError where no evaluation was started there."""
+        if not (folder / RUN).is_file():
+            raise UserError(f"{folder} holds no evaluation (it has no {RUN}); name the --out of one")
         files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)
         return cls(folder, read_json(folder / RUN), {name: list(read_records(folder / name)) for name in files})
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
 from train.parse import read_fit_config
@@ -33,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     options, rest = _options(argv)
     check_options(**{key: options[key] for key in ("devices", "gpu_gib", "mfu") if key in options})
     config, name = read_fit_config(rest)
+    if config.model.init_from is not None:
+        check_folder(Path(config.model.init_from))
     with importing():
         from train.plan.command import make_plan, plain
         from train.plan.report import show

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from train.data.readers.records import ParquetRecords, TableRecords, open_records
+from omni.errors import UserError
+from train.data.readers.records import ParquetRecords, TableRecords, open_binary, open_records
 from train.data.readers.source import data_files
 
 ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
@@ -20,11 +25,20 @@ _USUAL = {
 
 
 def columns_of(path: Path) -> list[str]:
-    """The columns of a table, or the fields of the first record; empty where they cannot be read."""
+    """The columns of a table, or the fields of the first record; empty where they cannot be read. UserError for text in another
+    encoding, and for two columns of one name."""
     records = open_records(path)
     if isinstance(records, ParquetRecords):
         return records.columns()
-    return records.header if isinstance(records, TableRecords) else list(records.first())
+    with suppress(OSError, EOFError, zlib.error), open_binary(path) as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UserError(f"{path} is UTF-16; save it as UTF-8")
+    if not isinstance(records, TableRecords):
+        return list(records.first())
+    twice = next((name for name, count in Counter(records.header).items() if count > 1), None)
+    if twice is not None:
+        raise UserError(f"{path} has the column {twice!r} more than once; give each column a name of its own")
+    return records.header
 
 
 def columns_flag(columns: Iterable[str]) -> str:
@@ -60,6 +74,8 @@ def _look(file: Path) -> tuple[str, str]:
         text = file.name.lower().removesuffix(".gz").endswith((".json", ".jsonl"))
         advice = "make it a list of JSON objects, or one object a line" if text else "mend it"
         return f"does not begin with a row ({first.error})", advice
+    if not any(columns):
+        return "names no columns", ""
     fields = first.data if first else {}
     for name, value in fields.items():
         if len(fields) == 1 and isinstance(value, list) and value and isinstance(value[0], Mapping):

@@ -18,7 +18,7 @@ from train.data.readers.reading import Reading, keep, take
 from train.data.readers.record import Record, Records
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary
 
-__all__ = ["JsonArray", "JsonLines", "ParquetRecords", "Record", "Records", "TableRecords", "open_records"]
+__all__ = ["JsonArray", "JsonLines", "ParquetRecords", "Record", "Records", "TableRecords", "open_binary", "open_records"]
 
 _BUFFER = 1 << 20
 _BATCH = 16  # rows decoded at once
