@@ -209,13 +209,17 @@ def _yaml(plain: Mapping[str, Any]) -> str:
 
 
 def dry_run(config: FitConfig) -> str:
-    """Build the model and one batch, and describe both."""
+    """Build the model and one batch, and describe both; that the devices are not here, a note: they are another machine's."""
     from train.data.listen import describe as draw
     from train.optim import parameter_groups, set_trainable
 
     config = with_alignment(config)
     check_start(config)
-    check_devices(config.fabric)
+    try:
+        check_devices(config.fabric)
+        notes = []
+    except UserError as error:
+        notes = [f"note: {error}"]
     initial = build_initial(config.model, config.seed)
     model = initial.model
     if config.lora is not None:
@@ -231,5 +235,6 @@ def dry_run(config: FitConfig) -> str:
             f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
             f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} columns",
             draw(batch, model.layout, initial.tokenizer),
+            *notes,
         ]
     )
