@@ -142,13 +142,13 @@ def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_devices_that_are_not_here(
-    given: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run is refused; a dry run, which may be of another machine's recipe, tells it."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("train.fit.build_fabric", lambda config: pytest.fail("a process was about to start"))
-    words = ["fit", str(CONFIGS / "nano.yaml"), f"--fabric.{given[0]}", given[1]]
+    words = ["fit", str(CONFIGS / "nano.yaml"), "--run_folder", str(tmp_path), f"--fabric.{given[0]}", given[1]]
     assert main(words) == 2 and capsys.readouterr().err.startswith(f"error: {line}")
     if given[0] == "accelerator":
         assert main([*words, "--dry_run"]) == 0 and f"\nnote: {line}" in capsys.readouterr().out
