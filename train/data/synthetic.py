@@ -27,7 +27,7 @@ from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 TENS = ("twenty", "thirty")
 RESULTS = range(-9, 19)
 """What sums and differences come to, and what can be doubled."""
-TWICE = 0.75
+TWICE = 0.67
 """Share of the follow-ups after such a result that ask for twice it: harder than to repeat it, and after digits impossible."""
 
 
