@@ -115,7 +115,8 @@ def check_devices(fabric: FabricConfig) -> None:
         return
     on_gpu, listed = gpus > 0 and kind != "cpu", [int(device) for device in str(fabric.devices).split(",")]
     most = gpus if on_gpu else max(8, PROCESSES_A_CORE * (os.cpu_count() or 1))
-    if not all(0 <= device < most for device in listed) if len(listed) > 1 else not 1 <= listed[0] <= most:
+    fits = all(0 <= device < most for device in listed) if len(listed) > 1 else 1 <= listed[0] <= most
+    if not fits:
         there = f"{gpus} GPU(s)" if on_gpu else f"{os.cpu_count()} core(s), for at most {most} processes"
         raise UserError(f"fabric.devices is {fabric.devices}, but there are {there} here; give a number from 1 to {most}")
 
