@@ -69,8 +69,10 @@ def test_follow_ups_double_the_result_or_say_the_answer_again():
                 assert (question.words, question.digits) == (before.words, before.digits)
             elif question.kind == "twice":
                 assert question.text in config.twice_phrases and before.kind != "digits"
-                assert int(question.digits) == 2 * int(before.digits)
-                results.add(int(question.digits))
+                said, doubled = (int(n) for n in re.fullmatch(r"twice (-?\d+) is (-?\d+)", question.digits).groups())
+                assert said == int(before.digits.split()[-1]) and doubled == 2 * said == question.number
+                assert question.words == f"twice {spoken_number(said)} is {spoken_number(doubled)}"
+                results.add(doubled)
             else:
                 assert slow_answer(question.text) == (question.kind, question.digits)
             assert question.words in answers and set(question.text.rstrip("?").split()) <= set(vocabulary(config))
@@ -82,7 +84,7 @@ def test_follow_ups_double_the_result_or_say_the_answer_again():
     ]
     plain = SpokenDigits(SpokenDigitsConfig(), CODEC)
     assert "that" in vocabulary(config) and "that" not in vocabulary(plain.config)
-    assert answers - {*plain.answers()} == {spoken_number(n) for n in range(-18, 37, 2) if not -9 <= n <= 18}
+    assert answers - {*plain.answers()} == {f"twice {spoken_number(n)} is {spoken_number(2 * n)}" for n in range(-9, 19)}
 
 
 @pytest.mark.parametrize(

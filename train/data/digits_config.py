@@ -53,7 +53,7 @@ class SpokenDigitsConfig:
         answer_voice, answer_rate, answer_pitch: the one voice that answers.
         turns: weights of conversations of one, two, ... questions.
         follow_ups: share of a conversation's questions, other than the first, that refer to the turn before: two thirds ask
-            for twice its result where it has one (from -9 to 18), the others for the same answer again.
+            for twice its result where it has one (from -9 to 18; "twice five is ten"), the others for the same answer again.
         twice_phrases, again_phrases: how that is asked.
         reuse: how often an utterance is drawn; each time it is augmented again.
         reuse_distance: draws from one use to the next.

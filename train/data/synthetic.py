@@ -125,11 +125,10 @@ class SpokenDigits:
 
     def answers(self) -> list[str]:
         """Every answer that there is, as it is spoken."""
-        doubled = range(2 * RESULTS[0], 2 * RESULTS[-1] + 1, 2) if self.config.follow_ups > 0 else ()
-        numbers = map(spoken_number, (*RESULTS, *doubled))
+        doubled = (doubled_number(n)[0] for n in RESULTS) if self.config.follow_ups > 0 else ()
         lengths = [n for n, weight in enumerate(self.config.lengths, 1) if weight > 0]
         strings = [" ".join(s) for n in lengths for s in itertools.product(NUMBERS[:10], repeat=n)]
-        return list(dict.fromkeys([*numbers, *strings]))
+        return list(dict.fromkeys([*map(spoken_number, RESULTS), *strings, *doubled]))
 
     def answer_codes(self, words: str) -> Tensor:
         """Codes [A, F] of an answer as it is spoken ("minus two"), in the answering voice."""
@@ -181,6 +180,11 @@ def spoken_number(number: int) -> str:
     return f"minus {words}" if number < 0 else words
 
 
+def doubled_number(number: int) -> tuple[str, str]:
+    """The answer that doubles a number, as it is said and as it is written in digits: "twice five is ten", "twice 5 is 10"."""
+    return f"twice {spoken_number(number)} is {spoken_number(2 * number)}", f"twice {number} is {2 * number}"
+
+
 def draw_questions(config: SpokenDigitsConfig, rng: random.Random, count: int) -> list[Question]:
     """The questions of a conversation; each but the first may refer to the one before."""
     questions: list[Question] = []
@@ -199,8 +203,7 @@ def draw_follow_up(
     if kind == "again":
         return replace(before, kind="again", text=rng.choice(config.again_phrases))
     assert before.number is not None
-    number = 2 * before.number
-    return Question("twice", rng.choice(config.twice_phrases), spoken_number(number), str(number), number)
+    return Question("twice", rng.choice(config.twice_phrases), *doubled_number(before.number), 2 * before.number)
 
 
 def draw_question(config: SpokenDigitsConfig, rng: random.Random, kind: str | None = None) -> Question:
