@@ -52,7 +52,7 @@ class SpokenDigitsConfig:
         answer_speech: the answer's `words` are spoken one by one and joined, or the `phrase` is spoken as a whole.
         answer_voice, answer_rate, answer_pitch: the one voice that answers.
         turns: weights of conversations of one, two, ... questions.
-        follow_ups: share of a conversation's questions, other than the first, that refer to the turn before: two thirds ask
+        follow_ups: share of a conversation's questions, other than the first, that refer to the turn before: half ask
             for twice its result where it has one (from -9 to 18; "twice five is ten"), the others for the same answer again.
         twice_phrases, again_phrases: how that is asked.
         reuse: how often an utterance is drawn; each time it is augmented again.

@@ -27,8 +27,6 @@ from train.data.voice import SAMPLE_RATE, check_voice, synthesise
 TENS = ("twenty", "thirty")
 RESULTS = range(-9, 19)
 """What sums and differences come to, and what can be doubled."""
-TWICE = 0.67
-"""Share of the follow-ups after such a result that ask for twice it: harder than to repeat it, and after digits impossible."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ def draw_follow_up(
 ) -> Question:
     """A question that refers to the one before; of the given kind (`twice` needs a number of `RESULTS`), or of either."""
     if kind is None:
-        kind = "twice" if before.number in RESULTS and rng.random() < TWICE else "again"
+        kind = "twice" if before.number in RESULTS and rng.random() < 0.5 else "again"
     if kind == "again":
         return replace(before, kind="again", text=rng.choice(config.again_phrases))
     assert before.number is not None
