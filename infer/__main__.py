@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> bool:
     """Parse, then import what the command needs, then do it; whether no answer broke."""
-    from infer.arguments import parse
     from infer.checks import check_ask, check_bench
+    from infer.cli import parse
     from infer.options import AskOptions
 
     options = parse(words)
@@ -57,7 +57,7 @@ def run(words: Sequence[str]) -> bool:
         all_imported()
         return ask(options, answers)
     check_bench(options)
-    from infer.bench import bench
+    from infer.bench.bench import bench
 
     all_imported()
     bench(options)

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from infer.audio_in import Pending, collect, remarked
+from infer.audio_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
 from infer.device import cpu_threads
 from infer.messages import in_options, on_one_line
 from infer.options import AskOptions
 from infer.places import PIPE
-from infer.playback import Figures, Meter
-from infer.questions import Pending, collect, remarked
-from infer.sound_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
+from infer.timing import Figures, Meter
 from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union
 
-from omni.audio.codec_registry import check_codec_name
-from omni.audio.encoder_config import ENCODER_PRESETS, EncoderConfig
+from omni.codec.registry import check_codec_name
+from omni.encoder.config import ENCODER_PRESETS, EncoderConfig
 from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
 from omni.tasks import find_task
@@ -125,7 +125,8 @@ class AdapterConfig:
 
     Attributes:
         kind: `linear`, `mlp` (two layers, GELU), `gated` (mini-omni's gated MLP), or one whose parts tasks share, gated by
-            task: `hard`, `mmoe`, `cgc`, `ple`, `cross_stitch`, `mtan`, `ltb` or `dselect_k` (see `omni.model.sharing`).
+            task: `hard`, `mmoe`, `cgc`, `ple`, `cross_stitch`, `mtan`, `ltb` or
+            `dselect_k` (see `omni.model.multitask_projector`).
         hidden: inner size of `mlp` and `gated`.
         stack: frames joined into one position; a clip's last, unfinished group is filled with zeros.
         bias: the linear layers have a bias.
@@ -152,7 +153,7 @@ class AdapterConfig:
             if self.settings:
                 raise UserError(f"adapter.settings are of kinds whose parts tasks share; {self.kind} has none, leave them out")
             return
-        from omni.model.sharing import check_settings
+        from omni.model.multitask_projector import check_settings
 
         check_settings(self.kind, self.settings, "adapter.settings")
         for name in self.tasks:

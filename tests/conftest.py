@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for the disk; a real one is waited for in tests/checkpoint/test_safe.py."""
+    """Nothing waits for the disk; a real one is waited for in tests/checkpoint/test_tensors.py."""
     monkeypatch.setattr("os.fsync", lambda handle: None)
 
 

@@ -28,16 +28,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from omni.audio.encoder import SpeechEncoder
 from omni.diagnostics import Finding, Guard, report
-from omni.diagnostics.held import tensors_in
+from omni.diagnostics.trace.held import tensors_in
 from omni.edit.mend import Mend
 from omni.edit.transform import GradientTransform
+from omni.encoder.whisper import SpeechEncoder
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
-from train.loop import Loop
-from train.objective import Objective
-from train.watch import Watch
+from train.objective.objective import Objective
+from train.trainer.guard import Watch
+from train.trainer.loop import Loop
 
 CHILDREN = "OMNI_GUARDED_TESTS"
 """Environment variable: the folder where processes that tests start leave what was looked at there."""

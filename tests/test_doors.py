@@ -152,7 +152,7 @@ def test_what_nobody_foresaw_is_one_line_and_code_1(
     else:
         from train.cli import main as train
 
-        monkeypatch.setattr("train.data_command.main", fail)
+        monkeypatch.setattr("train.commands.data.main", fail)
         assert train(["data"]) == 1
     out, err = capsys.readouterr()
     one_line(err, part)

@@ -14,8 +14,8 @@ import yaml
 from omni.attention import attention
 from omni.hardware import multiplies_bf16
 from omni.model.blocks import RMSNorm
-from train.bench_precision import precision
-from train.config import FabricConfig
+from train.bench.precision import precision
+from train.config.run import FabricConfig
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **capabilities: bool | str) -> None:

@@ -37,7 +37,7 @@ def test_imports_point_one_way(package):
 
 
 def test_the_check_can_fail():
-    assert imported("def f():\n    from train.loop import x\nimport argparse as a") == {"train", "argparse"}
+    assert imported("def f():\n    from train.trainer.loop import x\nimport argparse as a") == {"train", "argparse"}
 
 
 def test_importing_omni_brings_no_launcher_along():

@@ -10,21 +10,21 @@ import pytest
 
 from infer.checks import check_file
 from infer.places import check_place
-from omni.audio.codec import load_codec
 from omni.audio.io import read_audio
-from omni.checkpoint.formats import open_foreign
-from omni.checkpoint.peft import load_adapter
+from omni.codec.base import load_codec
+from omni.convert.formats import open_foreign
 from omni.edit.storage import read_tensors
 from omni.errors import UserError
 from omni.files import real_place
 from omni.generate.speech_lm import SpeechLM
+from omni.lora.peft import load_adapter
 from omni.remote import refuse_remote
 from omni.text import Tokenizer
 from train.data.inspect.measures import BadSound, load
-from train.data.parquet import StoredRows
 from train.data.readers import Options, open_source
 from train.data.readers.files import Files
-from train.data.row import Sound, inside
+from train.data.rows.parquet import StoredRows
+from train.data.rows.row import Sound, inside
 from train.edit.facts import read_facts
 from train.eval.questions import open_data
 

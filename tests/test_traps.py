@@ -1,8 +1,8 @@
 """Traps that other projects fell into, each told as a test that passes because of the design.
 
 The cache's own (training through it, writes lost under bf16) stand in `tests/model/test_kv_cache.py`, a stream without targets
-in `tests/train/test_objective.py`, features that depend on the clip's end in `tests/audio/test_mel.py`, and Fabric's in
-`tests/train/test_parallel.py`.
+in `tests/train/objective/test_objective.py`, features that depend on the clip's end in `tests/audio/test_mel.py`, and
+Fabric's in `tests/train/distributed/test_fabric.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import copy
 import pytest
 import torch
 
-from omni.audio.encoder_config import EncoderConfig
 from omni.config import DecoderConfig, ModelConfig
+from omni.encoder.config import EncoderConfig
 from omni.generate.speech_lm import SpeechLM
+from omni.kv_cache import FunctionalKVCache
 from omni.layout import IGNORE, Layout
-from omni.model.kv_cache import FunctionalKVCache
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, example
 from omni.text import Tokenizer

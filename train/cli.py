@@ -9,23 +9,23 @@ from collections.abc import Sequence
 
 from omni.errors import UserError, in_one_line
 from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, say
-from train.commands import check_command, check_renamed
+from train.console.command import check_command, check_renamed
 
 COMMANDS = {
-    "fit": ("train.fit_command", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
-    "demo": ("train.demo_command", "train the small model of configs/nano.yaml, examine it and talk to it"),
+    "fit": ("train.commands.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
+    "demo": ("train.commands.demo", "train the small model of configs/nano.yaml, examine it and talk to it"),
     "validate": (
-        "train.validate_command",
+        "train.commands.validate",
         "ask a finished model its run's validation questions: validate MODEL [--limit 200]",
     ),
-    "plan": ("train.plan.arguments", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
-    "doctor": ("train.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
-    "convert": ("train.convert_command", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
-    "data": ("train.data_command", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
-    "eval": ("train.eval.command", "figures on somebody's questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
-    "edit": ("train.edit.command", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),
-    "balance": ("train.balance.experiment", "compare methods of balance over seeds: balance configs/nano-balance.yaml"),
-    "bench": ("train.bench_command", "measure the training step and print tables"),
+    "plan": ("train.commands.plan", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
+    "doctor": ("train.commands.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
+    "convert": ("train.commands.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
+    "data": ("train.commands.data", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
+    "eval": ("train.commands.eval", "figures on somebody's questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
+    "edit": ("train.commands.edit", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),
+    "balance": ("train.commands.balance", "compare methods of balance over seeds: balance configs/nano-balance.yaml"),
+    "bench": ("train.commands.bench", "measure the training step and print tables"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
 

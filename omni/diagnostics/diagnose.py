@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from omni.diagnostics.checks import (
+from omni.diagnostics.checks.gradients import (
     CACHE,
     INFERENCE,
     OUTSIDE,
@@ -19,11 +19,11 @@ from omni.diagnostics.checks import (
     written_caches,
 )
 from omni.diagnostics.findings import Finding, Place, some
-from omni.diagnostics.graph import Node, backward_roots, is_inner, is_older, nodes_of
-from omni.diagnostics.held import Held, held_by, shape_of, storage_of, version_of
-from omni.diagnostics.scene import Scene
-from omni.diagnostics.source import place_of
-from omni.diagnostics.trace import Changed
+from omni.diagnostics.trace.graph import Node, backward_roots, is_inner, is_older, nodes_of
+from omni.diagnostics.trace.held import Held, held_by, shape_of, storage_of, version_of
+from omni.diagnostics.trace.scene import Scene
+from omni.diagnostics.trace.source import place_of
+from omni.diagnostics.trace.trace import Changed
 
 _VERSION = re.compile(
     r"\[(?:torch\.)?(?:\w+\.)?(?:CPU|CUDA)?(\w+?)(?:Tensor|Type) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)",

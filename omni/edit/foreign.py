@@ -20,8 +20,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from omni.checkpoint.huggingface import our_name
-from omni.checkpoint.safe import read_torch
+from omni.checkpoint.tensors import read_torch
+from omni.convert.huggingface import our_name
 from omni.edit.config import MendConfig, Sides, TransformConfig
 from omni.edit.linears import find_linears, shape_of
 from omni.edit.mend import Mend

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from omni.checkpoint.safe import read_json, write_file
+from omni.checkpoint.tensors import read_json, write_file
 from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import whole
 from omni.errors import UserError

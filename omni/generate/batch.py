@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec
+from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill
@@ -21,11 +21,11 @@ from omni.generate.question import NOT_HEARD, Asked, encode_questions, is_finite
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
 from omni.generate.rows import Row, Start
+from omni.generate.runner import Runner
 from omni.generate.sampling import per_stream, seed_key
-from omni.generate.step import Runner
 from omni.hardware import synchronize
-from omni.model.acting import Acting, using
-from omni.model.lora import choice_of
+from omni.lora.attach import choice_of
+from omni.lora.selection import Acting, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
 from omni.text import Tokenizer

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.kv_cache import KVCache
 from omni.layout import Layout
-from omni.model.kv_cache import KVCache
 from omni.tasks import Columns, Turn, answer, join, prompt, system_message
 
 Key = tuple[int, ...]

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.waveform import read_sound, unwrap
+from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.history import Exchange
 from omni.generate.question import Asked, read_question

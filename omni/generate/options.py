@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal, TypedDict
 
-from omni.audio.codec import AudioCodec
+from omni.codec.base import AudioCodec
 from omni.edit.deltas import Edits
 from omni.errors import UserError, closest
 from omni.generate.bounds import check_number

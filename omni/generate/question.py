@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni.audio.encoder_features import collate
 from omni.audio.io import SAMPLE_RATE, AudioSource, shorten
 from omni.audio.level import remarks
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
+from omni.encoder.features import collate
 from omni.errors import SoundWarning, UserError
 from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec
+from omni.codec.base import AudioCodec
 from omni.generate.results import AudioChunk, Reason, TextDelta
 from omni.generate.rows import Written
 from omni.generate.speech_time import Reader, SpeechTime

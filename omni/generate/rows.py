@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from omni.generate.sampling_config import Sampling
-from omni.model.acting import Acting
+from omni.lora.selection import Acting
 
 
 @dataclass(frozen=True)

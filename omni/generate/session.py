@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec
 from omni.audio.io import SAMPLE_RATE
+from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.history import Exchange, Held, check_room, fit
@@ -36,13 +36,13 @@ from omni.generate.question import NOT_HEARD, Asked, Question, encode_questions,
 from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
-from omni.generate.running import Running
+from omni.generate.runner import Runner
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
-from omni.generate.step import Runner
+from omni.generate.turn import Running
 from omni.hardware import synchronize
-from omni.model.acting import Acting, using
-from omni.model.lora import choice_of, edits_everywhere, kept, removals
+from omni.lora.attach import choice_of, edits_everywhere, kept, removals
+from omni.lora.selection import Acting, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
@@ -56,7 +56,7 @@ class Session:
     Args:
         past: what was said before; its questions are encoded one by one, as they were when they were asked.
         release: called when the session ends; from then on the runner is somebody else's.
-        edits: the name under which its edits are lent to the model (`omni.edit.lend`).
+        edits: the name under which its edits are lent to the model (`omni.edit.attach`).
         time: how long the model's voice takes for a text.
     """
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni.audio.codec import AudioCodec
+from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
+from omni.edit.attach import Bases, edited_everywhere, lend, lent
 from omni.edit.deltas import Edits
-from omni.edit.lend import Bases, edited_everywhere, lend, lent
 from omni.errors import UserError
 from omni.files import check_path
 from omni.generate.batch import Batch, one_each
@@ -32,16 +32,16 @@ from omni.generate.messages import History, read_history
 from omni.generate.options import Keywords, SamplingNames, SessionOptions, check_adapter, make_options
 from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
 from omni.generate.results import Answer, Event
+from omni.generate.runner import Runner
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
 from omni.generate.speech_time import SpeechTime
-from omni.generate.step import Runner
 from omni.hardware import find_device, find_dtype
 from omni.layout import Layout
-from omni.model.acting import Acting
+from omni.lora.attach import activate, active_names, adapter_names, attach, kept, remove_adapter, take_back
+from omni.lora.selection import Acting
+from omni.lora.weights import base_weight, has_weight
 from omni.model.linears import linears_of
-from omni.model.lora import activate, active_names, adapter_names, attach, kept, remove_adapter, take_back
-from omni.model.lora_weights import base_weight, has_weight
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task
 from omni.text import Tokenizer
@@ -164,7 +164,7 @@ class SpeechLM:
             UserError: an adapter of another model, one with parameters that were trained whole (merge it by `python -m train
                 convert`), or a name that is taken.
         """
-        from omni.checkpoint.peft import check_base, load_adapter
+        from omni.lora.peft import check_base, load_adapter
 
         check_path(folder, "the adapter's folder")
         weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from omni.attention import attention
 from omni.config import DecoderConfig
-from omni.model.kv_cache import Cache
+from omni.kv_cache import Cache
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from omni.config import DecoderConfig
+from omni.kv_cache import Cache
 from omni.layout import Layout
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
-from omni.model.kv_cache import Cache
 from omni.model.quantize import dense_weight, is_quantized
 
 

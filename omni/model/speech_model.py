@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from omni.audio.encoder import SpeechEncoder
 from omni.config import ModelConfig
+from omni.encoder.whisper import SpeechEncoder
 from omni.errors import UserError
+from omni.kv_cache import Cache, KVCache
 from omni.layout import Layout
-from omni.model.adapter import Adapter
 from omni.model.decoder import Decoder, Hidden
-from omni.model.kv_cache import Cache, KVCache
+from omni.model.projector import Adapter
 
 
 class SpeechModel(nn.Module):

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from omni.audio.encoder_config import EncoderConfig
-from omni.checkpoint import bounds, streamed
+from omni.checkpoint import bounds
 from omni.checkpoint import folder as module
 from omni.checkpoint.folder import load_folder, read_config, save_folder
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.safe import read_json, read_safetensors
+from omni.checkpoint.tensors import read_json, read_safetensors
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.convert import omni_folder as streamed
+from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout

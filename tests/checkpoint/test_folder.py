@@ -10,11 +10,11 @@ import pickle
 import pytest
 import torch
 
-from omni.audio.encoder_config import EncoderConfig
 from omni.checkpoint import folder as module
 from omni.checkpoint.folder import load_folder, read_config, save_folder
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.config import DecoderConfig, ModelConfig
+from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel

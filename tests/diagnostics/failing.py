@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from omni.errors import UserError
-from tests.train.test_watch import Keeping, Written
 from tests.train.toys import ToyObjective, toy_config, toy_fit, toy_parts
-from train.config import FabricConfig
-from train.parallel import leave
+from tests.train.trainer.test_guard import Keeping, Written
+from train.config.run import FabricConfig
+from train.distributed.fabric import leave
 
 
 def failure(folder: Path, strategy: str, kind: type[Written] | type[Keeping]) -> str:

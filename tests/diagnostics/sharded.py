@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni.diagnostics import Guard
-from train.parallel import leave
+from train.distributed.fabric import leave
 
 WIDTH = 8
 X = torch.ones(3, WIDTH)

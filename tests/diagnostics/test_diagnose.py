@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from omni.diagnostics import Finding, GraphError, Guard, check_labels
-from omni.edit.lend import edited_everywhere
-from omni.model.lora import add_adapter
-from omni.model.lora_config import LoRAConfig
+from omni.edit.attach import edited_everywhere
+from omni.lora.attach import add_adapter
+from omni.lora.config import LoRAConfig
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data, line_of
 from tests.edit.toys import batch_of, build, loss_of, set_checkpointing, some_edits
@@ -232,7 +232,7 @@ def test_an_edit_that_ends_before_backward_names_the_users_block(adapters):
     assert finding.place is not None and finding.place.file == "tests/diagnostics/test_diagnose.py"
     assert finding.place.code == "with edited_everywhere(model, edits):  # the block that is left"
     assert "call backward inside its scope" in finding.remedy
-    assert "omni/model/lora.py" in [place.file for place in finding.others]
+    assert "omni/lora/attach.py" in [place.file for place in finding.others]
 
 
 def test_a_state_that_is_carried_over_from_step_to_step():

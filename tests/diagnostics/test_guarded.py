@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from tests.train.test_parallel import environment
-from train.loop import Loop
-from train.objective import Objective
+from tests.train.distributed.test_fabric import environment
+from train.objective.objective import Objective
+from train.trainer.loop import Loop
 
 SUITE = """
 import subprocess, sys
@@ -20,7 +20,7 @@ from omni.config import DecoderConfig
 from omni.layout import Layout
 from omni.model.decoder import Decoder
 from tests.model.conftest import random_tokens
-from tests.train.test_watch import Deaf
+from tests.train.trainer.test_guard import Deaf
 from tests.train.toys import ToyModel, toy_config, toy_fit, toy_parts
 
 LAYOUT = Layout.build([12, 12], 20, specials=8)
@@ -54,7 +54,7 @@ def test_its_own_guard(tmp_path):
 
 def test_process(tmp_path):
     code = "\\n".join((
-        "import sys", "from tests.guarded import child", "from tests.train.test_watch import Deaf",
+        "import sys", "from tests.guarded import child", "from tests.train.trainer.test_guard import Deaf",
         "from tests.train.toys import ToyModel, toy_config, toy_fit, toy_parts",
         "with child():", "    toy_fit(toy_config(sys.argv[1]), toy_parts(objective=Deaf(ToyModel())))",
     ))

@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from omni.diagnostics import Guard
-from omni.diagnostics.held import held_by, held_in
-from omni.model.kv_cache import FunctionalKVCache
+from omni.diagnostics.trace.held import held_by, held_in
+from omni.kv_cache import FunctionalKVCache
 from omni.model.speech_model import SpeechModel
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data
-from tests.train.test_objective import MODELS, make_examples, pack
-from train.config import OptimizerConfig
-from train.objective import Objective, targets
-from train.optim import Average, build_optimizer, set_trainable
-from train.sections import ObjectiveConfig
+from tests.train.objective.test_objective import MODELS, make_examples, pack
+from train.config.run import OptimizerConfig
+from train.config.sections import ObjectiveConfig
+from train.objective.objective import Objective, targets
+from train.optim.optimizer import Average, build_optimizer, set_trainable
 
 MENDED: dict[str, Callable[[], Program]] = {
     "cache": programs.cache_mended,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.diagnostics.sharded import MOMENTS
-from tests.train.test_parallel import environment, free_port
+from tests.train.distributed.test_fabric import environment, free_port
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from omni.edit.attach import edited_everywhere
 from omni.edit.deltas import edited
-from omni.edit.lend import edited_everywhere
 from omni.edit.linears import find_linears, mlp_linears, weight_of
 from omni.edit.merge import merge, revert
 from omni.model.quantize import is_quantized, quantize

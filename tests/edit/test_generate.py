@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omni.checkpoint.peft import save_adapter
 from omni.edit.deltas import Delta, Edits, stack
 from omni.edit.linears import find_linears, shape_of
 from omni.edit.merge import merge
@@ -18,9 +17,10 @@ from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.model.lora import add_adapter
-from omni.model.lora_config import LoRAConfig
-from omni.model.lora_weights import merged_state, weights_of
+from omni.lora.attach import add_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import save_adapter
+from omni.lora.weights import merged_state, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import LAYOUTS, make_lm, make_model, tone
 

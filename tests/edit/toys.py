@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from omni.audio.encoder_config import EncoderConfig
 from omni.config import DecoderConfig, ModelConfig
 from omni.edit.config import MendConfig, TransformConfig
 from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import find_linears, mlp_linears, shape_of
 from omni.edit.mend import Mend
+from omni.encoder.config import EncoderConfig
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from tests.guarded import child
@@ -162,7 +162,7 @@ def main(folder: Path, name: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from omni.edit.merge import merge, revert
-    from train.parallel import leave
+    from train.distributed.fabric import leave
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

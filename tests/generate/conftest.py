@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec, CodecStream
-from omni.audio.encoder_config import EncoderConfig
+from omni.codec.base import AudioCodec, CodecStream
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.encoder.config import EncoderConfig
 from omni.generate import session as session_module
+from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer

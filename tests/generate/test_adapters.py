@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from omni.checkpoint.peft import save_adapter
 from omni.errors import UserError
+from omni.generate.runner import Runner
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.step import Runner
 from omni.layout import Layout
-from omni.model.lora import activate, adapted, add_adapter, remove_adapter
-from omni.model.lora_config import LoRAConfig
-from omni.model.lora_weights import base_checksum, merge, merged_state, unmerge, weights_of
+from omni.lora.attach import activate, adapted, add_adapter, remove_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import save_adapter
+from omni.lora.weights import base_checksum, merge, merged_state, unmerge, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import make_lm, make_model, tone
 

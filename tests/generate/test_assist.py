@@ -9,7 +9,7 @@ import torch
 
 from omni.cursor import Cursor
 from omni.generate.results import TextDelta
-from omni.generate.step import Runner
+from omni.generate.runner import Runner
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, prompt

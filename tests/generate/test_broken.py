@@ -15,10 +15,10 @@ from torch import Tensor
 from omni.edit.deltas import Delta, Edits
 from omni.errors import UserError
 from omni.generate.results import Answer, Ended
+from omni.generate.runner import broken_rows
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.step import broken_rows
-from omni.model.lora import activate, add_adapter
-from omni.model.lora_config import LoRAConfig
+from omni.lora.attach import activate, add_adapter
+from omni.lora.config import LoRAConfig
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoStream, make_lm, tone
 from tests.generate.session_toys import ASKED, TALKATIVE

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from omni.generate.results import AudioChunk, TextDelta
+from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.step import Runner
 from omni.layout import Layout
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from omni.errors import UserError
 from omni.generate import session as session_module
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
+from omni.generate.runner import Runner
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.step import Runner
 from omni.layout import IGNORE, Layout
 from omni.tasks import example, prompt
 from tests.generate.conftest import make_lm

@@ -13,8 +13,8 @@ import pytest
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
 from omni.generate.results import Ended, Event
+from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.step import Runner
 from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_lm, make_model

@@ -11,10 +11,10 @@ import soundfile
 import torch
 
 from infer.__main__ import main
-from infer.stand_in import silence_ends
-from omni.audio.encoder_config import EncoderConfig
+from infer.bench.random_model import silence_ends
 from omni.checkpoint.folder import save_folder
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.encoder.config import EncoderConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel

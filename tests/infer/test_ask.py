@@ -15,19 +15,19 @@ import soundfile
 import torch
 
 from infer.ask import follow
-from infer.playback import Meter
-from infer.sound_out import Outputs, PipeOutput, WavOutput
+from infer.audio_out import Outputs, PipeOutput, WavOutput
+from infer.timing import Meter
 from omni.audio.io import pcm16, read_audio
-from omni.checkpoint.peft import save_adapter
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
+from omni.generate.runner import Runner
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.step import Runner
-from omni.model.lora import add_adapter
-from omni.model.lora_config import LoRAConfig
-from omni.model.lora_weights import base_checksum, weights_of
+from omni.lora.attach import add_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import save_adapter
+from omni.lora.weights import base_checksum, weights_of
 from tests.infer.conftest import tiny_model, write_question
 
 FIGURES = re.compile(r"first audio \d+ ms, real-time factor \d+\.\d\d, \d+ underruns?\n")

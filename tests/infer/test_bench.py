@@ -9,11 +9,11 @@ import json
 import pytest
 import torch
 
-from infer import bench as bench_module
-from infer.measure import HighWater, Reader
-from infer.stand_in import TimedCodec, random_lm, random_model
-from infer.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
-from omni.audio.snac import SnacCodec
+from infer.bench import bench as bench_module
+from infer.bench.memory_rate import HighWater, Reader
+from infer.bench.random_model import TimedCodec, random_lm, random_model
+from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
+from omni.codec.snac import SnacCodec
 from omni.config import ModelConfig, preset
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
@@ -38,8 +38,8 @@ def configs(monkeypatch) -> dict[str, ModelConfig]:
     monkeypatch.setattr(bench_module, "preset", lambda name: known[name])
     monkeypatch.setattr(bench_module, "NANO_BATCHES", (1, 3))
     real = TimedCodec.__init__
-    monkeypatch.setattr("infer.stand_in.random_codec", lambda name, device: tiny_snac() if name == "snac" else None)
-    from omni.audio.codec import load_codec
+    monkeypatch.setattr("infer.bench.random_model.random_codec", lambda name, device: tiny_snac() if name == "snac" else None)
+    from omni.codec.base import load_codec
 
     monkeypatch.setattr(TimedCodec, "__init__", lambda self, inner: real(self, inner or load_codec("codec2")))
     return known
@@ -112,7 +112,7 @@ def test_every_reader_reads_every_element():
     matrices = [torch.rand(5, 7) + 0.1, torch.rand(3, 2) + 0.1]
     reader = Reader(matrices)
     assert reader.bytes == 4 * 41
-    from infer.measure import _READERS
+    from infer.bench.memory_rate import _READERS
 
     for one in _READERS.values():
         for matrix in matrices:
@@ -129,7 +129,7 @@ def test_every_reader_reads_every_element():
 def test_rows_in_real_time_stop_where_a_step_takes_longer_than_a_frame(lm, monkeypatch):
     seconds = {1: 0.001, 2: 0.002, 4: 10.0, 8: 0.001}
     runs = iter([s for s in seconds.values() for _ in range(8)])
-    monkeypatch.setattr("infer.streaming.seconds_of", lambda work, device: next(runs))
+    monkeypatch.setattr("infer.bench.streaming.seconds_of", lambda work, device: next(runs))
     taken, fits = rows_in_real_time(lm, noise(0.3), tuple(seconds), compile=False)
     assert taken == {1: 0.001, 2: 0.002, 4: 10.0} and fits == 2
 
@@ -205,8 +205,8 @@ def test_the_codec_s_time_begins_when_the_device_is_free(monkeypatch):
 
     inner = tiny_snac()
     inner.__class__ = Slow
-    monkeypatch.setattr("infer.stand_in.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("infer.stand_in.synchronize", wait)
+    monkeypatch.setattr("infer.bench.random_model.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("infer.bench.random_model.synchronize", wait)
     codec = TimedCodec(inner)
     codec.stream().push(torch.zeros(7, 1, dtype=torch.long))
     assert codec.seconds == 2.0

@@ -12,8 +12,8 @@ import types
 import numpy as np
 import pytest
 
+from infer.audio_in import PipeReader
 from infer.options import AskOptions
-from infer.questions import PipeReader
 from omni.errors import UserError
 from tests.infer.odd_sounds import NOISE, RATE, odd_sounds
 from tests.sounds import encoded
@@ -33,7 +33,7 @@ def loaded(lm, monkeypatch) -> None:
 def test_each_is_answered_or_refused_in_a_line(part, run, tmp_path, monkeypatch):
     assert len(SOUNDS) >= 200
     options = AskOptions(files=("q",), model=".", out="a.wav", max_seconds=0.04, json=True)
-    monkeypatch.setattr("infer.arguments.parse", lambda words: options)  # which would take most of the time
+    monkeypatch.setattr("infer.cli.parse", lambda words: options)  # which would take most of the time
     for name in list(SOUNDS)[part::PARTS]:
         (tmp_path / "q").write_bytes(SOUNDS[name])
         done = run("ask")
@@ -140,13 +140,13 @@ def test_standard_input_without_end_is_refused(run, monkeypatch):
 
     pipe = Endless()
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=pipe))
-    monkeypatch.setattr("infer.questions.MAX_SECONDS", 2.0)
+    monkeypatch.setattr("infer.audio_in.MAX_SECONDS", 2.0)
     done = run("ask", "-")
     assert done.code == 2 and "goes on after 2 s" in done.err and pipe.taken < 100_000
 
 
 def test_the_most_of_a_high_rate_is_told_in_seconds(monkeypatch):
-    monkeypatch.setattr("infer.questions.MAX_STREAM_BYTES", 1 << 16)
+    monkeypatch.setattr("infer.audio_in.MAX_STREAM_BYTES", 1 << 16)
     with pytest.raises(UserError, match=r"goes on after 0\.32768 s"):
         PipeReader(io.BytesIO(b"\1\0" * (1 << 16)), 100_000).take()
 

@@ -11,7 +11,7 @@ from lightning_fabric import Fabric
 from torch import nn
 
 from omni.errors import UserError
-from omni.model.kv_cache import FunctionalKVCache, KVCache
+from omni.kv_cache import FunctionalKVCache, KVCache
 from tests.close import assert_near
 
 from .conftest import random_tokens

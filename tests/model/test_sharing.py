@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.audio.encoder_config import EncoderConfig
 from omni.checkpoint.folder import load_folder, save_folder
 from omni.config import AdapterConfig, DecoderConfig, ModelConfig, from_dict, to_dict
+from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from omni.model.adapter import Adapter
-from omni.model.sharing import CGC, LTB, MTAN, PLE, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE, make_sharing
+from omni.model.multitask_projector import CGC, LTB, MTAN, PLE, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE, make_sharing
+from omni.model.projector import Adapter
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.text import Tokenizer

@@ -26,12 +26,13 @@ import whisper
 from torch import Tensor
 
 from omni import SpeechLM
-from omni.audio.snac import to_levels
-from omni.checkpoint import mini_omni, streamed
 from omni.checkpoint.folder import load_folder
-from omni.checkpoint.foreign import Lazy
-from omni.checkpoint.litgpt import split
 from omni.checkpoint.places import TOKENIZER
+from omni.codec.snac import to_levels
+from omni.convert import mini_omni
+from omni.convert import omni_folder as streamed
+from omni.convert.contract import Lazy
+from omni.convert.litgpt import split
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, prompt

@@ -14,7 +14,7 @@ import torch
 
 from omni.errors import UserError
 from train.cli import COMMANDS, main
-from train.parse import read_fit_config
+from train.config.parse import read_fit_config
 
 YAML = """
 budget: {steps: 2}
@@ -153,7 +153,7 @@ def test_what_the_system_refuses_is_one_line(
     def fail(argv: list[str]) -> int:
         raise OSError(code, os.strerror(code), "runs/x")
 
-    monkeypatch.setattr("train.bench_command.main", fail)
+    monkeypatch.setattr("train.commands.bench.main", fail)
     assert main(["bench"]) == 2
     line = f"error: runs/x cannot be read or written ({os.strerror(code)}); fix that and run again\n"
     assert capsys.readouterr().err == line
@@ -168,7 +168,7 @@ def test_a_process_that_loses_the_first_one_is_silent(
     def fail(argv: list[str]) -> int:
         raise torch.distributed.DistNetworkError("Broken pipe")
 
-    monkeypatch.setattr("train.fit_command.main", fail)
+    monkeypatch.setattr("train.commands.fit.main", fail)
     monkeypatch.setenv("LOCAL_RANK", rank)
     assert main(["fit"]) == 1
     assert capsys.readouterr().err.partition(";")[0].strip() == said
@@ -176,7 +176,7 @@ def test_a_process_that_loses_the_first_one_is_silent(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 def test_a_process_that_fabric_started_ends_with_the_first_one() -> None:
-    child = "from train.fit_command import _end_with_parent as f; f(); print(flush=True); import time; time.sleep(100)"
+    child = "from train.commands.fit import _end_with_parent as f; f(); print(flush=True); import time; time.sleep(100)"
     parent = (
         "import subprocess, sys, os; "
         f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); p.stdout.readline(); os._exit(0)"

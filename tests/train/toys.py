@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from tests.guarded import child
-from train.adapters import apply
-from train.config import (
+from train.config.run import (
     BudgetConfig,
     CheckpointConfig,
     FabricConfig,
@@ -34,12 +33,13 @@ from train.config import (
     ScheduleConfig,
     ValidationConfig,
 )
-from train.held_out import HeldOut
-from train.loop import Loop, Outcome, Parts
-from train.objective import Losses
-from train.parallel import Team, build_fabric, leave
-from train.precision import quantized_type
-from train.sections import LoRASection
+from train.config.sections import LoRASection
+from train.distributed.fabric import Team, build_fabric, leave
+from train.distributed.precision import quantized_type
+from train.objective.objective import Losses
+from train.trainer.held_out_loss import HeldOut
+from train.trainer.loop import Loop, Outcome, Parts
+from train.trainer.lora import apply
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
 ALONE = Team(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class ToyModel(nn.Module):
 
 
 class ToyObjective(nn.Module):
-    """Cross-entropy of both streams with the interface of `train.objective.Objective`."""
+    """Cross-entropy of both streams with the interface of `train.objective.objective.Objective`."""
 
     def __init__(self, model: ToyModel) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
     """Every tensor of a run's last checkpoint, whole, however it was sharded."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    from train import shelf
+    from train.checkpoint import retention as shelf
 
     place = shelf.newest(Path(folder) / "checkpoints")
     assert place is not None

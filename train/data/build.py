@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from omni.audio.codec import AudioCodec
+from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.text import Tokenizer
-from train.data.alignment import Alignment
+from train.data.batching.examples import ExampleMaker
+from train.data.batching.pipeline import Pipeline
+from train.data.batching.transcripts import Alignment
 from train.data.config import DataConfig, SourceConfig
-from train.data.examples import ExampleMaker
-from train.data.keys import key
-from train.data.mixture import Mixture, TaskMixture
-from train.data.parquet import StoredRows
-from train.data.pipeline import Pipeline
-from train.data.recorded import RecordedDigits
-from train.data.row import Row
-from train.data.sources import Source, StoredSource
-from train.data.synthetic import SpokenDigits, vocabulary
+from train.data.rows.parquet import StoredRows
+from train.data.rows.row import Row
+from train.data.seeding import key
+from train.data.sources.base import Source, StoredSource
+from train.data.sources.mixture import Mixture, TaskMixture
+from train.data.sources.recorded_digits import RecordedDigits
+from train.data.sources.spoken_digits import SpokenDigits, vocabulary
 
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
-from train.data.augment_config import AugmentConfig
-from train.data.digits_config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
-from train.data.mixture import Stage, TaskMixture
+from train.data.augment.config import AugmentConfig
+from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
+from train.data.sources.mixture import Stage, TaskMixture
 
 MOST_COLUMNS = 1 << 22
 """Largest micro-batch: more than any device holds the activations of."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from omni.audio.codec import AudioCodec
+from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
-from train.data.mixture import Mixture
+from train.data.sources.mixture import Mixture
 
 DRAWS = 128
 """First draws of a run that are looked at: the same ones at every start of it, and in any number of processes."""

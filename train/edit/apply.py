@@ -21,8 +21,8 @@ from omni.patterns import match_names
 from omni.tasks import find_task
 from train.data.build import build_source
 from train.data.config import SourceConfig
-from train.data.keys import key
-from train.data.row import Row
+from train.data.rows.row import Row
+from train.data.seeding import key
 from train.edit.config import ApplyConfig
 from train.edit.facts import Facts, plain, read_facts
 from train.edit.lessons import Draws, Lessons, Piece

@@ -9,7 +9,7 @@ from omni.edit.config import FinetuneConfig, MendConfig
 from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.config import DataConfig, SourceConfig
-from train.data.prepare.voices import check_spec
+from train.data.tts.voices import check_spec
 
 SPOKEN, WRITTEN = "A1A2", "T1A2"
 

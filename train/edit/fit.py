@@ -23,9 +23,9 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
 from train.data.build import build_source
-from train.data.keys import dice, key
-from train.data.mixture import Mixture
-from train.data.row import Row
+from train.data.rows.row import Row
+from train.data.seeding import dice, key
+from train.data.sources.mixture import Mixture
 from train.edit.apply import choose_linears
 from train.edit.config import EditFitConfig, SpeakConfig
 from train.edit.facts import plain

@@ -6,7 +6,8 @@
     portability/written      in the same words, asked in writing
     portability/speech       of answers with the right text, those that also sound nearest to it, among the right answers of
                              all facts and the former ones of other texts, and of the same text where a fact brings its own
-                             sound (dynamic time warping, `train.ear`); none where there is nothing to tell it from
+                             sound (dynamic time warping, `train.scoring.similarity`); none where there is nothing to
+                             tell it from
     locality                 untouched questions whose written answer is the same, letter by letter
     locality/speech          those whose codes are the same, or sound nearest to their former answer
     locality/kl              divergence of those answers that the model ends by itself, in nats a position
@@ -31,14 +32,14 @@ from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
 from train.data.build import has_held_out, held_out_of
-from train.data.row import Row
-from train.ear import describe, nearest
+from train.data.rows.row import Row
 from train.edit.apply import check_out, draw_untouched
 from train.edit.config import EditEvalConfig
 from train.edit.facts import Facts, plain, read_facts
 from train.edit.lessons import Lessons
 from train.edit.speak import Speakers, fact_rows, untouched_rows
-from train.evaluate import normalise
+from train.eval.held_out import normalise
+from train.scoring.similarity import describe, nearest
 
 REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"
 
@@ -211,7 +212,7 @@ def _heard(
 
 def draw(figures: Mapping[str, Figure], file: Path) -> None:
     """Shares as bars with their intervals."""
-    from train.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
+    from train.trainer.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
 
     pyplot = pyplot_quietly()
     shares = {name: f for name, f in figures.items() if f.low is not None and f.high is not None}

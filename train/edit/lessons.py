@@ -22,9 +22,9 @@ from omni.generate.speech_lm import SpeechLM
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 from omni.tasks import find_task
-from train.data.batch import Batch, assemble
-from train.data.examples import Example, ExampleMaker, Prepared
-from train.data.row import Codes, Row
+from train.data.batching.batch import Batch, assemble
+from train.data.batching.examples import Example, ExampleMaker, Prepared
+from train.data.rows.row import Codes, Row
 
 SAMPLE_RATE = 16000
 LISTENING = ("encoder.", "adapter.")

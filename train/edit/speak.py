@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec
 from omni.audio.io import resample
+from omni.codec.base import AudioCodec
 from omni.errors import UserError
-from train.data.keys import dice, key
-from train.data.prepare.voices import make_voice
-from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.rows.row import Codes, Row, RowTurn, Sound
+from train.data.seeding import dice, key
+from train.data.tts.voices import make_voice
 from train.edit.config import SpeakConfig
 from train.edit.facts import Fact, Facts, codes_of
 
@@ -33,7 +33,7 @@ class Speakers:
         spec = c.voices[number % len(c.voices)]
         kind, _, name = spec.partition(":")
         if kind == "espeak" and name and not name.startswith("+"):
-            from train.data.voice import synthesise
+            from train.data.tts.espeak import synthesise
 
             rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
             samples, sample_rate = synthesise(text, name, rate, pitch, pitch_range)
@@ -68,7 +68,7 @@ class Speakers:
             c = self.config
             kind, _, name = c.answer_voice.partition(":")
             if kind == "espeak" and name and not name.startswith("+"):
-                from train.data.voice import synthesise
+                from train.data.tts.espeak import synthesise
 
                 samples, rate = synthesise(text, name, c.answer_rate)
             else:

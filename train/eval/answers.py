@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec
+from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task, prompt
-from train.data.keys import key
-from train.data.prepare.show import Display
+from train.console.rates import Display
 from train.data.readers import Broken
-from train.data.row import Row
+from train.data.rows.row import Row
+from train.data.seeding import key
 from train.eval.config import EvalConfig, Progress
-from train.eval.ears import Ear, transcript
+from train.eval.held_out import Item, compare_codes
 from train.eval.journal import Journal
 from train.eval.questions import GivenRow, Questions
-from train.eval.texts import find_normaliser, text_errors
-from train.evaluate import Item, compare_codes
+from train.scoring.hearers import Ear, transcript
+from train.scoring.text import find_normaliser, text_errors
 
 
 @dataclass(frozen=True)

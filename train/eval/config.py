@@ -9,7 +9,7 @@ from omni.errors import UserError
 from omni.generate.sampling_config import Sampling
 from omni.tasks import find_task
 from train.data.readers import Options
-from train.eval.texts import find_normaliser
+from train.scoring.text import find_normaliser
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni.checkpoint import huggingface, streamed
+from omni.convert import huggingface
+from omni.convert import omni_folder as streamed
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import IGNORE
 from omni.model.decoder import Hidden
 from omni.tasks import TASKS, Columns, Turn, example
 from omni.text import Tokenizer
-from train.data.prepare.show import Display
+from train.console.rates import Display
 from train.data.readers import Broken
-from train.data.row import Row
+from train.data.rows.row import Row
 from train.eval.answers import Asked, ask, make_item
 from train.eval.config import EvalConfig, Progress
 from train.eval.journal import Journal
 from train.eval.questions import Questions
-from train.eval.texts import find_normaliser
+from train.scoring.text import find_normaliser
 
 TASK = TASKS["T1T2"]
 _LOGITS = 1 << 26  # logits that are held at a time
@@ -43,8 +44,8 @@ def load_before(path: Path, device: str) -> SpeechLM:
     """The model before speech training: a model folder, or a language model's Hugging Face folder (grown as
     `train convert --keep_text` does); UserError where it is neither."""
     if path.is_dir() and not streamed.recognise(path) and huggingface.recognise(path):
-        from train.convert import convert
-        from train.convert_command import Options
+        from train.commands.convert import Options
+        from train.convert.convert import convert
 
         with tempfile.TemporaryDirectory() as folder:
             convert(path, Path(folder) / "model", Options(keep_text=True))

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from train.progress import percent
+from train.console.progress import percent
 
 RESAMPLES = 2000
 _CELLS = 4_000_000  # resampled indices that are held at a time

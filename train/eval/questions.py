@@ -22,8 +22,8 @@ from omni.tasks import TASKS, Task, find_task
 from train.data.readers import READERS, Broken, Options, Source, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
-from train.data.row import Row, RowTurn
-from train.data.samples import evenly
+from train.data.rows.row import Row, RowTurn
+from train.data.rows.samples import evenly
 
 if TYPE_CHECKING:
     from omni.generate.speech_lm import SpeechLM

@@ -11,7 +11,7 @@ from typing import Any
 from omni.errors import UserError
 from train.eval.journal import RUN, read_json, read_records, write_whole
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
-from train.eval.texts import explain
+from train.scoring.text import explain
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
 REPORT, TABLE, VOICEBENCH = "report.json", "report.md", "voicebench.jsonl"

@@ -17,13 +17,13 @@ import torch
 from omni.generate.results import Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task
-from train.data.prepare.show import Display
+from train.console.rates import Display
 from train.data.readers import Broken
 from train.eval.answers import make_item
 from train.eval.config import EvalConfig, Progress
+from train.eval.held_out import Item
 from train.eval.journal import Journal
 from train.eval.questions import Questions
-from train.evaluate import Item
 
 
 def time_some(

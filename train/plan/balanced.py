@@ -1,4 +1,4 @@
-"""The passes of a balanced step (`train.balance.run`) on paper: as many, with as many gradients side by side.
+"""The passes of a balanced step (`train.trainer.balanced_step`) on paper: as many, with as many gradients side by side.
 
 A pass for one task is a pass of a batch that is all that task's. Where a method asks for numbers (solvers, signs of losses) it
 gives a weight for each task, which costs nothing; methods that keep gradients (`KEEPING`) run their own lines.
@@ -22,8 +22,8 @@ from train.balance.config import BalanceConfig
 from train.balance.given import Choice
 from train.balance.rows import Rows, put_gradients, take_gradients
 from train.balance.section import BILEVEL, balanced_tasks
-from train.config import FitConfig
-from train.data.batch import Batch
+from train.config.run import FitConfig
+from train.data.batching.batch import Batch
 
 KEEPING = ("dbmtl", "moco", "excessmtl")
 """Methods that keep a tensor [m, P] between steps."""
@@ -51,7 +51,7 @@ def count_of(config: FitConfig, streams: int) -> int:
 
 
 def passes_of(config: FitConfig, streams: int) -> Passes:
-    """How many passes a step takes; see `train.balance.run` and docs/balance.md."""
+    """How many passes a step takes; see `train.trainer.balanced_step` and docs/balance.md."""
     section = config.balance
     if section is None:
         return 1.0, 1.0

@@ -1,4 +1,4 @@
-"""A balanced step for real, without Fabric: the run's own `train.balance.run.Balancing` in one process."""
+"""A balanced step for real, without Fabric: the run's own `train.trainer.balanced_step.Balancing` in one process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from omni.tasks import TASKS
-from train.balance.feed import CountedStep
-from train.balance.run import Balanced, Balancing
 from train.balance.section import BILEVEL, balanced_tasks
-from train.config import FitConfig
-from train.data.batch import Batch
-from train.objective import cells, targets
-from train.parallel import Team
+from train.config.run import FitConfig
+from train.data.batching.batch import Batch
+from train.distributed.fabric import Team
+from train.distributed.precision import product_type
+from train.objective.objective import cells, targets
 from train.plan.step import Balance, Workbench
-from train.precision import product_type
+from train.trainer.balance_feed import CountedStep
+from train.trainer.balanced_step import Balanced, Balancing
 
 
 class _Fabric:

@@ -12,13 +12,13 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.model.quantize import Kind, numels
 from omni.model.speech_model import SpeechModel
-from train.config import FitConfig
-from train.data.loader import process_lanes
+from train.config.run import FitConfig
+from train.data.batching.loader import process_lanes
 from train.plan.balanced import lanes_of
 from train.plan.parameters import paper_model
 from train.plan.quantized import MAKING, PaperLinear, dense_bytes, packed_bytes
 from train.plan.trace import Snapshot, trace
-from train.plan.worst import worst_batch
+from train.plan.worst_batch import worst_batch
 
 FEW = 2
 """Blocks of a stack that are traced where there are more: what each further one takes is the difference to one more."""
@@ -103,7 +103,7 @@ def loading(kind: Kind, model: SpeechModel, phases: Mapping[str, Snapshot]) -> S
 
 
 def _bytes_each(config: FitConfig) -> tuple[int, int]:
-    """Bytes of a value that stands still, and of one that learns (see `train.precision.AdapterPrecision`)."""
+    """Bytes of a value that stands still, and of one that learns (see `train.distributed.precision.AdapterPrecision`)."""
     size = 2 if config.fabric.precision == "bf16-true" else 4
     return size, size if config.lora is None else 4
 
@@ -166,7 +166,7 @@ def replicated(phase: str, parts: Mapping[str, float], model: SpeechModel, world
 
 
 def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: int, size: int, learning: int) -> Snapshot:
-    """FSDP2 as `train.parallel.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
+    """FSDP2 as `train.distributed.fabric.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
     quantised weights whole in every process.
 
     Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, adapter), which is not given

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from omni.config import ModelConfig
 from omni.errors import UserError
-from train.config import FitConfig
+from train.config.run import FitConfig
 from train.plan.estimate import devices_of, estimate
 
 MANY = (2, 4, 8, 16, 32, 64)

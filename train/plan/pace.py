@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from omni.audio.codec import AudioCodec, load_codec
 from omni.checkpoint.folder import CODEC, TOKENIZER
+from omni.codec.base import AudioCodec, load_codec
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import PEAK_FLOPS
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
-from train.config import FitConfig, ModelSection
-from train.data.batch import Batch
+from train.config.run import FitConfig, ModelSection
+from train.data.batching.batch import Batch
+from train.data.batching.packer import Lane
 from train.data.build import build_pipeline
-from train.data.lanes import Lane
-from train.flops import StepFlops
-from train.initial import choose_tokenizer
-from train.objective import targets
+from train.objective.flops import StepFlops
+from train.objective.objective import targets
 from train.plan.balanced import passes_of
+from train.trainer.initial_model import choose_tokenizer
 
 
 @dataclass(frozen=True)

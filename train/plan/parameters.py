@@ -9,8 +9,8 @@ import torch
 from omni.config import ModelConfig
 from omni.model.quantize import numels
 from omni.model.speech_model import SpeechModel
-from train.config import FitConfig
-from train.optim import set_trainable
+from train.config.run import FitConfig
+from train.optim.optimizer import set_trainable
 from train.plan.quantized import adapt
 
 PARTS = ("encoder", "adapter", "decoder blocks", "tables", "heads", "alignment head", "norms", "LoRA")

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.model.lora import add_adapter
+from omni.lora.attach import add_adapter
 from omni.model.quantize import Kind, chosen_linears, quantize
-from train.sections import LoRASection
+from train.config.sections import LoRASection
 
 BLOCK, BLOCKS = 64, 256
 """Weights to a scale, and scales to one of the second level."""

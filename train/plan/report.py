@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from train.plan.attempt import KEPT
-from train.progress import duration, short
+from train.console.progress import duration, short
+from train.plan.trial import KEPT
 
 if TYPE_CHECKING:
-    from train.plan.command import Plan
+    from train.plan.plan import Plan
 
 GIB = float(1 << 30)
 

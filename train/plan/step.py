@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from omni.config import ModelConfig
 from omni.model.speech_model import SpeechModel
-from train.config import FitConfig
-from train.data.batch import Batch
-from train.objective import Objective
-from train.optim import Average, Optimizers, build_optimizer, set_trainable
+from train.config.run import FitConfig
+from train.data.batching.batch import Batch
+from train.distributed.precision import product_type, quantized_type
+from train.objective.objective import Objective
+from train.optim.optimizer import Average, Optimizers, build_optimizer, set_trainable
 from train.plan.quantized import adapt
-from train.precision import product_type, quantized_type
 
 Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]
 """All passes of a balanced step: given the batches, what is wanted, a forward and a backward pass."""

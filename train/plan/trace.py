@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from omni.audio import encoder as speech_encoder
 from omni.config import ModelConfig
+from omni.encoder import whisper as speech_encoder
 from omni.model import blocks
 from omni.model.blocks import Attention, RMSNorm
-from train.config import FitConfig
-from train.data.batch import Batch
-from train.objective import targets
+from train.config.run import FitConfig
+from train.data.batching.batch import Batch
+from train.objective.objective import targets
 from train.plan.balanced import PaperBalance, lanes_of, tapped
 from train.plan.quantized import PaperLinear
 from train.plan.step import Workbench, build_workbench, take_step
@@ -114,7 +114,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
 
     Args:
         shape: of the model, which may differ from the configuration's.
-        batch: a real one, such as `train.plan.worst.worst_batch` makes.
+        batch: a real one, such as `train.plan.worst_batch.worst_batch` makes.
         micro_batches: of a step in this process; from the second on gradients are there already.
         cuda: with the kernels of a GPU where they keep something else than those of a CPU.
     """

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from omni.errors import UserError
 from omni.tasks import TASKS, find_task
-from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.measures import BadSound, Measured, digest, measure, text_digest
-from train.data.row import Row, RowTurn, Sound
+from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.rows.row import Row, RowTurn, Sound
 
 SPEECH_RATES: dict[str, tuple[float, float]] = {"zh": (1.0, 10.0), "yue": (1.0, 10.0), "ja": (1.5, 16.0), "ko": (1.5, 14.0)}
 """Characters a second that people speak, by language: scripts of syllables and words have few."""

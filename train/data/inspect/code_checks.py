@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from omni.audio.codec import AudioCodec, CodecStream
+from omni.codec.base import AudioCodec, CodecStream
 from omni.errors import UserError
 
 

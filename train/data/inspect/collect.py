@@ -19,12 +19,12 @@ from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.generate.question import read_system
 from omni.tasks import Task, Turn, system_message
-from train.data.columns import turn_columns
+from train.data.batching.columns import turn_columns
 from train.data.inspect.checks import characters
-from train.data.inspect.codecs import BadCodes, Codecs
 from train.data.inspect.measures import BadSound, head
 from train.data.inspect.target import Target
-from train.data.row import Codes, Row, RowTurn, Sound
+from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.rows.row import Codes, Row, RowTurn, Sound
 
 FIELDS = ("source", "language", "speaker", "task")
 """Fields of a row by which it is counted."""
@@ -229,7 +229,7 @@ class Collector:
         return len(system_message(self.target.config.layout, read_system(row.system, self.target.tokenizer)))
 
     def _turn_columns(self, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
-        """Columns that `train.data.examples` would make of a turn."""
+        """Columns that `train.data.batching.examples` would make of a turn."""
         assert self.target is not None
         config, tokenizer = self.target.config, self.target.tokenizer
         features = 0

@@ -15,25 +15,25 @@ from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
 from omni.process import importing
 from omni.remote import refuse_remote
+from train.console.progress import Kind, percent
 from train.data.inspect.checks import Bounds, Checked, check_row
-from train.data.inspect.codecs import BadCodes, Codecs
-from train.data.inspect.command import Parser, display_of, make_folder, print_table, watched
+from train.data.inspect.display import Parser, display_of, make_folder, print_table, watched
 from train.data.inspect.findings import KINDS
 from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules, read_rules
 from train.data.inspect.scan import Found, Lost, Scan
-from train.data.prepare.blocks import BLOCK, Block
+from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.prepare.files import write_json
 from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.report import REPORT
 from train.data.prepare.shards import ShardWriter, notes
 from train.data.prepare.tally import Tally
-from train.data.row import Row, Sound, features
-from train.progress import Kind, percent
+from train.data.prepare.worker import BLOCK, Block
+from train.data.rows.row import Row, Sound, features
 
 if TYPE_CHECKING:
-    from train.data.inspect.hearing import Hearing
+    from train.scoring.asr import Hearing
 
 DROPPED = "dropped.jsonl"
 UNREADABLE = "unreadable"
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
         )
     with importing():
-        from train.data.inspect.hearing import Hearing
+        from train.scoring.asr import Hearing
 
     hearing = Hearing(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
     judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
@@ -106,7 +106,7 @@ class Judge:
         return reasons, checked
 
     def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
-        from train.data.inspect.hearing import error_rate
+        from train.scoring.asr import error_rate
 
         assert self.hearing is not None
         out = []

@@ -13,17 +13,17 @@ from omni.audio.wav import write_wav
 from omni.errors import UserError
 from omni.process import importing
 from omni.tasks import TASKS, Task, find_task
-from train.data.inspect.codecs import BadCodes, Codecs
-from train.data.inspect.command import Parser, make_folder
+from train.data.inspect.display import Parser, make_folder
 from train.data.inspect.measures import BadSound, load, measure
 from train.data.inspect.scan import Lost, Scan, one_line
 from train.data.inspect.target import Target, add_options, chosen_target, own_codec
-from train.data.row import Row, Sound
+from train.data.prepare.codecs import BadCodes, Codecs
+from train.data.rows.row import Row, Sound
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from omni.audio.codec import AudioCodec
+    from omni.codec.base import AudioCodec
 
 USUAL = ("A1A2", "T1A2", "A1T2", "T1T2", "A1T1", "T1A1")
 """Tasks as they are tried where none is named: the first that the row has all parts for."""
@@ -146,8 +146,8 @@ def _recording(sound: Sound, file: Path, overwrite: bool) -> str:
 
 def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, columns: int = 24) -> str:
     """The row's prompt and targets as text. UserError where it lacks what the task needs, or a codec is not at hand."""
-    from train.data.examples import ExampleMaker, Prepared
-    from train.data.listen import draw_columns
+    from train.data.batching.draw import draw_columns
+    from train.data.batching.examples import ExampleMaker, Prepared
 
     chosen = _task(row, task)
     codec = _codec(row, target, codecs) if chosen.audio else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.errors import UserError
 from omni.remote import refuse_remote
-from train.data.row import Sound, inside
+from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
     from torch import Tensor

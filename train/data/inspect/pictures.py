@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from train.data.inspect.collect import Collected, Sample, StreamUse
-from train.plots import COLORS, GRID, INK
+from train.trainer.plots import COLORS, GRID, INK
 
 PANELS = {
     "durations.png": (("question seconds", "answer seconds"), "seconds", "turns"),

@@ -12,7 +12,7 @@ import yaml
 from omni.config import from_dict
 from omni.errors import UserError
 from train.data.inspect.checks import Checked, Heard, characters
-from train.data.row import Row, RowTurn
+from train.data.rows.row import Row, RowTurn
 
 
 @dataclass(frozen=True)

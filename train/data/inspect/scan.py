@@ -1,6 +1,6 @@
 """Rows of Parquet files in their order, a few at a time, going on behind what is damaged.
 
-`train.data.parquet.StoredRows` refuses files that are not whole, as training must; here they are what is looked for.
+`train.data.rows.parquet.StoredRows` refuses files that are not whole, as training must; here they are what is looked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from omni.errors import UserError
 from omni.remote import check_there
 from train.data.readers.records import plain_rows
-from train.data.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
+from train.data.rows.row import OPTIONAL, ROW_VERSION, Row, features, from_plain
 
 BATCH = 16
 """Rows in memory at once, besides the pages they are read from."""

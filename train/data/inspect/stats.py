@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from omni.process import importing
 from omni.tasks import Task, find_task
-from train.data.inspect.codecs import Codecs
-from train.data.inspect.command import Parser, display_of, make_folder, print_table, save_report, watched
+from train.console.progress import Kind, duration
+from train.data.inspect.display import Parser, display_of, make_folder, print_table, save_report, watched
 from train.data.inspect.scan import Lost, Scan
 from train.data.inspect.target import Target, add_options, chosen_target
-from train.progress import Kind, duration
+from train.data.prepare.codecs import Codecs
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected, Group

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TextIO
 
 from omni.errors import UserError
+from train.console.progress import Kind, duration
+from train.console.rates import Display
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, check_row
-from train.data.inspect.codecs import Codecs
-from train.data.inspect.command import Parser, display_of, make_folder, print_table, save_report, watched
+from train.data.inspect.display import Parser, display_of, make_folder, print_table, save_report, watched
 from train.data.inspect.duplicates import Digests
 from train.data.inspect.findings import KINDS, Findings
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, measure, text_digest
 from train.data.inspect.scan import Found, Lost, Scan
+from train.data.prepare.codecs import Codecs
 from train.data.prepare.report import REPORT
 from train.data.prepare.shards import checksum
-from train.data.prepare.show import Display
-from train.data.row import ROW_VERSION
-from train.progress import Kind, duration
+from train.data.rows.row import ROW_VERSION
 
 
 @dataclass

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
-from train.data.prepare.voices import check_spec
 from train.data.readers import Options
+from train.data.tts.voices import check_spec
 
 SIDES = ("question", "answer")
 

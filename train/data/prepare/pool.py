@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
 
 from omni.errors import UserError
-from train.data.prepare.blocks import BLOCK, Block, BlockMaker, Tick
 from train.data.prepare.config import PrepareConfig
+from train.data.prepare.worker import BLOCK, Block, BlockMaker, Tick
 from train.data.readers import Source
-from train.data.row import features
+from train.data.rows.row import features
 
 if TYPE_CHECKING:
-    from omni.audio.codec import AudioCodec
+    from omni.codec.base import AudioCodec
 
 _AHEAD = 2  # blocks that each process has been told of: the one it makes and the next
 _WINDOW = 4  # blocks for each process that are told of and not handed out yet

@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from train.console.progress import duration
 from train.data.prepare.files import part_of, publish, read_json, write_json, writing
 from train.data.prepare.shards import notes
 from train.data.prepare.tally import Tally
-from train.progress import duration
 
 REPORT, BROKEN = "report.json", "broken.csv"
 _KINDS = 20

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from omni.audio.io import AudioSource, audio_info
 from omni.errors import UserError
-from train.data.inspect.codecs import Codecs
-from train.data.keys import key
+from train.data.prepare.codecs import Codecs
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.tally import Tally
-from train.data.prepare.voices import Voice
-from train.data.row import Codes, Row, RowTurn, Sound, inside, to_plain
+from train.data.rows.row import Codes, Row, RowTurn, Sound, inside, to_plain
+from train.data.seeding import key
+from train.data.tts.voices import Voice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from omni.audio.codec import AudioCodec
+    from omni.codec.base import AudioCodec
 
 _KEPT_FORMATS = ("FLAC", "OGG", "MP3", "MPEG")
 

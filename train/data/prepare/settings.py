@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from train.data.prepare.blocks import BLOCK
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.files import read_json, write_json
 from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.shards import checksum, stored
+from train.data.prepare.worker import BLOCK
 from train.data.readers import Source
-from train.data.row import ROW_VERSION
+from train.data.rows.row import ROW_VERSION
 
 NAME = "settings.json"
 FORMAT = 1

@@ -20,7 +20,7 @@ from train.data.readers.codes import check_duration, read_codes
 from train.data.readers.contract import Options
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, make_row, text
-from train.data.row import Row, RowTurn
+from train.data.rows.row import Row, RowTurn
 
 _SPEAKER = re.compile(r"(?:^|\s)<?(USER|ASSISTANT)>?:\s*")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.data.readers.contract import Options
-from train.data.row import CODE_ORDERS, Codes
+from train.data.rows.row import CODE_ORDERS, Codes
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from train.data.row import Row
+from train.data.rows.row import Row
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from omni.errors import UserError
 from train.data.readers.contract import Options
 from train.data.readers.files import Files, header
 from train.data.readers.source import RecordReader, make_row, number, text
-from train.data.row import Row, RowTurn, Sound
+from train.data.rows.row import Row, RowTurn, Sound
 
 _ANSWERING = ("agent", "assistant", "model")
 

@@ -12,7 +12,7 @@ from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import check_there
 from train.data.readers.contract import Options
-from train.data.row import Sound, inside
+from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from train.data.readers.files import Files
 from train.data.readers.record import Record
 from train.data.readers.source import RecordSource, make_row, text
 from train.data.readers.text_records import JsonLines, TableRecords
-from train.data.row import Row, RowTurn
+from train.data.rows.row import Row, RowTurn
 
 _ENDINGS = (".flac", ".wav", ".ogg", ".mp3")
 

@@ -19,7 +19,7 @@ from train.data.readers.contract import Options
 from train.data.readers.dialogue import Message, pairs, system_of
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, check_text, items, make_row, text
-from train.data.row import Row, RowTurn
+from train.data.rows.row import Row, RowTurn
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _NO_TEXT = ("audio", "audios", "speech", "image", "images", "video", "videos")

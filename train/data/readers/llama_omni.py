@@ -19,7 +19,7 @@ from train.data.readers.contract import Options
 from train.data.readers.dialogue import pairs, system_of
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, items, make_row, text
-from train.data.row import Codes, Row, RowTurn
+from train.data.rows.row import Codes, Row, RowTurn
 
 _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 

@@ -16,7 +16,7 @@ from train.data.readers.contract import Options
 from train.data.readers.dialogue import pairs, system_of
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, items, make_row, text
-from train.data.row import Codes, Row, RowTurn
+from train.data.rows.row import Codes, Row, RowTurn
 
 
 def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:

@@ -22,7 +22,7 @@ from omni.errors import UserError
 from train.data.readers.contract import Options
 from train.data.readers.files import Files, cut, header
 from train.data.readers.source import RecordReader, check_text, make_row, number, text
-from train.data.row import Row, RowTurn, Sound, Word
+from train.data.rows.row import Row, RowTurn, Sound, Word
 
 MODEL, USER = 0, 1  # channels
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from omni.errors import UserError
 from train.data.readers.codes import CODECS, SHOWN
 from train.data.readers.contract import Broken
-from train.data.row import Row
+from train.data.rows.row import Row
 
 if TYPE_CHECKING:
     import numpy as np

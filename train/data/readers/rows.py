@@ -1,4 +1,4 @@
-"""Rows that are prepared already (`train.data.row`), to be prepared anew: answers for another codec, sides spoken again.
+"""Rows that are prepared already (`train.data.rows.row`), to be prepared anew: answers for another codec, sides spoken again.
 
 They come as they are stored, words and starts included; `Options.name` and `Options.task` replace what they say, and
 `Options.language` stands in where they say none. With `Options.audio` "none" all their recordings are left out, so that a
@@ -15,7 +15,7 @@ from omni.errors import UserError
 from train.data.readers.contract import Options
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, make_row, one_line
-from train.data.row import ROW_VERSION, Row, Sound, from_plain
+from train.data.rows.row import ROW_VERSION, Row, Sound, from_plain
 
 
 def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:

@@ -16,7 +16,7 @@ from train.data.readers.files import Files
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
 from train.data.readers.records import open_records
-from train.data.row import Row, RowTurn
+from train.data.rows.row import Row, RowTurn
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 """What a record may raise that nobody has thought of. UserError is a ValueError."""

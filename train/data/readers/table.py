@@ -19,7 +19,7 @@ from train.data.readers.files import Files
 from train.data.readers.layout import ENDINGS, columns_flag, columns_of
 from train.data.readers.records import open_records
 from train.data.readers.source import RecordSource, make_row, text
-from train.data.row import Row, RowTurn
+from train.data.rows.row import Row, RowTurn
 
 TURN = ("question_audio", "question_text", "answer_audio", "answer_text")
 ROW = ("id", "speaker", "language")

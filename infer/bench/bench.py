@@ -1,0 +1,261 @@
+"""`python -m infer bench`: streaming on this machine, as tables.
+
+All figures of a preset come from one run: what is compared in a ratio has been measured by turns. Weights are
+random; on a GPU they are bf16 and the decoder of a step is compiled and captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infer.bench.memory_rate import GIB, HighWater, load
+from infer.bench.random_model import TimedCodec, random_lm
+from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
+from infer.device import SMALL_MODEL, bytes_of, cpu_threads
+from infer.options import BenchOptions
+from omni.audio.io import SAMPLE_RATE, read_audio
+from omni.config import ModelConfig, preset
+from omni.encoder.config import EncoderMode
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from omni.hardware import find_device, peak_flops
+
+NANO_BATCHES = (1, 4, 16, 64, 256)
+
+TARGETS = {
+    ("nano", "first exact sample"): 0.150,
+    ("nano", "real-time factor"): 0.2,
+    ("qwen2-0.5b-omni", "first exact sample"): 2.4,
+    ("qwen2-0.5b-omni", "steps / readings"): 0.8,
+    ("qwen2-0.5b-omni", "peak beyond the weights"): 1.2,
+}
+"""What the project asks of two CPU cores: at most that (at least, of steps / readings)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: what was measured, the figure and its unit, and what it is made of."""
+
+    name: str
+    value: float
+    unit: str = ""
+    note: str = ""
+    target: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        if self.target is None:
+            return None
+        return self.value >= self.target if self.name == "steps / readings" else self.value <= self.target
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    rows: list[Row]
+
+
+def bench(options: BenchOptions) -> None:
+    """Measure and print; UserError for an unknown preset or device."""
+    device = find_device(options.device)
+    names = [] if options.model else [name.strip() for name in options.preset.split(",") if name.strip()]
+    configs = {name: preset(name) for name in names}
+    sound = noise(options.seconds) if options.question is None else read_audio(options.question)
+    tables: list[Table] = []
+    for table in _tables(options, device, configs, sound):
+        tables.append(table)
+        if not options.json:
+            _show(table)
+    if options.json:
+        print(json.dumps({**_machine(device), "tables": [_plain(t) for t in tables]}, indent=2))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in _machine(device).items()))
+
+
+def _tables(options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig], sound: Tensor) -> Iterator[Table]:
+    if options.model:
+        yield from _folder(options, device, options.model, sound)
+    for name, config in configs.items():
+        yield from _preset(options, device, name, config, sound)
+
+
+def _preset(options: BenchOptions, device: torch.device, name: str, config: ModelConfig, sound: Tensor) -> Iterator[Table]:
+    """A preset with random weights."""
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    gc.collect()
+    memory = HighWater(device)
+    lm = random_lm(_heard_as(config, "variable"), device, dtype, compile=gpu)
+    with cpu_threads(options.threads, lm.model) as threads:
+        precision = "bf16, compiled, CUDA graph" if gpu else f"fp32, {threads} thread{'s' * (threads > 1)}"
+        what = f"{name} ({config.codec}, random weights, {precision})"
+        yield from _measured(lm, options, sound, name, config, what, memory)
+
+
+def _measured(
+    lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, config: ModelConfig, what: str, memory: HighWater
+) -> Iterator[Table]:
+    small, gpu = name == "nano", lm.model.device.type == "cuda"
+    assist = not small
+    yield _streaming(lm, options, sound, name, what, "variable", assist)
+    yield _step_table(lm, options, sound, name, what, assist, compile=gpu)
+    if small:
+        yield _sessions(lm, sound, what, compile=gpu)
+    weights = bytes_of(lm.model)
+    beyond = (memory.bytes - weights) / GIB
+    target = None if gpu else TARGETS.get((name, "peak beyond the weights"))
+    rows = [
+        Row("weights", weights / GIB, "GiB", "encoder, adapter, decoder, embeddings"),
+        Row("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
+    ]
+    yield Table(f"memory: {what}", rows)
+    if options.full:
+        yield _streaming(lm, options, sound, "", what, "variable", not assist)
+        padded = _with_mode(lm, config, "padded", compile=gpu)
+        yield _streaming(padded, options, sound, "", what, "padded", assist)
+
+
+def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[Table]:
+    """A model folder, as its answers come."""
+    lm = SpeechLM.from_pretrained(folder, device, codec_folder=options.codec_folder)
+    if lm.codec is None:
+        raise UserError(
+            f"{folder} has no weights of the codec {lm.config.codec!r}, so its first audio cannot be measured; name their "
+            "folder with --codec_folder"
+        )
+    lm = SpeechLM(lm.model, lm.tokenizer, TimedCodec(lm.codec))
+    with cpu_threads(options.threads, lm.model):
+        name = "nano" if bytes_of(lm.model) < SMALL_MODEL else ""
+        yield _streaming(lm, options, sound, name, folder, lm.config.encoder.mode, False)
+        yield _step_table(lm, options, sound, name, folder, False, compile=False)
+        yield _sessions(lm, sound, folder, compile=False)
+
+
+def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, mode: str, assist: bool) -> Table:
+    """First audio and its parts, and the real-time factor of one answer."""
+    seconds = len(sound) / SAMPLE_RATE
+    first = first_audio(lm, sound, assist, options.repeat)
+    figures = whole_answer(lm, sound, assist, options.answer_seconds, options.repeat)
+    factor = figures.real_time_factor
+    on_cpu = lm.model.device.type == "cpu"
+
+    def target(row: str) -> float | None:
+        return TARGETS.get((name, row)) if on_cpu else None
+
+    rows = [
+        Row("first exact sample", first.total, "s", "after the question has ended", target("first exact sample")),
+        Row("  encoder", first.encode, "s", f"{mode}, {seconds:.3g} s of sound"),
+        Row("  prefill", first.prefill, "s"),
+        Row("  steps", first.steps, "s", f"{first.columns} steps"),
+        Row("  codec", first.codec, "s"),
+        Row("first whole frame", first.frame, "s", "all of the codec's lookahead is there"),
+    ]
+    if factor is not None:
+        rows += [
+            Row("real-time factor", factor, "", f"an answer of {figures.sound:.2f} s", target("real-time factor")),
+            Row("underruns", figures.underruns),
+        ]
+    return Table(f"streaming: {what}, {'text assist (two rows)' if assist else 'one row'}", rows)
+
+
+def _step_table(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, assist: bool, compile: bool) -> Table:
+    """Steps per second beside readings of the same weights."""
+    on_cpu = lm.model.device.type == "cpu"
+    each = 6 if on_cpu else 50
+    rounds = max(options.repeat, 3)
+    found = steps_and_readings(lm, sound, assist, compile, rounds, each)
+    rows_of_batch = 2 if assist else 1
+    rate = lm.codec.frame_rate if lm.codec is not None else 0.0
+    target = TARGETS.get((name, "steps / readings")) if on_cpu else None
+    rows = [
+        Row(
+            "step",
+            found.seconds * 1e3,
+            "ms",
+            f"{rows_of_batch} row{'s' * (rows_of_batch > 1)}, text and audio heads, no codec",
+        ),
+        Row("steps", 1 / found.seconds, "/s", f"{rate:.1f} /s play in real time"),
+        Row("tokens", rows_of_batch * len(lm.layout) / found.seconds, "/s", "of all streams and rows"),
+        Row("weights a step reads", found.bytes / GIB, "GiB", "blocks and heads"),
+        Row("readings", 1 / found.reading, "/s", f"{found.bytes / found.reading / 1e9:.1f} GB/s, by {found.how}"),
+        Row("steps / readings", found.ratio, "", "", target),
+    ]
+    peak = peak_flops(lm.model.device)
+    if peak is not None:
+        flops = 2 * rows_of_batch * found.bytes / lm.model.decoder.norm.weight.element_size() / found.seconds
+        rows.append(Row("MFU", 100 * flops / peak, "%", f"{flops / 1e12:.2f} TFLOP/s of {peak / 1e12:.0f}"))
+    return Table(f"steps: {what}", rows)
+
+
+def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> Table:
+    """How many rows advance together in real time."""
+    taken, fits = rows_in_real_time(lm, sound, NANO_BATCHES, compile)
+    rows = [Row(f"step of {n} rows", s * 1e3, "ms", "with the codec") for n, s in taken.items()]
+    more = " or more" if fits == NANO_BATCHES[-1] else ""
+    assert lm.codec is not None
+    rows.append(Row("sessions in real time", fits, "", f"a frame plays {1e3 / lm.codec.frame_rate:.0f} ms{more}"))
+    return Table(f"sessions: {what}", rows)
+
+
+def _heard_as(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
+    return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, mode=mode))
+
+
+def _with_mode(lm: SpeechLM, config: ModelConfig, mode: EncoderMode, compile: bool) -> SpeechLM:
+    """The same weights behind an encoder that hears in another mode."""
+    model = type(lm.model).from_state(_heard_as(config, mode), lm.model.state_dict()).to(lm.model.device).eval()
+    return SpeechLM(model.requires_grad_(False), lm.tokenizer, lm.codec, compile=compile)
+
+
+# --- showing -------------------------------------------------------------------------------------------------------
+
+
+def _machine(device: torch.device) -> dict[str, str | int | float | None]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    busy = load()
+    return {
+        "device": str(device),
+        "processor": name,
+        "threads": torch.get_num_threads(),
+        "load": None if busy is None else round(busy, 1),
+        "torch": torch.__version__,
+    }
+
+
+def _plain(table: Table) -> dict[str, object]:
+    return {"title": table.title, "rows": [{**dataclasses.asdict(r), "met": r.met} for r in table.rows]}
+
+
+def _show(table: Table) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE, title_style="bold")
+    shown.add_column("figure", no_wrap=True)
+    shown.add_column("", justify="right", no_wrap=True)
+    shown.add_column("unit", no_wrap=True)
+    shown.add_column("target", no_wrap=True)
+    shown.add_column("")
+    for row in table.rows:
+        target = ""
+        if row.target is not None:
+            sign = ">=" if row.name == "steps / readings" else "<="
+            target = f"{sign} {row.target:g} {'met' if row.met else 'missed'}"
+        shown.add_row(row.name, _figure(row.value), row.unit, target, row.note)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(shown)
+
+
+def _figure(value: float) -> str:
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 0.1 else f"{value:.4f}"

@@ -1,0 +1,107 @@
+"""Models of random weights that take the time and the memory of trained ones, and answers that do not end.
+
+The rows of the heads that would say `end` are zero, so their logits are zero and the largest of thousands of random
+ones is always another: an answer goes on until its limit, and text and speech last equally long.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.codec.base import AudioCodec, CodecStream, load_codec
+from omni.config import ModelConfig
+from omni.generate.speech_lm import SpeechLM
+from omni.hardware import synchronize
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+
+_BLOCK = 1 << 22
+
+
+def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> SpeechModel:
+    """A model of random weights that never ends an answer; takes little longer than writing the memory once."""
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in SpeechModel(config).state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    reach = 0.02 * math.sqrt(3)  # uniform with a standard deviation of 0.02
+    block = torch.empty(_BLOCK).uniform_(-reach, reach, generator=generator).to(device, dtype)
+    state = {name: _fill(name, shape, block) for name, shape in shapes.items()}
+    model = SpeechModel.from_state(config, state, where="random weights").to(device).eval().requires_grad_(False)
+    silence_ends(model)
+    return model
+
+
+def _fill(name: str, shape: torch.Size, block: Tensor) -> Tensor:
+    """Norms are 1, biases 0, and everything else is pieces of the random block."""
+    if len(shape) == 1:
+        value = 0.0 if name.endswith("bias") else 1.0
+        return torch.full(shape, value, dtype=block.dtype, device=block.device)
+    out = torch.empty(shape, dtype=block.dtype, device=block.device)
+    for piece in out.view(-1).split(len(block)):
+        piece.copy_(block[: len(piece)])
+    return out
+
+
+@torch.no_grad()
+def silence_ends(model: SpeechModel) -> None:
+    """Make `end` the least likely of the ids on every stream of a model of random weights."""
+    decoder = model.decoder
+    for k, end in enumerate(model.layout.ids("end").tolist()):
+        decoder.head_weight(k)[end:] = 0  # the special ids, `end` first
+
+
+def random_codec(name: str, device: torch.device) -> AudioCodec:
+    """A codec at its real size, with random weights where it has some."""
+    if name == "snac":
+        from omni.codec.snac import SnacCodec
+
+        return SnacCodec.random(device=device)
+    if name == "mimi":
+        from omni.codec.mimi import MimiCodec
+
+        return MimiCodec.random(device=device)
+    return load_codec(name, device=device)
+
+
+class TimedCodec(AudioCodec):
+    """A codec that counts the seconds its streams spend decoding."""
+
+    def __init__(self, inner: AudioCodec) -> None:
+        self.inner = inner
+        self.name, self.sample_rate, self.frame_samples = inner.name, inner.sample_rate, inner.frame_samples
+        self.codebook_sizes, self.lookahead = inner.codebook_sizes, inner.lookahead
+        self.deterministic, self.device = inner.deterministic, inner.device
+        self.seconds = 0.0
+
+    def exact_samples(self, frames: int) -> int:
+        return self.inner.exact_samples(frames)
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        stream = self.inner.stream(seed)
+        for name in ("push", "finish"):
+            setattr(stream, name, self._timed(getattr(stream, name)))
+        return stream
+
+    def _timed(self, method: Any) -> Any:
+        def timed(*args: Any) -> Tensor:
+            synchronize(self.inner.device)  # steps that are still under way are not the codec's
+            start = time.perf_counter()
+            samples: Tensor = method(*args).cpu()  # on the host, so that the device has done its work
+            self.seconds += time.perf_counter() - start
+            return samples
+
+        return timed
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        return self.inner._encode(audio)
+
+
+def random_lm(config: ModelConfig, device: torch.device, dtype: torch.dtype, compile: bool = False) -> SpeechLM:
+    """A `SpeechLM` of random weights, with a codec that is timed."""
+    codec = TimedCodec(random_codec(config.codec, device))
+    return SpeechLM(random_model(config, device, dtype), Tokenizer.bytes(), codec, compile=compile)

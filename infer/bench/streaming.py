@@ -1,0 +1,244 @@
+"""The figures of the bench: first audio and its parts, real-time factor, steps against readings, rows in real
+time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from infer.bench.memory_rate import Reader, seconds_of
+from infer.bench.random_model import TimedCodec
+from infer.timing import Figures, Meter
+from omni.audio.io import SAMPLE_RATE
+from omni.codec.base import CodecStream
+from omni.errors import UserError
+from omni.generate.prefill import pack, prefill
+from omni.generate.question import Asked, encode_questions
+from omni.generate.results import AudioChunk, Ended, Timings
+from omni.generate.runner import Runner, Start
+from omni.generate.sampling import GREEDY
+from omni.generate.speech_lm import SpeechLM
+from omni.hardware import synchronize
+from omni.tasks import TASKS, Turn, prompt
+
+TASK = TASKS["A1A2"]
+
+_LONG = 8.0  # seconds of answering after which an answer is not repeated
+
+
+def noise(seconds: float) -> Tensor:
+    """Noise at the level of speech, [S] at 16 kHz: what is said does not change what hearing costs."""
+    return 0.1 * torch.randn(round(seconds * SAMPLE_RATE), generator=torch.Generator().manual_seed(0))
+
+
+# --- first audio ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FirstAudio:
+    """Seconds from the end of the question to the first exact sample, and the parts they are made of.
+
+    Attributes:
+        total: until the first samples were handed out; the sum of the parts.
+        encode, prefill, steps, codec: the encoder; the question into the cache; the decoder's steps, sampling and
+            what lies between; the codec.
+        columns: how many steps.
+        frame: until a whole frame was handed out: all of the codec's lookahead has been there.
+    """
+
+    total: float
+    encode: float
+    prefill: float
+    steps: float
+    codec: float
+    columns: int
+    frame: float
+
+
+def first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool, repeat: int) -> FirstAudio:
+    """The run with the median total, of `repeat` after one to warm up."""
+    runs = [_first_audio(lm, sound, text_assist) for _ in range(repeat + 1)][1:]
+    return sorted(runs, key=lambda run: run.total)[len(runs) // 2]
+
+
+def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> FirstAudio:
+    codec = lm.codec
+    assert isinstance(codec, TimedCodec)
+    with lm.session(text_assist=text_assist) as session:
+        total = frame = decoding = 0.0
+        heard, timings = 0, Timings()
+        synchronize(lm.model.device)
+        codec.seconds = 0.0
+        start = time.perf_counter()
+        for event in session.ask(sound, TASK):
+            now = time.perf_counter() - start
+            if isinstance(event, AudioChunk):
+                if not heard:
+                    total, decoding = now, codec.seconds
+                heard += len(event.samples)
+                if heard >= codec.frame_samples and not frame:
+                    frame = now
+                    session.cancel()
+            elif isinstance(event, Ended):
+                timings = event.timings
+        if not heard:
+            raise UserError("the model answered without sound; ask something that it knows with --question FILE")
+        return FirstAudio(
+            total=total,
+            encode=timings.encode,
+            prefill=timings.prefill - timings.encode,
+            steps=total - timings.prefill - decoding,
+            codec=decoding,
+            columns=_columns_until_sound(lm),
+            frame=frame or total,
+        )
+
+
+def _columns_until_sound(lm: SpeechLM) -> int:
+    """Steps after the prefill (which writes the first column) until the codec has the frames for its first sample."""
+    codec = lm.codec
+    assert codec is not None
+    frames = next(n for n in range(1, 100) if codec.exact_samples(n) > 0)
+    return frames - 1 + lm.layout.max_delay
+
+
+def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float, repeat: int) -> Figures:
+    """The answer of (at most) `seconds` with the median real-time factor, of `repeat`, or fewer where they take long."""
+    runs = [_whole_answer(lm, sound, text_assist, seconds)]
+    while len(runs) < repeat and sum(run.total for run in runs) < _LONG:
+        runs.append(_whole_answer(lm, sound, text_assist, seconds))
+    return sorted(runs, key=lambda run: run.total / max(run.sound, 1e-9))[len(runs) // 2]
+
+
+def _whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float) -> Figures:
+    codec = lm.codec
+    assert codec is not None
+    with lm.session(text_assist=text_assist, max_seconds=seconds) as session:
+        meter = Meter(codec.sample_rate)
+        for event in session.ask(sound, TASK):
+            if isinstance(event, AudioChunk):
+                meter.sound(len(event.samples))
+            elif not isinstance(event, Ended):
+                meter.text()
+        return meter.figures()
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Decoding steps beside plain readings of the weights that a step reads.
+
+    Attributes:
+        seconds: of a step, without the codec; median.
+        reading: seconds of the fastest reading; median.
+        how: its name.
+        bytes: what is read.
+    """
+
+    seconds: float
+    reading: float
+    how: str
+    bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Steps per second over readings per second."""
+        return self.reading / self.seconds
+
+
+def weights_of_a_step(lm: SpeechLM) -> list[Tensor]:
+    """Every matrix that a step reads as a whole: blocks and heads, but not the embedding tables, of which it takes
+    a few rows."""
+    decoder = lm.model.decoder
+    blocks = (*decoder.blocks.parameters(), *decoder.post_blocks.parameters())
+    return [p for p in (*blocks, decoder.text_weight, decoder.audio_head.weight) if p.ndim == 2]
+
+
+def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: bool, rounds: int, each: int) -> Steps:
+    """Steps and readings by turns, so that whatever else the machine does weighs on both alike.
+
+    Args:
+        rounds: how often a few steps and a reading follow each other.
+        each: steps at a time.
+    """
+    warm_up = 3
+    room = rounds * each + warm_up
+    runner = _answering(lm, sound, 2 if text_assist else 1, text_assist, room, compile)
+    device, reader = lm.model.device, Reader(weights_of_a_step(lm))
+    _steps(runner, warm_up)
+    taken: list[float] = []
+    for _ in range(rounds):
+        reader.read()
+        if device.type == "cuda":  # the device runs ahead of the host: only many steps together can be timed
+            taken.append(seconds_of(lambda: _steps(runner, each), device) / each)
+        else:
+            taken += [seconds_of(lambda: _steps(runner, 1), device) for _ in range(each)]
+    fastest = reader.fastest
+    return Steps(statistics.median(taken), fastest.seconds, fastest.how, reader.bytes)
+
+
+def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile: bool) -> tuple[dict[int, float], int]:
+    """How many sessions one machine serves: seconds of a step at several batch sizes, the codec's included (a frame
+    per row), and the largest size at which a step takes no longer than a frame plays (0: none)."""
+    codec = lm.codec
+    assert codec is not None
+    taken, fits = {}, 0
+    for rows in sizes:
+        runner = _answering(lm, sound, rows, False, 3 + 8, compile)
+        streams = [codec.stream() for _ in range(rows)]
+        frame = torch.zeros(lm.layout.n_audio, 1, dtype=torch.long)
+        work = partial(_step_aloud, runner, streams, frame)
+        for _ in range(3):
+            work()
+        taken[rows] = statistics.median(seconds_of(work, lm.model.device) for _ in range(8))
+        if taken[rows] > 1 / codec.frame_rate:
+            break
+        fits = rows
+    return taken, fits
+
+
+def _answering(lm: SpeechLM, sound: Tensor, rows: int, text_assist: bool, room: int, compile: bool) -> Runner:
+    """A runner whose rows have heard the question and can answer for `room` steps; with text assist, row 1 writes for
+    row 0. UserError where the model's context is too short for that."""
+    model = lm.model
+    turn = Turn(TASK, features=model.config.features(len(sound)))
+    (features,) = encode_questions(model, [Asked(turn, sound)])
+    assert features is not None
+    columns = prompt(model.layout, turn)
+    length = len(columns) + room
+    if length > model.config.decoder.context:
+        raise UserError(
+            f"{room} steps after a question of {len(columns)} positions do not fit the model's context of "
+            f"{model.config.decoder.context}; lower --repeat, or ask something shorter"
+        )
+    runner = Runner(model, rows, length, compile=compile)
+    packed = pack(model.layout, [columns] * rows, [features] * rows)
+    hidden = prefill(model, runner.cache, range(rows), packed, runner.chunk)
+    start = Start(text=True, audio=True, position=len(columns) - 1, settings=(GREEDY,) * len(model.layout))
+    starts = [start] * rows
+    if text_assist:
+        speaker = Start(True, True, start.position, start.settings, partner=1)
+        starts = [speaker, Start(True, False, start.position, start.settings)]
+    runner.begin(0, hidden, starts)
+    return runner
+
+
+def _step_aloud(runner: Runner, streams: Sequence[CodecStream], frame: Tensor) -> None:
+    """A step, and a frame through every row's codec."""
+    _steps(runner, 1)
+    for stream in streams:
+        stream.push(frame)
+
+
+def _steps(runner: Runner, count: int) -> None:
+    for _ in range(count):
+        runner.step()
+        runner.results()

@@ -1,0 +1,287 @@
+"""Weights in files, read lazily and written as a stream; nothing in a file is ever run.
+
+Reading: safetensors (one file, or shards listed in an index) row by row with plain reads, so that no more memory is used than
+is asked for; files of `torch.save` mapped into memory under `weights_only`, which refuses whatever could run code.
+
+Writing: header first, then each tensor in pieces of a few megabytes, its CRC-32 taken on the way. Files are written into a
+folder beside the wanted one, which is renamed when everything is on the disk.
+
+The format: https://github.com/huggingface/safetensors#format (8 bytes of header length, a JSON header, the data).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from omni.checkpoint.bounds import finite, load_json, read_header
+from omni.convert.contract import Lazy, Watch
+from omni.errors import UserError
+
+PIECE = 8 << 20
+"""Bytes that are held at once."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_safetensors(path: Path) -> dict[str, Lazy]:
+    """The tensors of one file, none of them read yet.
+
+    Raises:
+        UserError: the file is missing, truncated, a pickle, or its header contradicts itself.
+    """
+    length, header = read_header(path)
+    size = path.stat().st_size
+    try:
+        entries = {name: (DTYPES[code], shape, place) for name, (code, shape, place) in header.items()}
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: a tensor's header has no known {error}; fetch the file again") from error
+    for name, (_, shape, place) in entries.items():
+        _check_place(path, name, shape, place)
+    end = max((place[1] for _, _, place in entries.values()), default=0)
+    if 8 + length + end != size:
+        kind = "truncated" if 8 + length + end > size else "longer than its header says"
+        raise UserError(f"{path} is {kind}: {size} bytes of {8 + length + end}; fetch it again")
+    handle = path.open("rb", buffering=0)  # closed when the last tensor that reads from it is gone
+    out = {}
+    for name, (dtype, shape, (low, high)) in entries.items():
+        if high - low != prod(shape) * dtype.itemsize:
+            raise UserError(f"{path}: tensor {name} {shape} does not fill its {high - low} bytes; fetch the file again")
+        out[name] = _from_file(handle, path, 8 + length + low, tuple(shape), dtype)
+    return out
+
+
+def _check_place(path: Path, name: str, shape: Any, place: Any) -> None:
+    """Refuse a shape or a place in the file that are no lists of whole numbers (UserError)."""
+    for key, value, wanted in (("shape", shape, "list"), ("data_offsets", place, "list two")):
+        whole = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+        if not whole or (key == "data_offsets" and len(value) != 2):
+            raise UserError(f"{path}: tensor {name}: {key} is {value!r}; it must {wanted} whole numbers; fetch the file again")
+
+
+def _from_file(handle: BinaryIO, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Lazy:
+    row = prod(shape[1:]) * dtype.itemsize
+
+    def read(start: int, stop: int) -> Tensor:
+        wanted = (stop - start) * row
+        shape_read = (stop - start, *shape[1:]) if shape else ()
+        if not wanted:
+            return torch.empty(shape_read, dtype=dtype)
+        data = _read(handle, offset + start * row, wanted)
+        if len(data) != wanted:
+            raise UserError(f"{path} was cut while it was read; fetch it again")
+        return torch.frombuffer(data, dtype=dtype).reshape(shape_read)
+
+    return Lazy(shape, dtype, read)
+
+
+def _read(handle: BinaryIO, offset: int, count: int) -> bytearray:
+    """`count` bytes from `offset` on, fewer only where the file ends."""
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    handle.seek(offset)
+    while done < count:
+        got = handle.readinto(view[done : done + (1 << 30)])  # type: ignore[attr-defined]
+        if not got:
+            break
+        done += got
+    return data if done == count else data[:done]
+
+
+def read_torch(path: Path) -> Any:
+    """What `torch.save` wrote, tensors mapped, not read. Only tensors and plain containers: nothing is run.
+
+    Raises:
+        UserError: missing, truncated, or a pickle that asks for anything else.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is missing; fetch it again")
+    try:
+        with path.open("rb") as handle:
+            mapped = handle.read(2) == b"PK"  # the older format, before 2020, cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line), "")
+        raise UserError(
+            f"{path} is a pickle with more than tensors in it, which could run code: nothing was run, and it is not read"
+            f"{f' ({reason})' if reason else ''}; fetch the weights as safetensors"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is truncated or no file of weights ({reason}); fetch it again") from error
+
+
+def state_of(data: Any, path: Path) -> dict[str, Lazy]:
+    """A state dict read by `read_torch`; UserError where it is none."""
+    if not isinstance(data, Mapping) or not all(isinstance(t, Tensor) for t in data.values()):
+        raise UserError(f"{path} holds a {type(data).__name__}, not a mapping of names to tensors; fetch the original weights")
+    return {str(name): Lazy.of(tensor.detach()) for name, tensor in data.items()}
+
+
+def read_weights(folder: Path) -> dict[str, Lazy]:
+    """The weights of a folder as Hugging Face writes them: safetensors or `torch.save`, single or in shards.
+
+    Raises:
+        UserError: no weights, a missing shard, or shards that are not what their index says.
+    """
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / stem).is_file():
+            return _read_any(folder / stem)
+        index = folder / f"{stem}.index.json"
+        if index.is_file():
+            return _read_shards(index)
+    raise UserError(f"{folder} has no weights; it needs model.safetensors, or shards with a model.safetensors.index.json")
+
+
+def _read_any(path: Path) -> dict[str, Lazy]:
+    return read_safetensors(path) if path.suffix == ".safetensors" else state_of(read_torch(path), path)
+
+
+def _read_shards(index: Path) -> dict[str, Lazy]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{index} has no weight_map; fetch it again")
+    out: dict[str, Lazy] = {}
+    shards = sorted({str(place) for place in places.values()})
+    for number, shard in enumerate(shards, 1):
+        path = index.parent / shard
+        if Path(shard).name != shard:
+            raise UserError(f"{index}: shard {shard!r} lies outside of the folder; fetch the index again")
+        if not path.is_file():
+            raise UserError(f"shard {path} is missing ({number} of {len(shards)} in {index.name}); fetch it")
+        for name, tensor in _read_any(path).items():
+            if places.get(name) != shard:
+                raise UserError(f"{path} holds tensor {name}, which {index.name} does not place there; fetch the folder again")
+            out[name] = tensor
+    for name, shard in places.items():
+        if name not in out:
+            raise UserError(f"tensor {name} is missing in shard {index.parent / shard}; fetch it again")
+    return out
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; UserError where the file is none."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing; fetch the folder again")
+    try:
+        data = load_json(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not JSON ({error}); fetch it again") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds no JSON object; fetch it again")
+    return data
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """Size and CRC-32 of a file, taken while it was written.
+
+    Attributes:
+        odd: the names of its tensors that hold NaN or infinity.
+    """
+
+    bytes: int
+    crc32: int
+    odd: tuple[str, ...] = ()
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Lazy], watch: Watch | None = None, notes: Mapping[str, str] | None = None
+) -> Written:
+    """Write a file of tensors, never holding more than a piece of one; it is on the disk when this returns.
+
+    Args:
+        watch: called with the bytes written so far and in all.
+        notes: kept in the file's metadata.
+
+    Raises:
+        OSError: as the disk has it; see `omni.files.replacing_folder`.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        place = [end, end + tensor.nbytes]
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    done = crc = 0
+    odd: dict[str, None] = {}
+    with path.open("wb", buffering=0) as handle:
+
+        def put(data: Any) -> None:
+            nonlocal crc
+            view = memoryview(data)
+            crc = zlib.crc32(view, crc)
+            while len(view):
+                view = view[handle.write(view) :]
+
+        put(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            for piece in pieces(tensors[name]):
+                if not finite(piece):
+                    odd[name] = None
+                put(piece.contiguous().view(-1).view(torch.uint8).numpy())
+                done += piece.nbytes
+                if watch is not None:
+                    watch(done, end)
+        os.fsync(handle.fileno())
+    return Written(8 + len(text) + end, crc, tuple(odd))
+
+
+def pieces(tensor: Lazy) -> Iterator[Tensor]:
+    """A tensor in groups of rows of at most `PIECE` bytes (or of one row)."""
+    if not tensor.nbytes:
+        return
+    step = max(1, PIECE * tensor.length // tensor.nbytes)
+    for start in range(0, tensor.length, step):
+        stop = min(start + step, tensor.length)
+        piece = tensor.read(start, stop)
+        wanted = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+        assert tuple(piece.shape) == wanted and piece.dtype == tensor.dtype, (piece.shape, wanted, piece.dtype)
+        yield piece
+
+
+def write_file(path: Path, data: bytes) -> Written:
+    """Write a small file through to the disk."""
+    with path.open("wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return Written(len(data), zlib.crc32(data))
+
+
+def copy_file(source: Path, target: Path) -> Written:
+    """Copy a file through to the disk."""
+    crc = size = 0
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while block := reader.read(PIECE):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+            writer.write(block)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return Written(size, crc)

@@ -1,0 +1,168 @@
+"""The contract of an audio codec: frames of K parallel codes in, sound out, whole or as a stream.
+
+Dimensions: K stream (codebook), F frame, S sample. The model sees `[K, F]` codes and never asks which codec
+they belong to. Whoever turns codes into sound opens a `stream()`, pushes frames as they are produced, and
+gets exactly the samples that `decode` of all frames would give, as early as they can be known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from omni.codec.registry import _loaders as _loaders
+from omni.codec.registry import codec_names as codec_names
+from omni.codec.registry import load_codec as load_codec
+from omni.codec.registry import register as register
+from omni.errors import UserError
+
+
+class AudioCodec(ABC):
+    """What every codec offers. Constants are set by the subclass, per class or per instance.
+
+    Attributes:
+        name: its name in the registry and in checkpoints.
+        sample_rate: of the sound it reads and writes, in Hz.
+        frame_samples: samples of one frame.
+        codebook_sizes: number of codes of each of the K streams, in the model's stream order.
+        lookahead: how many frames must follow a frame before all of its samples are exact (0: none).
+        deterministic: whether the same codes and seed always give the same sound.
+        device: where the codec computes and its results lie; inputs are moved there.
+    """
+
+    name: str
+    sample_rate: int
+    frame_samples: int
+    codebook_sizes: tuple[int, ...]
+    lookahead: int = 0
+    deterministic: bool = True
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames per second."""
+        return self.sample_rate / self.frame_samples
+
+    def frames(self, samples: int) -> int:
+        """Frames that `encode` makes of `samples` samples: the last one is filled up with silence."""
+        return -(-samples // self.frame_samples)
+
+    def exact_samples(self, frames: int) -> int:
+        """Samples that a stream has returned in all after `frames` frames, before its finish."""
+        return frames * self.frame_samples
+
+    def encode(self, audio: Tensor, sample_rate: int | None = None) -> Tensor:
+        """Codes `[K, F]` (int64) of mono sound `[S]` (floating point, nominally in [-1, 1]).
+
+        `sample_rate` is what `audio` has, in Hz, and must be the codec's own; None vouches for it. Raises
+        UserError for another rate, another shape or type, or samples that are not finite.
+        """
+        if sample_rate is not None and sample_rate != self.sample_rate:
+            raise UserError(f"{self.name} encodes {self.sample_rate} Hz, not {sample_rate} Hz: resample the audio first")
+        if audio.ndim != 1 or not audio.is_floating_point():
+            raise UserError(
+                f"{self.name} encodes mono floating-point audio [samples], not {audio.dtype} "
+                f"{list(audio.shape)}: mix the channels and scale to [-1, 1] first"
+            )
+        finite = torch.isfinite(audio)
+        if not bool(finite.all()):
+            first = int((~finite).nonzero()[0])
+            raise UserError(f"audio for {self.name}: sample {first} is {float(audio[first])}; fix or drop the recording")
+        if audio.numel() == 0:
+            return torch.empty(len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
+        with self._plain():
+            return self._encode(audio.to(self.device, torch.float32))
+
+    def decode(self, codes: Tensor, seed: int = 0) -> Tensor:
+        """Sound `[F * frame_samples]` (float32, in [-1, 1]) of all codes `[K, F]`.
+
+        `seed` keys the codec's noise, where it has some. Raises UserError for codes that do not fit.
+        """
+        stream = self.stream(seed)
+        return torch.cat([stream.push(codes), stream.finish()])
+
+    def check(self, codes: Tensor, first_frame: int = 0) -> Tensor:
+        """Returns `codes` as int64 `[K, F]` on the codec's device; UserError names the first misfit.
+
+        `first_frame` is the number that the error gives to column 0.
+        """
+        sizes = self.codebook_sizes
+        if codes.ndim != 2 or codes.shape[0] != len(sizes):
+            raise UserError(
+                f"{self.name} takes codes [{len(sizes)} streams, frames], not {list(codes.shape)}: pass one row per stream"
+            )
+        if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+            raise UserError(f"{self.name} takes integer codes, not {codes.dtype}: convert them first")
+        codes = codes.to(torch.long)
+        # Looked at where they are: on the codec's device the answer would wait for all that is queued there.
+        bad = (codes < 0) | (codes >= torch.tensor(sizes, device=codes.device)[:, None])
+        if bool(bad.any()):
+            frame, stream = bad.t().nonzero()[0].tolist()
+            raise UserError(
+                f"code {int(codes[stream, frame])} in stream {stream}, frame {first_frame + frame} is not in "
+                f"{self.name}'s 0 to {sizes[stream] - 1}: strip special ids before decoding"
+            )
+        return codes.to(self.device)
+
+    @contextlib.contextmanager
+    def _plain(self) -> Iterator[None]:
+        """No gradients, and full precision whatever precision the caller's model runs in."""
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            yield
+
+    @abstractmethod
+    def stream(self, seed: int = 0) -> CodecStream:
+        """A new decoding stream, independent of every other; see `CodecStream`."""
+
+    @abstractmethod
+    def _encode(self, audio: Tensor) -> Tensor:
+        """Codes `[K, frames(S)]` of checked float32 sound `[S]`, S > 0, on the codec's device."""
+
+
+class CodecStream(ABC):
+    """Decodes frames as they come: all pushes and the finish, joined, equal `decode` of all frames at once.
+
+    This holds bitwise, whatever the split into pushes. A stream belongs to one thread at a time; different
+    streams may run interleaved or in different threads.
+    """
+
+    def __init__(self, codec: AudioCodec) -> None:
+        self.codec = codec
+        self.pushed = 0  # frames so far
+        self.finished = False
+
+    def push(self, codes: Tensor) -> Tensor:
+        """Takes the next frames `[K, f]`, f >= 0; returns the samples `[n]` that became exact, maybe none.
+
+        Raises UserError for codes that do not fit (nothing is taken then), and after `finish`.
+        """
+        if self.finished:
+            raise UserError(f"this {self.codec.name} stream is finished: open a new one for more frames")
+        codes = self.codec.check(codes, self.pushed)
+        if codes.shape[1] == 0:
+            return self._nothing()
+        self.pushed += codes.shape[1]
+        with self.codec._plain():
+            return self._push(codes)
+
+    def finish(self) -> Tensor:
+        """Ends the stream and returns the remaining samples `[n]`; a second call returns none."""
+        flush = not self.finished and self.pushed > 0
+        self.finished = True
+        with self.codec._plain():
+            return self._finish() if flush else self._nothing()
+
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, dtype=torch.float32, device=self.codec.device)
+
+    @abstractmethod
+    def _push(self, codes: Tensor) -> Tensor:
+        """`push` for checked codes `[K, f]`, f > 0, on the codec's device."""
+
+    @abstractmethod
+    def _finish(self) -> Tensor:
+        """`finish` of a stream that has taken at least one frame; called once."""

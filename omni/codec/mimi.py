@@ -1,0 +1,154 @@
+"""Mimi: the causal speech codec of Moshi, 24 kHz, 12.5 frames/s, decoded as an exact stream without lookahead.
+
+A frame of 1,920 samples (80 ms) is one code of each codebook in the file's order: stream 0 is the semantic codebook, streams
+1 and up are the acoustic ones, coarse to fine. kyutai/mimi has 32 codebooks of 2,048 codes and may be used with fewer: the
+first 8 are Moshi's (`load_codec("mimi")`), and `mimi-16` and `mimi-32` use more.
+
+Decoding a frame takes about 32 ms on one core of 2.5 GHz (kyutai/mimi's size), half of it for the transformer's weights to
+pass through the processor once; keys, values and contexts of a stream take 8 MB. Encoding is about six times as fast as
+the sound.
+
+Nothing here needs another package: the network is built of the tensors in `config.json` and `model.safetensors`, as Hugging
+Face's `kyutai/mimi` has them, and its tests hold it against transformers' `MimiModel`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.mimi_config import MimiConfig, read_config
+from omni.codec.mimi_network import Take, decoder, encoder, quantizer
+from omni.codec.mimi_stream import run
+from omni.errors import UserError
+
+CODEBOOKS = 8
+"""Codebooks of the codec that is called just "mimi": those of Moshi."""
+
+ENCODE_FRAMES = 25
+"""Frames that are encoded at once, 2 s of sound: memory stays flat, and larger pieces are hardly faster."""
+
+
+class MimiCodec(AudioCodec):
+    """Mimi behind the `AudioCodec` contract.
+
+    Frames are decoded one at a time, whatever the pushes, so that every split gives the same bits. transformers' `decode`
+    agrees to 1e-5 where it stays in [-1, 1]; what goes beyond is cut off. `encode` gives the codes of transformers' `encode`
+    for sound whose last frame is filled up with silence.
+    """
+
+    def __init__(self, config: MimiConfig, take: Take, codebooks: int = CODEBOOKS) -> None:
+        """Builds the codec with its first `codebooks` codebooks of the tensors that `take` gives, which also say the device.
+
+        Raises UserError for a number of codebooks that the model does not have.
+        """
+        fewest, most = config.num_semantic_quantizers, config.num_quantizers
+        if not fewest <= codebooks <= most:
+            raise UserError(f"mimi with {codebooks} codebooks: this model has {most}; ask for {fewest} to {most}")
+        self.name = "mimi" if codebooks == CODEBOOKS else f"mimi-{codebooks}"
+        self.sample_rate = config.sampling_rate
+        self.frame_samples = config.frame_samples
+        self.codebook_sizes = (config.codebook_size,) * codebooks
+        self.config = config
+        self._encoder = encoder(config, take, ENCODE_FRAMES)
+        self._decoder = decoder(config, take)
+        self._quantizer = quantizer(config, take, codebooks)
+        self.device = self._quantizer.parts[0].tables[0].device
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, device: str | torch.device = "cpu", codebooks: int = CODEBOOKS) -> MimiCodec:
+        """Reads `config.json` and `model.safetensors`.
+
+        Raises UserError for files that are missing, damaged, of another model, or that do not fit each other.
+        """
+        folder = Path(folder)
+        config = read_config(folder / "config.json")
+        path = folder / "model.safetensors"
+        if not path.is_file():
+            raise UserError(f"no weights in {folder}: the codec mimi reads model.safetensors only (no pickles)")
+        try:
+            with safe_open(path, "pt") as file:
+                stored = _Stored(file, path, torch.device(device))
+                codec = cls(config, stored, codebooks)
+                stored.check_rest()
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is truncated or no safetensors file ({error}): fetch it again") from error
+        return codec
+
+    @classmethod
+    def random(cls, seed: int = 0, device: str | torch.device = "cpu", codebooks: int = CODEBOOKS, **config: Any) -> MimiCodec:
+        """A codec of random weights: it sounds like noise but costs what a real one costs.
+
+        `config` are fields of `MimiConfig`. The global random state is left alone.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        return cls(MimiConfig(**config), functools.partial(_random, generator, torch.device(device)), codebooks)
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        return _MimiStream(self)
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        audio = F.pad(audio, (0, -audio.shape[0] % self.frame_samples))
+        steps = [layer.step() for layer in self._encoder]
+        pieces = audio[:, None].split(ENCODE_FRAMES * self.frame_samples)
+        return torch.cat([self._quantizer.encode(run(steps, piece)) for piece in pieces], dim=1)
+
+
+class _MimiStream(CodecStream):
+    """One pass through the decoder's layers."""
+
+    def __init__(self, codec: MimiCodec) -> None:
+        super().__init__(codec)
+        self._latents = codec._quantizer.decode
+        self._steps = [layer.step() for layer in codec._decoder]
+
+    def _push(self, codes: Tensor) -> Tensor:
+        # Frame by frame: in other sizes the same kernels round differently.
+        sound = [run(self._steps, self._latents(frame)) for frame in codes.split(1, dim=1)]
+        return torch.cat(sound)[:, 0].clamp(-1, 1)
+
+    def _finish(self) -> Tensor:
+        self._steps = []
+        return self._nothing()
+
+
+class _Stored:
+    """Gives the tensors of an open safetensors file and remembers which."""
+
+    def __init__(self, file: Any, path: Path, device: torch.device) -> None:
+        self._file, self._path, self._device = file, path, device
+        self._rest = set(file.keys())
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        if name not in self._rest:
+            raise UserError(f"{self._path} has no tensor {name}, which its config.json asks for: fetch both again")
+        self._rest.discard(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise UserError(
+                f"{name} in {self._path} is {tensor.dtype} {list(tensor.shape)}, and its config.json asks for "
+                f"floating-point {list(shape)}: fetch both again"
+            )
+        return tensor.to(self._device, torch.float32)
+
+    def check_rest(self) -> None:
+        """UserError for a tensor that no part of the codec has asked for; codebooks may be left out."""
+        rest = sorted(name for name in self._rest if not name.startswith("quantizer."))
+        if rest:
+            raise UserError(f"{self._path} has a tensor {rest[0]} that its config.json does not ask for: fetch both again")
+
+
+def _random(generator: torch.Generator, device: torch.device, name: str, *shape: int) -> Tensor:
+    """A tensor under which signals roughly keep their size."""
+    if name.endswith(("norm.weight", "cluster_usage")):
+        return torch.ones(shape, dtype=torch.float32, device=device)
+    inputs = 1 if name.endswith("embed_sum") else math.prod(shape[1:]) if len(shape) > 1 else 100
+    return (torch.randn(shape, generator=generator, dtype=torch.float32) / math.sqrt(inputs)).to(device)

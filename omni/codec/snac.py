@@ -1,0 +1,237 @@
+"""SNAC: neural speech and music coding at several time scales, decoded as an exact stream.
+
+A frame is one code of the coarsest level and the codes of the finer levels within it. The model sees them as
+K parallel streams, each code followed by those within it (mini-omni's order). In the 24 kHz model:
+
+    level 0, 12 Hz   c0                                    stream 0
+    level 1, 23 Hz   c1a               c1b                 streams 1 and 4
+    level 2, 47 Hz   c2a      c2b      c2c      c2d        streams 2, 3 and 5, 6
+
+so a frame of 2,048 samples is [c0, c1a, c2a, c2b, c1b, c2c, c2d]. (Others store c0 c1a c1b c2a c2b c2c c2d.)
+
+The decoder's convolutions look both ways. A stream of the 24 kHz model is exact up to 4,757 samples (198 ms)
+before the end of its last frame: the first sample comes with the third frame, a frame's last with the third
+frame after it (lookahead 3), and every frame from the fourth on brings 2,048 samples.
+
+A pushed frame (85 ms of sound) takes 28 ms on one core of 2.5 GHz and 20 ms on two, no more than the package
+needs for each frame of a long recording decoded at once; the finish takes about twice as long.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import math
+import pickle
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.snac_decoder import SnacDecoder, run
+from omni.errors import UserError, closest
+
+SNAC_24KHZ: dict[str, Any] = {
+    "sampling_rate": 24000,
+    "encoder_dim": 48,
+    "encoder_rates": [2, 4, 8, 8],
+    "decoder_dim": 1024,
+    "decoder_rates": [8, 8, 4, 2],
+    "attn_window_size": None,
+    "codebook_size": 4096,
+    "codebook_dim": 8,
+    "vq_strides": [4, 2, 1],
+    "noise": True,
+    "depthwise": True,
+}
+"""The configuration of hubertsiuzdak/snac_24khz."""
+
+
+class SnacCodec(AudioCodec):
+    """SNAC behind the `AudioCodec` contract; the 24 kHz model: K = 7 streams of 4,096 codes, 11.7 frames/s.
+
+    The decoder's noise is keyed by (seed, layer, position). Frames pass through the network one at a time,
+    whatever the pushes, so that every split gives the same bits; the package's own decoder, given the same
+    noise, agrees to 1e-5. Encoding is the package's.
+    """
+
+    name = "snac"
+
+    def __init__(self, model: Any, device: str | torch.device = "cpu") -> None:
+        """Takes over a package `SNAC` model: folds its weight norms and puts a streamed decoder in place."""
+        for module in list(model.modules()):
+            if parametrize.is_parametrized(module, "weight"):
+                parametrize.remove_parametrizations(module, "weight")
+        self._model = model.eval().requires_grad_(False).to(device, torch.float32)
+        self._decoder = SnacDecoder(self._model.decoder)
+        del self._model.decoder
+        self.device = torch.device(device)
+        self.sample_rate = int(self._model.sampling_rate)
+        self.strides: tuple[int, ...] = tuple(self._model.vq_strides)
+        self.frame_samples = int(self._model.hop_length) * self.strides[0]
+        self.latent_channels = int(self._model.latent_dim)
+        self.codebook_sizes = (int(self._model.codebook_size),) * len(stream_levels(self.strides))
+        # The lag is constant, so the first frame speaks for all.
+        self.lookahead = next(n for n in itertools.count() if self.exact_samples(1 + n) >= self.frame_samples)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, device: str | torch.device = "cpu") -> SnacCodec:
+        """Reads `config.json` and `model.safetensors` or `pytorch_model.bin` (as tensors: nothing is run).
+
+        Raises UserError for files that are missing, damaged, or do not fit each other.
+        """
+        folder = Path(folder)
+        model = _build(_read_config(folder / "config.json"))
+        try:
+            model.load_state_dict(_read_weights(folder))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise UserError(f"the weights in {folder} do not fit its config.json: {reason}") from error
+        return cls(model, device)
+
+    @classmethod
+    def random(cls, seed: int = 0, device: str | torch.device = "cpu", **config: Any) -> SnacCodec:
+        """A codec of random weights: it sounds like noise but costs what a real one costs.
+
+        `config` overrides entries of `SNAC_24KHZ`. The global random state is left alone.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls(_build({**SNAC_24KHZ, **config}), device)
+
+    def exact_samples(self, frames: int) -> int:
+        return self._decoder.ready(frames * self.strides[0])
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        return _SnacStream(self, seed)
+
+    def latents(self, codes: Tensor) -> Tensor:
+        """The decoder's input `[F * strides[0], C]` of checked codes `[K, F]`."""
+        levels = to_levels(codes, self.strides)
+        size = (codes.shape[1] * self.strides[0], self.latent_channels)
+        z = torch.zeros(size, dtype=torch.float32, device=self.device)
+        for quantizer, level in zip(self._model.quantizer.quantizers, levels, strict=True):
+            projection = quantizer.out_proj
+            part = F.linear(quantizer.codebook(level), projection.weight[:, :, 0], projection.bias)
+            z = z + part.repeat_interleave(quantizer.stride, dim=0)
+        return z
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        levels = self._model.encode(audio[None, None])
+        return from_levels([level[0] for level in levels], self.strides)
+
+
+class _SnacStream(CodecStream):
+    """One pass through the decoder's layers."""
+
+    def __init__(self, codec: SnacCodec, seed: int) -> None:
+        super().__init__(codec)
+        self._latents = codec.latents
+        self._steps = codec._decoder.steps(seed)
+
+    def _push(self, codes: Tensor) -> Tensor:
+        # Frame by frame: in other sizes the same kernels round differently, and on CPUs they are no faster.
+        return torch.cat([run(self._steps, self._latents(frame)) for frame in codes.split(1, dim=1)])
+
+    def _finish(self) -> Tensor:
+        no_codes = torch.empty(len(self.codec.codebook_sizes), 0, dtype=torch.long, device=self.codec.device)
+        steps, self._steps = self._steps, []
+        return run(steps, self._latents(no_codes), last=True)
+
+
+def stream_levels(strides: Sequence[int]) -> tuple[int, ...]:
+    """The level of each of the K streams, depth first: strides (4, 2, 1) give 0 1 2 2 1 2 2."""
+
+    def walk(level: int) -> list[int]:
+        inside = strides[level] // strides[level + 1] if level + 1 < len(strides) else 0
+        return [level] + (inside * walk(level + 1) if inside else [])
+
+    return tuple(walk(0))
+
+
+def to_levels(codes: Tensor, strides: Sequence[int] = (4, 2, 1)) -> list[Tensor]:
+    """Codes `[K, F]` as one sequence per level in order of time: `[F]`, `[2 F]` and `[4 F]` for (4, 2, 1)."""
+    of_stream = stream_levels(strides)
+    if codes.ndim != 2 or codes.shape[0] != len(of_stream):
+        raise UserError(f"SNAC codes are [{len(of_stream)} streams, frames], not {list(codes.shape)}: pass one row per stream")
+    rows = [[k for k, level in enumerate(of_stream) if level == wanted] for wanted in range(len(strides))]
+    return [codes[row].t().reshape(-1) for row in rows]
+
+
+def from_levels(levels: Sequence[Tensor], strides: Sequence[int] = (4, 2, 1)) -> Tensor:
+    """The inverse of `to_levels`; UserError for sequences that do not make the same whole frames."""
+    of_stream = stream_levels(strides)
+    per_frame = [of_stream.count(level) for level in range(len(strides))]
+    lengths = [level.shape[0] for level in levels]
+    frames = lengths[0] if lengths else 0
+    if lengths != [frames * count for count in per_frame]:
+        raise UserError(f"SNAC levels of lengths {lengths} are not whole frames of {per_frame} codes: cut them to some")
+    columns = [iter(level.reshape(frames, count).unbind(1)) for level, count in zip(levels, per_frame, strict=True)]
+    return torch.stack([next(columns[level]) for level in of_stream])
+
+
+def _build(config: dict[str, Any]) -> nn.Module:
+    """A package model of `config`, randomly initialised; UserError names the entry that does not fit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch.jit.script, which the package uses
+        try:
+            from snac import SNAC
+        except ImportError as error:
+            raise UserError('SNAC needs the package snac: pip install "omni-speech[snac]"') from error
+    known = {name: p.default for name, p in inspect.signature(SNAC).parameters.items()}
+    for key in config:
+        if key not in known:
+            raise UserError(f"unknown key {key!r} in the SNAC config: {closest(key, known)}")
+    config = {**known, **config}
+    if config["attn_window_size"] is not None:
+        raise UserError(
+            f"SNAC with attn_window_size {config['attn_window_size']} cannot be streamed exactly: "
+            "use a model without attention (null), such as the 24 kHz one"
+        )
+    strides = config["vq_strides"]
+    if any(coarse % fine for coarse, fine in itertools.pairwise(strides)):
+        raise UserError(f"SNAC vq_strides {strides}: each must be a multiple of the next")
+    if math.prod(config["encoder_rates"]) != math.prod(config["decoder_rates"]):
+        raise UserError(
+            f"SNAC encoder_rates {config['encoder_rates']} and decoder_rates {config['decoder_rates']} "
+            "must have the same product"
+        )
+    return SNAC(**config)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"no SNAC config at {path}: the folder needs config.json and pytorch_model.bin")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): fetch it again") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object: fetch it again")
+    return config
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    safe, plain = folder / "model.safetensors", folder / "pytorch_model.bin"
+    path = safe if safe.is_file() else plain
+    if not path.is_file():
+        raise UserError(f"no weights in {folder}: it needs {safe.name} or {plain.name}")
+    try:
+        if path == safe:
+            return load_file(path)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is truncated or holds more than tensors ({reason}): fetch it again") from error
+    if not isinstance(weights, dict):
+        raise UserError(f"{path} holds a {type(weights).__name__}, not a state dict: fetch it again")
+    return weights

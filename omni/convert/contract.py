@@ -1,0 +1,302 @@
+"""The contract between other projects' weights and ours: what stands in their files, under our names, nothing read yet.
+
+A checkpoint on its way in or out is a `Foreign`: a configuration of ours and a mapping from the names of our `state_dict` to
+`Lazy` tensors. A `Lazy` knows shape and type and reads rows when asked, so tables are split, joined, grown and converted
+without one of them ever standing whole in memory; `safe.write_safetensors` streams the result piece by piece.
+
+A format is a module that offers (see `formats.py`, which lists them):
+
+    recognise(path) -> bool            cheap: looks at names of files and at config.json, reads no weights
+    read(path) -> Foreign              opens the files; everything that does not fit is a `UserError` naming the tensor
+    write(source, target, watch)       optional: a whole model (`source.config` is a `ModelConfig`) as their files
+
+What `Foreign.config` is says what `tensors` holds:
+
+    ModelConfig      a whole model: every name of `SpeechModel(config).state_dict()`
+    TextConfig       a language model: `decoder.text_embedding.weight`, `decoder.blocks.*`, `decoder.norm.weight` and, where
+                     it is not tied, `decoder.text_head.weight`; tables have the original vocabulary's rows
+    EncoderConfig    a speech encoder: `encoder.*`
+    CodecConfig      a codec: its own names, as `omni.audio` reads them
+
+A reader makes a table of our names to theirs, then `match` gives the tensors and refuses what is missing, left over or of
+another shape or type. Tables that theirs joins are cut by `Lazy.rows`, and `joined` is the way back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.config import DecoderConfig, ModelConfig
+from omni.convert import kinds
+from omni.encoder.config import EncoderConfig
+from omni.errors import UserError
+from omni.layout import Layout
+from omni.model.decoder import Decoder
+from omni.text import Tokenizer
+
+Watch = Callable[[int, int], None]
+"""Told how many bytes are written, and of how many."""
+
+FLOATS: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in kinds.FLOATS)
+"""The types that weights may have."""
+
+BLOCK = 256
+"""Rows that are drawn at once: a drawn tensor is the same however it is read."""
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read when it is needed.
+
+    Attributes:
+        read: rows `[start, stop)` of the first dimension (of a scalar: itself); a fresh tensor or a view of a mapped file,
+            which must not be written to.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Lazy:
+        """A tensor that is already there (or mapped)."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda a, b: tensor[a:b] if tensor.ndim else tensor)
+
+    @classmethod
+    def drawn(
+        cls, shape: Sequence[int], dtype: torch.dtype, draw: Callable[[torch.Generator, int], Tensor], key: str, seed: int
+    ) -> Lazy:
+        """Random rows: `draw(generator, rows)` makes a block of them, keyed by (seed, key, block)."""
+
+        def block(number: int, total: int) -> Tensor:
+            digest = hashlib.blake2b(f"{seed}/{key}/{number}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            return draw(generator, min(BLOCK, total - number * BLOCK)).to(dtype)
+
+        def read(start: int, stop: int) -> Tensor:
+            numbers = range(start // BLOCK, -(-stop // BLOCK))
+            rows = torch.cat([block(n, shape[0]) for n in numbers]) if numbers else torch.empty(0, *shape[1:], dtype=dtype)
+            first = numbers.start * BLOCK
+            return rows[start - first : stop - first]
+
+        return cls(tuple(shape), dtype, read)
+
+    @classmethod
+    def filled(cls, shape: Sequence[int], dtype: torch.dtype, value: float = 0.0) -> Lazy:
+        """One value everywhere."""
+        return cls(tuple(shape), dtype, lambda a, b: torch.full((b - a, *shape[1:]), value, dtype=dtype))
+
+    def __call__(self) -> Tensor:
+        """The whole tensor."""
+        return self.read(0, self.length)
+
+    @property
+    def length(self) -> int:
+        """Rows: size of the first dimension, 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> Lazy:
+        """Some rows, as a tensor of their own."""
+        return Lazy((stop - start, *self.shape[1:]), self.dtype, lambda a, b: self.read(start + a, start + b))
+
+    def to(self, dtype: torch.dtype, name: str = "") -> Lazy:
+        """In another type; UserError (when read) where a finite value does not fit it."""
+        if dtype == self.dtype:
+            return self
+
+        def read(start: int, stop: int) -> Tensor:
+            rows = self.read(start, stop)
+            out = rows.to(dtype)
+            if dtype == torch.float16 and bool((out.isinf() & ~rows.isinf()).any()):
+                raise UserError(
+                    f"tensor {name} holds {float(rows.abs().max()):.3g}, beyond float16; choose bfloat16 or float32"
+                )
+            return out
+
+        return Lazy(self.shape, dtype, read)
+
+
+def joined(parts: Sequence[Lazy]) -> Lazy:
+    """Tensors of one width and type, one behind the other in the first dimension."""
+    kinds = {(part.shape[1:], part.dtype) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"tensors of {kinds} cannot be joined: widths and types must agree")
+
+    def read(start: int, stop: int) -> Tensor:
+        out, first = [], 0
+        for part in parts:
+            low, high = max(start - first, 0), min(stop - first, part.length)
+            if low < high:
+                out.append(part.read(low, high))
+            first += part.length
+        if not out:
+            return torch.empty(0, *parts[0].shape[1:], dtype=parts[0].dtype)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    return Lazy((sum(part.length for part in parts), *parts[0].shape[1:]), parts[0].dtype, read)
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """A language model without sound: the decoder, and the rows of its table."""
+
+    decoder: DecoderConfig
+    size: int
+
+
+@dataclass(frozen=True)
+class CodecConfig:
+    """A codec's name in our registry, and its `config.json`."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What stands in somebody's files. See the top of this module.
+
+    Attributes:
+        kind: the format's name in `formats.FORMATS`.
+        place: the file or folder, for messages.
+        names: our names to theirs, for messages.
+        extra: plain data worth keeping (it goes into `extra` of our `config.json`, and back out).
+        codec_folder: weights of the codec that stand beside the model's.
+    """
+
+    kind: str
+    place: Path
+    config: ModelConfig | TextConfig | EncoderConfig | CodecConfig
+    tensors: Mapping[str, Lazy]
+    tokenizer: Tokenizer | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    codec_folder: Path | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def kept_files(source: Foreign, kind: str) -> dict[str, dict[str, Any]]:
+    """The files of a format that a model has kept in `extra` since it came in; UserError where they are no objects."""
+    kept = source.extra.get(kind, {})
+    if not isinstance(kept, dict) or not all(isinstance(data, dict) for data in kept.values()):
+        raise UserError(
+            f"{source.place}: extra: {kind} is {kept!r}; it must hold files as objects; fetch or save the folder again"
+        )
+    return kept
+
+
+# --- refusing what does not fit -----------------------------------------------------------------------------------------
+
+
+def match(
+    found: Mapping[str, Lazy],
+    names: Mapping[str, str],
+    shapes: Mapping[str, Sequence[int]],
+    where: str | Path,
+    ignore: Callable[[str], bool] = lambda name: False,
+) -> dict[str, Lazy]:
+    """Their tensors under our names.
+
+    Args:
+        found: what the files hold, under their names.
+        names: our name to theirs.
+        shapes: our name to the shape it must have.
+        ignore: their tensors that are known and not needed.
+
+    Raises:
+        UserError: the first tensor that is missing, of another shape, no floating-point weights, or not known.
+    """
+    for ours, theirs in names.items():
+        if theirs not in found:
+            close = get_close_matches(theirs, [n for n in found if n not in set(names.values())], n=1, cutoff=0.8)
+            hint = f"; there is {close[0]}, which the configuration does not ask for" if close else ""
+            raise UserError(f"{where}: tensor {theirs} is missing{hint}; fetch the files again, or fix config.json")
+        if found[theirs].shape != tuple(shapes[ours]):
+            raise UserError(
+                f"{where}: tensor {theirs} has shape {list(found[theirs].shape)}, the configuration asks for "
+                f"{list(shapes[ours])}; are the weights and config.json of one model?"
+            )
+        check_float(theirs, found[theirs], where)
+    known = set(names.values())
+    for theirs in found:
+        if theirs not in known and not ignore(theirs):
+            raise UserError(
+                f"{where}: tensor {theirs} {list(found[theirs].shape)} has no place in this model, and nothing is dropped "
+                "silently: are the weights and config.json of one model?"
+            )
+    return {ours: found[theirs] for ours, theirs in names.items()}
+
+
+def check_float(name: str, tensor: Lazy, where: str | Path) -> None:
+    """Refuse weights that are no plain floating-point numbers (UserError)."""
+    if tensor.dtype not in FLOATS:
+        known = ", ".join(kinds.FLOATS)
+        raise UserError(
+            f"{where}: tensor {name} is {type_name(tensor.dtype)}; weights must be one of {known} (not quantised: fetch the "
+            "original model)"
+        )
+
+
+def one_dtype(source: Foreign) -> torch.dtype:
+    """The type that all tensors have; UserError naming the first that differs from most."""
+    count: dict[torch.dtype, int] = {}
+    for tensor in source.tensors.values():
+        count[tensor.dtype] = count.get(tensor.dtype, 0) + 1
+    most = max(count, key=lambda kind: count[kind])
+    for name, tensor in source.tensors.items():
+        if tensor.dtype != most:
+            raise UserError(
+                f"{source.place}: tensor {source.names.get(name, name)} is {type_name(tensor.dtype)} and most others are "
+                f"{type_name(most)}; give --dtype {type_name(most)} (or another) to bring all to one"
+            )
+    return most
+
+
+def cast(tensors: Mapping[str, Lazy], dtype: torch.dtype) -> dict[str, Lazy]:
+    """All tensors in one type."""
+    return {name: tensor.to(dtype, name) for name, tensor in tensors.items()}
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tokenizer(tokenizer: Tokenizer, size: int, where: str | Path) -> None:
+    """Refuse a tokenizer with ids beyond the text table (UserError naming the token)."""
+    vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
+    token = max(vocabulary, key=lambda t: vocabulary[t], default=None)
+    if token is not None and vocabulary[token] >= size:
+        raise UserError(
+            f"{where}: token {token!r} has id {vocabulary[token]}, but the model's table has {size} rows; is it another "
+            "model's tokenizer?"
+        )
+
+
+@lru_cache(4)
+def text_shapes(text: TextConfig) -> Mapping[str, tuple[int, ...]]:
+    """Our names and shapes of a language model's tensors (see `TextConfig`)."""
+    with torch.device("meta"):
+        state = Decoder(text.decoder, Layout.build([1], text.size)).state_dict()
+    tables = ("text_embedding.weight", "text_head.weight")
+    return {
+        f"decoder.{name}": (text.size, *tensor.shape[1:]) if name in tables else tuple(tensor.shape)
+        for name, tensor in state.items()
+        if not name.startswith(("audio_", "post_"))
+    }

@@ -1,0 +1,100 @@
+"""The table of formats: what a path holds, and who reads and writes it. A new format is one module and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omni.checkpoint.tensors import Written, read_json
+from omni.convert import codecs as codec_weights
+from omni.convert import huggingface, mini_omni
+from omni.convert import omni_folder as streamed
+from omni.convert import whisper as whisper_weights
+from omni.convert.contract import Foreign, Watch
+from omni.convert.kinds import KINDS
+from omni.errors import UserError, closest
+from omni.remote import refuse_remote
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of files; see `foreign.py` for the three functions.
+
+    Attributes:
+        what: what it is, for help and messages.
+        write: a whole model of ours as these files, where that is possible.
+        loses: what of a whole model these files do not hold.
+    """
+
+    what: str
+    recognise: Callable[[Path], bool]
+    read: Callable[[Path], Foreign]
+    write: Callable[[Foreign, Path, Watch | None], dict[str, Written]] | None = None
+    loses: str = ""
+
+
+FORMATS: dict[str, Format] = {
+    "omni": Format(KINDS["omni"], streamed.recognise, streamed.read, streamed.write),
+    "mini-omni": Format(
+        KINDS["mini-omni"],
+        mini_omni.recognise,
+        mini_omni.read,
+        mini_omni.write,
+        "the codec's weights and what its config.json says",
+    ),
+    "whisper": Format(KINDS["whisper"], whisper_weights.recognise, whisper_weights.read),
+    "snac": Format(KINDS["snac"], codec_weights.recognise_snac, codec_weights.read_snac),
+    "mimi": Format(KINDS["mimi"], codec_weights.recognise_mimi, codec_weights.read_mimi),
+    "hf": Format(
+        KINDS["hf"],
+        huggingface.recognise,
+        huggingface.read,
+        huggingface.write,
+        "all but its text part: encoder, adapter, audio tables and heads, the codec's weights",
+    ),
+}
+"""By the name that `--kind` takes, in the order in which a path is tried: the particular before the general."""
+
+
+def kind_of(path: Path) -> str:
+    """The format of a file or folder; UserError where there is none, or none is recognised."""
+    _check_there(path)
+    for name, known in FORMATS.items():
+        if known.recognise(path):
+            return name
+    refuse_file(path)
+    kinds = "; ".join(f"{name}: {known.what}" for name, known in FORMATS.items())
+    config = path / "config.json"
+    if config.is_file() and "model_type" not in read_json(config):
+        raise UserError(f"{config} has no model_type, by which a model is known; fetch it again, or add it")
+    raise UserError(f"{path} is not recognised; name what it is with --kind ({kinds})")
+
+
+def _check_there(path: Path) -> None:
+    refuse_remote(path, "model")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a model's file or folder")
+
+
+def refuse_file(path: Path, kind: str | None = None) -> None:
+    """Refuse a file where `kind` has folders (UserError naming the file's)."""
+    if path.is_file() and kind != "whisper":
+        raise UserError(f"{path} is a file, and only a Whisper may be one; give the folder that it is in: {path.parent}")
+
+
+def open_foreign(path: Path, kind: str | None = None) -> Foreign:
+    """Open a checkpoint without reading its weights.
+
+    Args:
+        kind: its format; by default what `kind_of` recognises.
+
+    Raises:
+        UserError: an unknown format, or files that do not fit it.
+    """
+    if kind is not None and kind not in FORMATS:
+        raise UserError(f"kind {kind!r} is unknown; {closest(kind, FORMATS)}")
+    _check_there(path)
+    kind = kind or kind_of(path)
+    refuse_file(path, kind)
+    return FORMATS[kind].read(path)

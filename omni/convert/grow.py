@@ -1,0 +1,208 @@
+"""A speech language model grown from a language model: its weights, an encoder, and new rows, tables and heads.
+
+The text table keeps the original's rows and gets the layout's special ids behind them. How new rows begin is a rule with a
+name (`RULES`); all draws are keyed by the seed and the tensor's name, so that a rule gives the same weights on any machine and
+in any order.
+
+The audio streams' pad ids always begin at zero. With `combine: sum` a column without sound is then the text's embedding alone,
+and before any training the grown model reads and writes text exactly as the original did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from whisper.model import sinusoids
+
+from omni.config import AdapterConfig, ModelConfig
+from omni.convert.contract import Foreign, Lazy, TextConfig, cast, joined
+from omni.convert.huggingface import EMBEDDING, HEAD
+from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper import SpeechEncoder
+from omni.errors import UserError, closest
+from omni.layout import Layout
+from omni.model.projector import Adapter
+
+AUDIO_EMBEDDING, AUDIO_HEAD = "decoder.audio_embedding.weight", "decoder.audio_head.weight"
+
+NOISE = 0.1
+"""Deviation of the rule `mean`, in that of the table's own rows: new ids start close to an average word, but apart."""
+
+
+class Statistics(NamedTuple):
+    """Mean and standard deviation [W] of a table's rows."""
+
+    mean: Tensor
+    deviation: Tensor
+
+
+Rule = Callable[[Statistics, torch.Generator, int], Tensor]
+
+
+def _mean(s: Statistics, generator: torch.Generator, rows: int) -> Tensor:
+    return s.mean + NOISE * s.deviation * torch.randn(rows, len(s.mean), generator=generator)
+
+
+def _normal(s: Statistics, generator: torch.Generator, rows: int) -> Tensor:
+    return s.deviation.square().mean().sqrt() * torch.randn(rows, len(s.mean), generator=generator)
+
+
+def _zero(s: Statistics, generator: torch.Generator, rows: int) -> Tensor:
+    return torch.zeros(rows, len(s.mean))
+
+
+RULES: dict[str, Rule] = {"mean": _mean, "normal": _normal, "zero": _zero}
+"""How new rows begin, measured on the rows of the text table (for heads: of the text head) that stand for known tokens:
+
+mean: the mean row, and a tenth of each dimension's deviation as noise (new ids take no probability from known ones).
+normal: noise around zero with the table's overall deviation.
+zero: nothing.
+
+Under `combine: sum` the rows of the audio embedding are drawn for their sum over A streams: means are divided by A, noise by
+its root.
+"""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a language model is grown into.
+
+    Attributes:
+        layout: its text stream has as many ids as the language model's table has rows.
+        rule: how new rows begin (`RULES`).
+        combine: how embeddings of streams become one, as in `DecoderConfig`.
+    """
+
+    layout: Layout
+    codec: str
+    adapter: AdapterConfig
+    rule: str = "mean"
+    combine: str = "sum"
+    seed: int = 0
+
+
+def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype: torch.dtype) -> Foreign:
+    """A whole model around a language model.
+
+    Args:
+        encoder: a speech encoder's weights, or a size whose weights are drawn.
+        dtype: the type that all weights get.
+
+    Raises:
+        UserError: an unknown rule, or a layout whose text stream is not the language model's.
+    """
+    known, layout = text.config, growth.layout
+    if not isinstance(known, TextConfig):
+        raise UserError(f"{text.place} is no language model; only one can be grown into a speech model")
+    if growth.rule not in RULES:
+        raise UserError(f"init {growth.rule!r} is unknown; {closest(growth.rule, RULES)}")
+    if layout.text.size != known.size:
+        raise UserError(f"the layout's text stream has {layout.text.size} ids, the table of {text.place} has {known.size} rows")
+    heard = encoder if isinstance(encoder, EncoderConfig) else encoder.config
+    assert isinstance(heard, EncoderConfig)
+    decoder = replace(known.decoder, combine=growth.combine)  # type: ignore[arg-type]
+    config = ModelConfig(layout, heard, growth.adapter, decoder, growth.codec)
+    tensors = dict(text.tensors)
+    size = len(text.tokenizer) if text.tokenizer is not None else known.size
+    streams = layout.n_audio if growth.combine == "sum" else 1
+    for table, audio, share in ((EMBEDDING, AUDIO_EMBEDDING, streams), (HEAD, AUDIO_HEAD, 1)):
+        seen = statistics((tensors.get(table) or text.tensors[EMBEDDING]).rows(0, min(size, known.size)))
+        if table in tensors:
+            specials = _new_rows(table, layout.text.vocabulary - known.size, seen, growth, dtype)
+            tensors[table] = joined([text.tensors[table].to(dtype, table), specials])
+        shared = Statistics(seen.mean / share, seen.deviation / math.sqrt(share))
+        rows = sum(stream.vocabulary for stream in layout.audio)
+        tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
+    tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], layout)
+    tensors |= fresh(Adapter, (growth.adapter, heard.width, decoder.width), "adapter.", growth.seed, dtype)
+    if isinstance(encoder, Foreign):
+        tensors |= encoder.tensors
+    else:
+        tensors |= fresh(SpeechEncoder, (encoder,), "encoder.", growth.seed, dtype)
+    return Foreign("omni", text.place, config, cast(tensors, dtype), text.tokenizer, extra=text.extra)
+
+
+def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
+    """A whole model with another encoder's weights, in the model's type; its mode, floor and splitting stay as they are.
+
+    Raises:
+        UserError: the encoder has another shape than the model's.
+    """
+    ours, theirs = model.config, encoder.config
+    if not isinstance(ours, ModelConfig) or not isinstance(theirs, EncoderConfig):
+        raise UserError(f"{model.place} must be a model folder and {encoder.place} a speech encoder")
+    for key in ("n_mels", "width", "heads", "layers", "window_seconds"):
+        wanted, found = getattr(ours.encoder, key), getattr(theirs, key)
+        if wanted != found:
+            raise UserError(
+                f"encoder.{key} is {found} in {encoder.place} and {wanted} in {model.place}: the weights do not fit"
+            )
+    if ours.encoder.hop != theirs.hop:
+        raise UserError(f"{model.place} hears every {ours.encoder.hop} samples, a Whisper every {theirs.hop}: they do not fit")
+    dtype = model.tensors[EMBEDDING].dtype
+    tensors = {name: t.to(dtype, name) for name, t in encoder.tensors.items()}
+    return replace(model, tensors={**model.tensors, **tensors})
+
+
+def statistics(table: Lazy) -> Statistics:
+    """Mean and deviation of a table's rows, read in pieces and summed in double precision."""
+    total = torch.zeros(table.shape[1], dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    for start in range(0, table.length, 1024):
+        rows = table.read(start, min(start + 1024, table.length)).double()
+        total += rows.sum(0)
+        squares += rows.square().sum(0)
+    mean = total / table.length
+    return Statistics(mean.float(), (squares / table.length - mean.square()).clamp_min(0).sqrt().float())
+
+
+def _new_rows(name: str, rows: int, seen: Statistics, growth: Growth, dtype: torch.dtype) -> Lazy:
+    rule = RULES[growth.rule]
+    return Lazy.drawn((rows, len(seen.mean)), dtype, lambda g, n: rule(seen, g, n), name, growth.seed)
+
+
+def _silent(table: Lazy, layout: Layout) -> Lazy:
+    """The audio table with zeros for the pad ids."""
+    parts, offset = [], 0
+    for stream in layout.audio:
+        pad = stream.special("pad")
+        parts += [
+            table.rows(offset, offset + pad),
+            Lazy.filled((1, *table.shape[1:]), table.dtype),
+            table.rows(offset + pad + 1, offset + stream.vocabulary),
+        ]
+        offset += stream.vocabulary
+    return joined(parts)
+
+
+def fresh(kind: type[nn.Module], arguments: tuple[object, ...], prefix: str, seed: int, dtype: torch.dtype) -> dict[str, Lazy]:
+    """New weights for a module, drawn when they are read.
+
+    Linear layers and convolutions begin as PyTorch's do (uniform within 1 / sqrt(fan in)), norms at one and zero, Whisper's
+    positions at its sinusoids.
+    """
+    with torch.device("meta"):
+        module = kind(*arguments)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    out: dict[str, Lazy] = {}
+    for name, shape in shapes.items():
+        weight = shapes.get(name.rpartition(".")[0] + ".weight", shape)
+        if name.endswith("positional_embedding"):
+            out[prefix + name] = Lazy.of(sinusoids(*shape).to(dtype))
+        elif len(weight) == 1:
+            out[prefix + name] = Lazy.filled(shape, dtype, float(name.endswith("weight")))
+        else:
+            out[prefix + name] = _uniform(prefix + name, shape, 1 / math.sqrt(math.prod(weight[1:])), seed, dtype)
+    return out
+
+
+def _uniform(name: str, shape: tuple[int, ...], bound: float, seed: int, dtype: torch.dtype) -> Lazy:
+    def draw(generator: torch.Generator, rows: int) -> Tensor:
+        return (2 * torch.rand(rows, *shape[1:], generator=generator) - 1) * bound
+
+    return Lazy.drawn(shape, dtype, draw, name, seed)

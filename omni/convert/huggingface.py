@@ -1,0 +1,375 @@
+"""Language models of Hugging Face folders, in and out: Qwen2, Qwen2.5, Qwen3, Llama 3.x and Mistral.
+
+Sources: `config.json` as transformers writes it (4.x: `rope_theta`, `rope_scaling`; 5.x: `rope_parameters`) and the parameter
+names of its `modeling_qwen2.py`, `modeling_qwen3.py`, `modeling_llama.py` and `modeling_mistral.py`. Our decoder has their
+layout of weights, so tensors are renamed and never reshuffled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
+from omni.checkpoint.tensors import Written, read_json, read_weights, write_file, write_safetensors
+from omni.config import DecoderConfig, ModelConfig, RopeScaling
+from omni.convert.contract import Foreign, Lazy, TextConfig, Watch, kept_files, match, text_shapes
+from omni.convert.tokenizers import COMPANIONS, read_tokenizer
+from omni.errors import UserError, closest
+from omni.files import replacing_folder
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family leaves unsaid in `config.json`; `windows`: whether it has them, where asked only for some."""
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    windows: Literal["never", "asked", "always"] = "asked"
+
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "llama": Family("LlamaForCausalLM", windows="never"),
+    "mistral": Family("MistralForCausalLM", windows="always"),
+}
+"""By `model_type`; Qwen2.5 calls itself qwen2, Llama 3.x llama."""
+
+WINDOW, FULL_LAYERS = 4096, 28
+"""What transformers takes where `sliding_window` and `max_window_layers` are left out."""
+
+EMBEDDING, HEAD = "decoder.text_embedding.weight", "decoder.text_head.weight"
+
+
+# --- in ---------------------------------------------------------------------------------------------------------------
+
+
+def recognise(path: Path) -> bool:
+    """Whether this is a folder of a Hugging Face model (of any family: `read` names those it knows)."""
+    return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
+
+
+def read(path: Path, tokenizer: Path | None = None) -> Foreign:
+    """A language model's folder.
+
+    Args:
+        tokenizer: another tokenizer.json than the folder's.
+
+    Raises:
+        UserError: an unknown family, a setting our decoder does not have, a tensor that is missing, extra, or does not fit, or
+            another model's tokenizer.
+    """
+    settings = read_json(path / CONFIG)
+    found = read_weights(path)
+    text = text_config(settings, path / CONFIG, tied="lm_head.weight" not in found)
+    shapes = text_shapes(text)
+    names = {ours: their_name(ours) for ours in shapes}
+    tied_head = found.get("lm_head.weight") if text.decoder.tie_text else None
+    if tied_head is not None and not _same(tied_head, found.get(names[EMBEDDING])):
+        raise UserError(
+            f"{path}: tensor lm_head.weight differs from model.embed_tokens.weight, but {CONFIG} ties them; set "
+            "tie_word_embeddings to false there if the head was trained apart"
+        )
+
+    def ignore(name: str) -> bool:
+        # Buffers that older versions stored, and the second copy of a tied table.
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and tied_head is not None)
+
+    tensors = match(found, names, shapes, path, ignore)
+    kept = {CONFIG: settings, **{name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}}
+    words = read_tokenizer(tokenizer or path / TOKENIZER, text.size, path, kept, named=tokenizer is not None)
+    return Foreign("hf", path, text, tensors, words, names, {"hf": kept})
+
+
+def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: bool = False) -> TextConfig:
+    """Their `config.json` as ours.
+
+    Args:
+        tied: whether the head is the embedding where the settings do not say.
+
+    Raises:
+        UserError: an unknown family, or a setting that our decoder does not have.
+    """
+    if "model_type" not in settings:
+        raise UserError(f"{where} has no model_type; add the one that it is of: {', '.join(FAMILIES)}")
+    kind = str(settings["model_type"])
+    if kind not in FAMILIES:
+        raise UserError(f"{where}: model_type {kind!r} is no family that is known here; {closest(kind, FAMILIES)}")
+    family = FAMILIES[kind]
+
+    def need(key: str) -> int:
+        return _whole(settings, key, where)
+
+    for key, usual in _USUAL.items():
+        if settings.get(key) not in (None, usual):
+            raise UserError(f"{where}: {key} is {settings[key]!r}; only {usual!r} is known here")
+    if settings.get("quantization_config"):
+        raise UserError(f"{where}: the weights are quantised (quantization_config); fetch the original model")
+    heads = need("num_attention_heads")
+    head_dim = family.head_dim or 0 if settings.get("head_dim") is None else need("head_dim")
+    base, scaling = _rope(settings, where)
+    return TextConfig(
+        DecoderConfig(
+            width=need("hidden_size"),
+            layers=need("num_hidden_layers"),
+            heads=heads,
+            kv_heads=heads if settings.get("num_key_value_heads") is None else need("num_key_value_heads"),
+            head_dim=0 if head_dim * heads == need("hidden_size") else head_dim,
+            mlp_width=need("intermediate_size"),
+            context=need("max_position_embeddings"),
+            rope_base=base,
+            rope_scaling=scaling,
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            window=_window(settings, family, where),
+            norm_eps=_number({"rms_norm_eps": 1e-6, **settings}, "rms_norm_eps", where),
+            tie_text=bool(settings.get("tie_word_embeddings", tied)),
+            combine="sum",
+        ),
+        need("vocab_size"),
+    )
+
+
+_USUAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+"""Settings that have one value here."""
+
+
+def _whole(settings: Mapping[str, Any], key: str, where: Path | str, least: int = 1) -> int:
+    value = settings.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{where}: {key} is {value!r}; it must be a whole number from {least} on; fetch the file again")
+    return value
+
+
+def _number(settings: Mapping[str, Any], key: str, where: Path | str) -> float:
+    value = settings[key]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"{where}: {key} is {value!r}; it must be a number above 0; fetch the file again")
+    return float(value)
+
+
+def _rope(settings: Mapping[str, Any], where: Path | str) -> tuple[float, RopeScaling | None]:
+    rope = {"rope_theta": settings.get("rope_theta", 10000.0)}
+    for key in ("rope_scaling", "rope_parameters"):
+        found = settings.get(key)
+        if not isinstance(found, dict | None):
+            raise UserError(f"{where}: {key} is {found!r}; it must be an object of settings, or null; fetch the file again")
+        rope |= found or {}
+    base = _number(rope, "rope_theta", where)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        raise UserError(f"{where}: rotary scaling {kind!r} is not known here; known: default, llama3")
+    try:
+        return base, RopeScaling(
+            factor=_number(rope, "factor", where),
+            low_freq_factor=_number(rope, "low_freq_factor", where),
+            high_freq_factor=_number(rope, "high_freq_factor", where),
+            original_context=int(_number(rope, "original_max_position_embeddings", where)),
+        )
+    except KeyError as error:
+        raise UserError(f"{where}: rotary scaling llama3 lacks {error}; fetch the file again") from error
+
+
+def _window(settings: Mapping[str, Any], family: Family, where: Path | str) -> int | None:
+    """The sliding window that all layers share, None for none."""
+    asked = settings.get("use_sliding_window")
+    if not isinstance(asked, bool | None):
+        raise UserError(f"{where}: use_sliding_window is {asked!r}; it must be true or false; fetch the file again")
+    if family.windows == "never" or (family.windows == "asked" and not asked):
+        return None
+    settings = {"sliding_window": WINDOW, **settings}
+    if settings["sliding_window"] is None:
+        return None
+    window = _whole(settings, "sliding_window", where)
+    kinds = _layer_kinds(settings, family, where)
+    if len(set(kinds)) > 1:
+        slide = kinds.count(_SLIDING)
+        raise UserError(
+            f"{where}: some layers have a sliding window and some none ({slide} of {len(kinds)} have it: max_window_layers, "
+            "layer_types); that is not known here"
+        )
+    return window if kinds[0] == _SLIDING else None
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _layer_kinds(settings: Mapping[str, Any], family: Family, where: Path | str) -> list[str]:
+    """How each layer attends, in a model that has a window."""
+    layers = _whole(settings, "num_hidden_layers", where)
+    kinds = settings.get("layer_types")
+    if kinds is None and family.windows == "always":
+        return [_SLIDING] * layers
+    if kinds is None:
+        first = min(_whole({"max_window_layers": FULL_LAYERS, **settings}, "max_window_layers", where, least=0), layers)
+        return [_FULL] * first + [_SLIDING] * (layers - first)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+        raise UserError(
+            f"{where}: layer_types is {kinds!r}; it must list {_FULL} or {_SLIDING} for each of the {layers} layers; fetch the "
+            "file again"
+        )
+    return kinds
+
+
+def _same(a: Lazy, b: Lazy | None) -> bool:
+    if b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return all(torch.equal(a.read(i, j), b.read(i, j)) for i, j in _steps(a.length))
+
+
+def _steps(length: int, step: int = 1024) -> list[tuple[int, int]]:
+    return [(i, min(i + step, length)) for i in range(0, length, step)]
+
+
+_RENAMED = (
+    ("decoder.text_embedding.", "model.embed_tokens."),
+    ("decoder.text_head.", "lm_head."),
+    ("decoder.norm.", "model.norm."),
+    ("decoder.blocks.", "model.layers."),
+    (".attention_norm.", ".input_layernorm."),
+    (".mlp_norm.", ".post_attention_layernorm."),
+    (".attention.q.", ".self_attn.q_proj."),
+    (".attention.k.", ".self_attn.k_proj."),
+    (".attention.v.", ".self_attn.v_proj."),
+    (".attention.out.", ".self_attn.o_proj."),
+    (".attention.", ".self_attn."),
+    (".mlp.gate.", ".mlp.gate_proj."),
+    (".mlp.up.", ".mlp.up_proj."),
+    (".mlp.down.", ".mlp.down_proj."),
+)
+
+
+def their_name(ours: str) -> str:
+    """The name of one of our tensors in their files."""
+    for a, b in _RENAMED:
+        ours = ours.replace(a, b)
+    return ours
+
+
+def our_name(theirs: str) -> str:
+    """The way back."""
+    for a, b in _RENAMED:
+        theirs = theirs.replace(b, a)
+    return theirs
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, Written]:
+    """Write the text part of a whole model as a folder that transformers loads.
+
+    The rows of our special ids are left out, so the vocabulary is the tokenizer's model's again. What the audio streams' pad
+    ids add to a column of text, and the mean over streams, are folded into the embedding (which then stands apart from a tied
+    head): logits of text are those of the whole model while it is silent.
+
+    Raises:
+        UserError: no family has this decoder, or the place cannot be written.
+    """
+    config = source.config
+    if not isinstance(config, ModelConfig) or source.tokenizer is None:
+        raise UserError(f"{source.place} is no whole speech model; only the text part of one can be written here")
+    size = config.layout.text.size
+    tensors = {name: source.tensors[name] for name in text_shapes(TextConfig(config.decoder, size))}
+    head = tensors.get(HEAD, tensors[EMBEDDING]).rows(0, size)
+    tensors[EMBEDDING], folded = _silent_embedding(source, config, size)
+    tied = config.decoder.tie_text and not folded
+    if not tied:
+        tensors[HEAD] = head
+    kept = kept_files(source, "hf")
+    before = kept.get(CONFIG, {})
+    settings = their_config(config.decoder, size, tied, f"{source.place}/{CONFIG}", str(before.get("model_type")))
+    settings |= {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in before}
+    settings["dtype"] = str(head.dtype).removeprefix("torch.")
+    weights = {their_name(name): tensor for name, tensor in tensors.items()}
+    with replacing_folder(target, sum(t.nbytes for t in weights.values())) as folder:
+        files = {WEIGHTS: write_safetensors(folder / WEIGHTS, weights, watch)}
+        files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
+        for name, data in {CONFIG: settings, **{n: kept[n] for n in COMPANIONS if n in kept}}.items():
+            files[name] = write_file(folder / name, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
+    return files
+
+
+def their_config(
+    decoder: DecoderConfig, size: int, tied: bool, where: str = "decoder", kind: str | None = None
+) -> dict[str, Any]:
+    """Our decoder as their `config.json`, in the keys that versions 4 and 5 of transformers both read.
+
+    Args:
+        kind: the family that the model came from, which is kept where the decoder still fits it.
+
+    Raises:
+        UserError: no family has both biases and norms on queries and keys.
+    """
+    if decoder.qkv_bias and decoder.qk_norm:
+        raise UserError(f"{where}: no known family has both decoder.qkv_bias and decoder.qk_norm; it cannot be written as one")
+    if kind not in FAMILIES or not _fits(FAMILIES[kind], decoder):
+        kind = next(name for name, family in FAMILIES.items() if _fits(family, decoder))
+    settings: dict[str, Any] = {
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
+        "vocab_size": size,
+        "hidden_size": decoder.width,
+        "intermediate_size": decoder.mlp_width,
+        "num_hidden_layers": decoder.layers,
+        "num_attention_heads": decoder.heads,
+        "num_key_value_heads": decoder.kv_heads,
+        "head_dim": decoder.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": decoder.context,
+        "rms_norm_eps": decoder.norm_eps,
+        "rope_theta": decoder.rope_base,
+        "tie_word_embeddings": tied,
+        "attention_dropout": 0.0,
+    }
+    scaling = decoder.rope_scaling
+    if scaling is not None:
+        settings["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    if kind in ("qwen2", "qwen3"):
+        slides = decoder.window is not None
+        settings |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else decoder.layers}
+    if decoder.window is not None or kind == "mistral":
+        settings["sliding_window"] = decoder.window
+    return settings
+
+
+def _fits(family: Family, decoder: DecoderConfig) -> bool:
+    alike = (family.qkv_bias, family.qk_norm) == (decoder.qkv_bias, decoder.qk_norm)
+    return alike and (decoder.window is None or family.windows != "never")
+
+
+def _silent_embedding(source: Foreign, config: ModelConfig, size: int) -> tuple[Lazy, bool]:
+    """The text table as a column without sound has it, and whether that differs from the table as it stands."""
+    table, audio = source.tensors[EMBEDDING].rows(0, size), source.tensors["decoder.audio_embedding.weight"]
+    pads, offset = [], 0
+    for stream in config.layout.audio:
+        row = offset + stream.special("pad")
+        pads.append(audio.read(row, row + 1)[0].float())
+        offset += stream.vocabulary
+    silence = torch.stack(pads).sum(0)
+    scale = 1 / len(config.layout) if config.decoder.combine == "mean" else 1.0
+    if scale == 1 and not bool(silence.any()):
+        return table, False
+
+    def read(start: int, stop: int) -> Tensor:
+        return ((table.read(start, stop).float() + silence) * scale).to(table.dtype)
+
+    return Lazy(table.shape, table.dtype, read), True

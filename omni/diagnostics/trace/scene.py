@@ -1,0 +1,112 @@
+"""One step as the guard sees it: its beginning, and who holds a tensor: modules, the batch, variables of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from omni.diagnostics.findings import Place
+from omni.diagnostics.trace.graph import Node, leaves_of, nodes_of
+from omni.diagnostics.trace.held import Held, held_by, held_in, reach, storage_of
+from omni.diagnostics.trace.recompute import Region
+from omni.diagnostics.trace.source import is_internal, name_writes, outer_writes, place_of
+from omni.diagnostics.trace.trace import Trace
+
+FRAMES = 12
+"""How far up the user's functions are searched for variables."""
+
+
+class Variable(NamedTuple):
+    """A tensor that a variable of a running function holds, and the lines that write the variable."""
+
+    name: str
+    tensor: Tensor
+    places: tuple[Place, ...]
+
+
+@dataclass
+class Scene:
+    """One step.
+
+    Attributes:
+        names: path by id of each parameter and module.
+        first: number of the step's first graph node.
+        held: buffers, attributes and tensors of the batch at its beginning, with the graph and version each had then.
+        frame: where the step was begun; `function`: the step as a function, where there is one.
+    """
+
+    model: nn.Module | None
+    names: dict[int, str]
+    first: int
+    batch: Any = None
+    frame: FrameType | None = None
+    function: Callable[[], Any] | None = None
+    held: list[tuple[Held, Node, int]] = field(default_factory=list)
+    trace: Trace | None = None
+    regions: list[Region] = field(default_factory=list)
+    later: list[FrameType] = field(default_factory=list)
+
+    def variables(self) -> Iterator[Variable]:
+        """Tensors in variables of the user's functions: those that run, those that failed, and what the step reaches."""
+        seen: set[int] = set()
+        for frame in [*self.later[::-1], *_callers(self.frame)]:
+            for name, value in frame.f_locals.items():
+                if name.startswith("__"):
+                    continue
+                for full, held, code in reach(name, value, frame.f_code, seen):
+                    if code is frame.f_code:
+                        free = name in frame.f_code.co_freevars
+                        places = outer_writes(code, name) if free else name_writes(code, name, frame.f_lineno)
+                    else:
+                        places = held.written() if code is None else outer_writes(code, held.name)
+                    yield Variable(full, held.tensor, places)
+        if self.function is not None:
+            for full, held, code in reach("the step", self.function, None, seen):
+                yield Variable(full, held.tensor, held.written() if code is None else outer_writes(code, held.name))
+
+    def remember(self, error: BaseException) -> None:
+        """Keep the user's frames that an error went through."""
+        trace = error.__traceback__
+        while trace is not None:
+            if not is_internal(trace.tb_frame.f_code.co_filename):
+                self.later.append(trace.tb_frame)
+            trace = trace.tb_next
+
+    def now(self) -> Iterator[Held]:
+        """What modules and batch hold at this moment."""
+        yield from held_by(self.model)
+        yield from held_in(self.batch, "batch")
+
+    def written(self, held: Held) -> Place | None:
+        """The line that made a held tensor what it is: traced, or read from the source of its class."""
+        if self.trace is not None:
+            for other in self.now():
+                if other.path == held.path and other.tensor.grad_fn is not None:
+                    place = place_of(self.trace.last(storage_of(other.tensor)))
+                    if place is not None:
+                        return place
+        places = held.written()
+        return places[0] if places else None
+
+    def origin(self, tensor: Tensor) -> Variable | None:
+        """The variable of a running function at which the graph of a tensor from outside begins."""
+        nodes = nodes_of([tensor])
+        found = [v for v in self.variables() if v.tensor.grad_fn in nodes and v.places]
+        return min(found, key=lambda v: v.tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
+
+    def learns(self, tensor: Tensor) -> list[str]:
+        """Names of the parameters that a tensor's graph leads to."""
+        return sorted(self.names.get(id(leaf), "a parameter outside the model") for leaf in leaves_of(nodes_of([tensor])))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    count = 0
+    while frame is not None and count < FRAMES:
+        if not is_internal(frame.f_code.co_filename) and "-packages" not in frame.f_code.co_filename:
+            count += 1
+            yield frame
+        frame = frame.f_back

@@ -1,0 +1,107 @@
+"""Edits lent to a model for a while: they act on the rows that name them, by the hook that adapters act through.
+
+Where `omni.edit.deltas.edited` serves training (gradients, any model), this serves generation: rows of one batch may differ,
+and what captured graphs and other sessions rest on stays as it is.
+
+Dimensions: B rows, R rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from omni.edit.deltas import Delta, Edits, low, product
+from omni.errors import UserError
+from omni.lora import attach as lora
+
+_NUMBERS = itertools.count(1)
+
+
+class LentDelta:
+    """A delta as a pair of `omni.lora.attach`."""
+
+    def __init__(self, delta: Delta) -> None:
+        self.delta = delta
+        self.b = delta.b.T
+
+    def low(self, x: Tensor) -> Tensor:
+        """lr * x @ a.T, [..., R]."""
+        h = low(x, self.delta.a)
+        return h * (self.delta.lr.to(h.device) if isinstance(self.delta.lr, Tensor) else self.delta.lr)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        return product(self.low(x), self.delta.b, x)
+
+
+def lend(model: nn.Module, edits: Edits) -> str:
+    """Lend edits to a model.
+
+    Returns:
+        the name under which rows have them, and by which `omni.lora.attach.take_back` ends it.
+
+    Raises:
+        UserError: an edit does not fit the model, or is not finite (it would spoil the rows of others).
+    """
+    edits.check_finite()
+    with lora.CHANGING:
+        parts = edits.check(model)
+    name = f"edits {next(_NUMBERS)}"
+    pairs = {}
+    for target, delta in edits.detach().deltas.items():
+        own = next(parts[target].parameters(recurse=False))
+        dtype = own.dtype if own.is_floating_point() else None
+        device = None if own.is_meta else own.device  # what is offloaded has no place before it runs
+        one = Edits({target: delta}).to(device, dtype)  # now, and not at every step
+        pairs[target] = LentDelta(one.deltas[target])
+    lora.lend(model, pairs, name)
+    return name
+
+
+class Bases:
+    """Checks that edits are of a model's weights, and remembers those that are: a checksum takes a reading of the weights."""
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakValueDictionary[tuple[Any, ...], Edits] = weakref.WeakValueDictionary()
+
+    def check(self, model: nn.Module, edits: Edits | None) -> None:
+        """Refuse edits of other weights (UserError); weights are read again only after somebody wrote them."""
+        if edits is None:
+            return
+        if not isinstance(edits, Edits):
+            raise UserError(f"edits are {repr(edits)[:80]}; give what load_edits(folder, lm.model) reads (omni.edit)")
+        modules = dict(model.named_modules())
+        weights = [getattr(modules.get(name), "weight", None) for name in edits.deltas]
+        now = (id(edits), *((id(weight), getattr(weight, "_version", 0)) for weight in weights))
+        if edits.base is None or self._found.get(now) is edits:
+            return
+        with lora.CHANGING:
+            edits.check_base(model)
+        self._found[now] = edits
+
+
+@contextmanager
+def lent(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list[str | None]]:
+    """Lend edits while a block runs: the name of each, None for None; the same edits are lent once."""
+    names: dict[int, str] = {}
+    with ExitStack() as stop:
+        for edits in several:
+            if edits is not None and id(edits) not in names:
+                names[id(edits)] = lend(model, edits)
+                stop.callback(lora.take_back, model, names[id(edits)])
+        yield [None if edits is None else names[id(edits)] for edits in several]
+
+
+@contextmanager
+def edited_everywhere(model: nn.Module, edits: Edits) -> Iterator[None]:
+    """Let edits act on every row while a block runs, whatever else acts there."""
+    with lent(model, [edits]) as (name,):
+        assert name is not None
+        lora.act_everywhere(model, name)
+        yield

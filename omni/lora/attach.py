@@ -1,0 +1,392 @@
+"""LoRA (Hu et al. 2021): low-rank additions to linears whose own weights stay as they are.
+
+    out(x) = W x + bias + scale * B A dropout(x)        A [r, in], B [out, r]
+
+with scale alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdzievski 2023). An adapter is a named set of such
+pairs. They stand beside the weight they belong to (`<linear>.lora.<adapter>.a` and `.b`) and act through a forward hook on
+the linear, so every weight keeps its name, and any kind of linear can have them: quantised, sharded, or of another library.
+
+Which adapters act is set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch. Edits
+(`omni.edit.attach`) are lent to a model in the same places: they are part of no state dict, act on top of the adapters, and
+leave nothing behind.
+
+Dimensions: B rows of a batch, r rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.lora.config import LoRAConfig
+from omni.lora.layer import LowRank
+from omni.lora.selection import Acting, Active, Choice, current
+from omni.model.linears import TEXT_HEAD, linears_of
+from omni.patterns import match_names
+
+DEFAULT = "default"
+"""Name of an adapter that is given none."""
+
+CHANGING = threading.RLock()
+"""Held while what hangs on a model's linears is changed or walked over: sessions of several threads share one model."""
+
+_EVERYWHERE = "_edits_everywhere"
+_REMOVED = "_removed_adapters"
+
+
+class Pair(Protocol):
+    """A low-rank addition."""
+
+    @property
+    def b(self) -> Tensor:
+        """[out, r]."""
+
+    def low(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., r]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+
+
+class Adapters(nn.Module):
+    """The pairs of one linear: by adapter, and by edit (`lent`, which no state dict holds)."""
+
+    def __init__(self, active: Active) -> None:
+        super().__init__()
+        self.active = active
+        self.lent: Mapping[str, Pair] = {}
+        self.original: Tensor | None = None  # the weight while adapters are merged into it
+
+    def pair(self, name: str) -> LowRank | None:
+        return self._modules.get(name)  # type: ignore[return-value]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._modules)
+
+    def acting(self) -> list[LowRank]:
+        """The adapters' pairs that act on every row and are not in the weight."""
+        found = [self.pair(name) for name in self.active.names if name not in self.active.merged]
+        return [pair for pair in found if pair is not None]
+
+    def everywhere(self) -> list[Pair]:
+        """All that acts where no row has a choice of its own."""
+        return [*self.acting(), *self._edits(self.active.edits)]
+
+    def _edits(self, names: Sequence[str | None]) -> list[Pair]:
+        lent = self.lent  # once: another thread may put another mapping there
+        return [lent[name] for name in names if name is not None and name in lent]
+
+    def _of(self, acting: Acting) -> list[Pair]:
+        """The pairs of a row."""
+        adapter, *edits = acting if isinstance(acting, tuple) else (acting,)
+        if adapter is None:
+            return [*self.everywhere(), *self._edits(edits)]
+        pair = self.pair(adapter)
+        return [*([] if pair is None else [pair]), *self._edits(self.active.edits), *self._edits(edits)]
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """What is added to the linear's output; None for nothing."""
+        choice = current()
+        if choice is None:
+            return _total(self.everywhere(), x)
+        total = None if choice.index is None else _total(self.everywhere(), x)
+        if total is not None:
+            total = choice.only(0, total)
+        for number, acting in enumerate(choice.names, 1):
+            one = _total(self._of(acting), x)
+            if one is not None:
+                delta = choice.only(number, one)
+                total = delta if total is None else total + delta
+        return total
+
+
+def _total(pairs: Sequence[Pair], x: Tensor) -> Tensor | None:
+    total = None
+    for pair in pairs:
+        total = pair(x) if total is None else total + pair(x)
+    return total
+
+
+def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out: Tensor) -> Tensor:
+    part = linear._modules.get("lora")  # another thread may have taken its edits back
+    delta = None if part is None else part(args[0] if args else named["input"])
+    return out if delta is None else out + delta.to(out.dtype)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _alone(change: _F) -> _F:
+    """One thread at a time."""
+
+    @functools.wraps(change)
+    def locked(*args: Any, **values: Any) -> Any:
+        with CHANGING:
+            return change(*args, **values)
+
+    return cast(_F, locked)
+
+
+# --- adapters of a model ----------------------------------------------------------------------------------------------
+
+
+def linear_of(model: nn.Module, name: str) -> nn.Linear:
+    """One of them."""
+    return cast(nn.Linear, model.get_submodule(name))
+
+
+def adapted(model: nn.Module) -> dict[str, Adapters]:
+    """The adapters of each linear that has any, by the linear's name."""
+    with CHANGING:
+        found = {name: getattr(part, "lora", None) for name, part in model.named_modules()}
+    return {name: part for name, part in found.items() if isinstance(part, Adapters)}
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """The model's adapters, in the order in which they came."""
+    return list(dict.fromkeys(name for part in adapted(model).values() for name in part.names))
+
+
+def active_names(model: nn.Module) -> tuple[str, ...]:
+    """The adapters that act on every row."""
+    return next((part.active.names for part in adapted(model).values()), ())
+
+
+def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> list[str]:
+    """Give a model a new adapter that does nothing yet, and let it act.
+
+    Returns:
+        names of the linears that have it.
+
+    Raises:
+        UserError: a target matches no linear (with the closest names), or the name is taken or has a dot.
+    """
+    pairs = {
+        target: LowRank(part.in_features, part.out_features, config, part.weight.device)
+        for target, part in targets_of(model, config.targets).items()
+    }
+    attach(model, pairs, name)
+    return list(pairs)
+
+
+def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linears that patterns name, in the model's order; UserError where one matches none, with the closest names."""
+    linears = linears_of(model)
+    if TEXT_HEAD in patterns and TEXT_HEAD not in linears:
+        raise UserError(
+            f"lora.targets: {TEXT_HEAD} is no linear here: this model's head is its text embedding; leave it out, or part them "
+            "first (tie_text false)"
+        )
+    chosen = match_names(patterns, list(linears), "lora.targets", what="linear")
+    return {name: part for name, part in linears.items() if name in chosen}
+
+
+@_alone
+def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) -> None:
+    """Put pairs beside the linears they are named after, as one adapter that acts.
+
+    Raises:
+        UserError: the name is taken or has a dot, there is no such linear, or a pair has another shape.
+    """
+    if not name or "." in name or hasattr(Adapters(Active()), name):
+        why = "choose a name of letters and digits" if not name or "." in name else "this name is in use here; choose another"
+        raise UserError(f"adapter {name!r}: {why}")
+    if name in adapter_names(model):
+        raise UserError(f"adapter {name!r} is there already; remove it first, or choose another name")
+    linears, present = linears_of(model), adapted(model)
+    for target, pair in pairs.items():
+        if target == TEXT_HEAD and target not in linears:
+            raise UserError(
+                f"adapter {name!r} adds to {target}, but this model's head is its text embedding; merge it into a model of its "
+                "own, where they part: python -m train convert MODEL TARGET --lora ADAPTER"
+            )
+        if target not in linears:
+            match_names([target], list(linears), f"adapter {name!r}", what="linear")
+        linear = linears[target]
+        (outputs, rank), inputs = pair.b.shape, pair.a.shape[1]
+        if not fits(target, (outputs, inputs), (linear.out_features, linear.in_features)):
+            raise UserError(
+                f"adapter {name!r}: its pair for {target} goes from {inputs} to {outputs} features, the model's linear from "
+                f"{linear.in_features} to {linear.out_features}; it belongs to another model"
+            )
+        if outputs < linear.out_features:
+            pair.b = nn.Parameter(torch.cat([pair.b.detach(), pair.b.new_zeros(linear.out_features - outputs, rank)]))
+    active = next((part.active for part in present.values()), Active())
+    for target, pair in pairs.items():
+        place: Any = linears[target]
+        if target not in present:
+            _equip(place, active)
+        place.lora.add_module(name, pair.train(place.training))
+    active.names = (*active.names, name)
+
+
+def _equip(linear: Any, active: Active) -> None:
+    linear.lora = Adapters(active)
+    linear.register_forward_hook(_add, with_kwargs=True)
+
+
+def _strip(linear: nn.Module) -> None:
+    """Take away what `_equip` put there, once nothing is in it."""
+    part = getattr(linear, "lora", None)
+    if not isinstance(part, Adapters) or part.names or part.lent:
+        return
+    for key, hook in list(linear._forward_hooks.items()):
+        if hook is _add:
+            del linear._forward_hooks[key]
+            linear._forward_hooks_with_kwargs.pop(key, None)
+    del linear.lora
+
+
+@_alone
+def remove_adapter(model: nn.Module, name: str) -> None:
+    """Take an adapter away; UserError where there is none of that name, it is merged, or an answer under way uses it."""
+    check_known(model, [name])
+    for target, part in adapted(model).items():
+        if name in part.active.merged:
+            raise UserError(f"adapter {name!r} is merged into the weights; unmerge first")
+        if name in part.active.used:
+            raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
+        part._modules.pop(name, None)
+        part.active.names = tuple(n for n in part.active.names if n != name)
+        _strip(linear_of(model, target))
+    vars(model)[_REMOVED] = removals(model) + 1
+
+
+def removals(model: nn.Module) -> int:
+    """How many adapters were taken away so far: since the last one, a name may be that of another adapter."""
+    return int(vars(model).get(_REMOVED, 0))
+
+
+@contextmanager
+def kept(model: nn.Module, rows: Sequence[Acting]) -> Iterator[None]:
+    """Keep the adapters that rows name from being removed while a block runs; UserError where there is none of a name."""
+    names = _adapters_in(rows)
+    with CHANGING:
+        check_known(model, names)
+        used = next((part.active.used for part in adapted(model).values()), []) if names else []
+        used += names
+    try:
+        yield
+    finally:
+        for name in names:
+            used.remove(name)
+
+
+@_alone
+def lend(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
+    """Put pairs beside linears until they are taken back (`take_back`); they act where a row's `Acting` names them."""
+    present = adapted(model)
+    active = next((part.active for part in present.values()), Active())
+    for target, pair in pairs.items():
+        place: Any = linear_of(model, target)
+        if target not in present:
+            _equip(place, active)
+        place.lora.lent = {**place.lora.lent, name: pair}
+
+
+@_alone
+def take_back(model: nn.Module, name: str) -> None:
+    """Undo `lend`: nothing is left of it."""
+    _set_everywhere(model, tuple(n for n in edits_everywhere(model) if n != name))
+    for target, part in adapted(model).items():
+        part.lent = {n: pair for n, pair in part.lent.items() if n != name}
+        _strip(linear_of(model, target))
+
+
+@_alone
+def act_everywhere(model: nn.Module, name: str) -> None:
+    """Let lent edits act on every row, whatever adapters it has."""
+    _set_everywhere(model, (*edits_everywhere(model), name))
+
+
+def edits_everywhere(model: nn.Module) -> tuple[str, ...]:
+    """The edits that act on every row."""
+    return vars(model).get(_EVERYWHERE, ())
+
+
+def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
+    """On the model too, where every step of generation looks."""
+    for part in adapted(model).values():
+        part.active.edits = names
+    if names:
+        vars(model)[_EVERYWHERE] = names
+    else:
+        vars(model).pop(_EVERYWHERE, None)
+
+
+def activate(model: nn.Module, *names: str) -> None:
+    """Let these adapters, and no others, act on every row; UserError where there is none of a name, or others are merged into
+    the weights."""
+    check_known(model, names)
+    parts = adapted(model).values()
+    names = tuple(dict.fromkeys(names))
+    for part in parts:
+        if not set(part.active.merged) <= set(names):
+            raise _merged(part.active.merged)
+    for part in parts:
+        part.active.names = names
+
+
+def _merged(names: Sequence[str]) -> UserError:
+    one = "is" if len(names) == 1 else "are"
+    return UserError(f"{', '.join(names)} {one} merged into the weights, for all rows; unmerge first")
+
+
+def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | str = "cpu") -> Choice | None:
+    """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
+    name, or some are merged into the weights."""
+    wanted = list(dict.fromkeys(acting for acting in rows if acting is not None))
+    own = _adapters_in(wanted)
+    check_known(model, own)
+    merged = next((part.active.merged for part in adapted(model).values()), ()) if own else ()
+    if merged:
+        raise _merged(merged)
+    if not wanted:
+        return None
+    if len(wanted) == 1 and None not in rows:
+        return Choice((wanted[0],))
+    numbers = [0 if acting is None else wanted.index(acting) + 1 for acting in rows]
+    return Choice(tuple(wanted), torch.tensor(numbers, device=device))
+
+
+def _adapters_in(rows: Sequence[Acting]) -> list[str]:
+    """The adapters that rows name, once for each."""
+    return [name for acting in rows if (name := acting[0] if isinstance(acting, tuple) else acting) is not None]
+
+
+def names_there(model: nn.Module) -> set[str]:
+    """The names of all adapters and lent edits."""
+    return {name for part in adapted(model).values() for name in (*part.names, *part.lent)}
+
+
+def check_known(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a name that no adapter has (UserError)."""
+    there = adapter_names(model)
+    for name in names:
+        if name not in there:
+            raise UserError(f"there is no adapter {name!r}; the model's adapters are {', '.join(there) or 'none'}")
+
+
+def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """For a linear that is used by its weight: (scale * A x [..., r], B [out, r]) of all acting adapters side by side, whose
+    product is to be added to the output; None where none acts."""
+    part = getattr(linear, "lora", None)
+    pairs = part.everywhere() if isinstance(part, Adapters) else []
+    if not pairs:
+        return None
+    return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.b for pair in pairs], dim=1)
+
+
+def fits(name: str, given: Sequence[int], own: Sequence[int]) -> bool:
+    """Whether a stored tensor can stand for the model's: of its shape, or, of text tables and heads, with less rows (those of
+    ids that the model was grown by are then its own)."""
+    text = "text_" in name and len(given) == 2 == len(own)
+    return tuple(given) == tuple(own) or (text and given[0] < own[0] and given[1] == own[1])

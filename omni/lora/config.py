@@ -1,0 +1,42 @@
+"""What is asked of a low-rank adapter (see `omni.lora.attach`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from omni.errors import UserError
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """An adapter before it has weights.
+
+    Attributes:
+        targets: names of the linears it adds to, as patterns (`omni.patterns`); by default the decoder's blocks.
+        rank: columns between A and B.
+        alpha: strength; see the module's formula.
+        dropout: share of the inputs that A does not see in training.
+        rank_stabilized: divide alpha by the square root of the rank.
+    """
+
+    targets: tuple[str, ...] = ("decoder.blocks.*",)
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rank_stabilized: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.targets or isinstance(self.targets, str):
+            given = f"the text {self.targets!r}" if self.targets else "empty"
+            raise UserError(f"lora.targets is {given}; give a list of names of linears, such as ['decoder.blocks.*']")
+        if self.rank < 1:
+            raise UserError(f"lora.rank is {self.rank}; it must be at least 1")
+        if not 0 < self.alpha < math.inf:
+            raise UserError(f"lora.alpha is {self.alpha}; it must be a number above 0")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"lora.dropout is {self.dropout}; it must lie from 0 to below 1")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)

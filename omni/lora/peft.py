@@ -1,0 +1,360 @@
+"""Adapters as PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`.
+
+Format: https://github.com/huggingface/peft (docs, "PEFT checkpoint format"). Tensors are named
+`base_model.model.<linear>.lora_A.weight` [r, in] and `lora_B.weight` [out, r]; `modules_to_save` stand there under their own
+names. Linears have the names of our model, with which PEFT finds them in a `SpeechModel`, or those of transformers, with which
+it finds them in the text part's folder; either is read.
+
+The file's metadata hold a checksum of the weights that the adapter belongs to; PEFT overlooks it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from omni.checkpoint.tensors import Written, read_json, read_safetensors, write_file, write_safetensors
+from omni.config import ModelConfig
+from omni.convert.contract import Foreign, Lazy, TextConfig, joined
+from omni.convert.huggingface import our_name, their_name
+from omni.errors import UserError
+from omni.files import replacing_folder
+from omni.lora.attach import fits
+from omni.lora.config import LoRAConfig
+from omni.lora.weights import AdapterWeights
+from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
+from omni.remote import refuse_remote
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+CHECKSUM, TEXT_ROWS = "omni_base_checksum", "omni_text_rows"
+
+PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
+"""Named ways to begin (`init_lora_weights`) that leave the base as it is; others take something out of it, at every loading."""
+
+REFUSED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "fan_in_fan_out": "weights stored the other way round",
+    "lora_bias": "biases on B",
+    "layer_replication": "replicated layers",
+    "target_parameters": "targets that are not modules",
+    "trainable_token_indices": "single trained tokens",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "routed adapters",
+    "monteclora_config": "Monte-Carlo LoRA",
+    "velora_config": "VeLoRA",
+    "kasa_config": "KaSA",
+}
+"""Settings of PEFT that change what an adapter computes, and what they are."""
+
+
+def recognise(path: Path) -> bool:
+    """Whether this is an adapter's folder."""
+    return (path / CONFIG).is_file()
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that is no adapter's (UserError)."""
+    refuse_remote(folder, "adapter")
+    if not recognise(Path(folder)):
+        raise UserError(f"{folder} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    weights: AdapterWeights,
+    *,
+    names: Literal["omni", "transformers"] = "omni",
+    base: str | None = None,
+) -> dict[str, Written]:
+    """Write an adapter as a folder that PEFT loads: beside its name, then renamed.
+
+    Args:
+        names: of the linears; those of transformers are for an adapter of the text part alone.
+        base: where the base model is found, for the reader.
+
+    Returns:
+        size and CRC-32 of each file.
+
+    Raises:
+        UserError: a linear has no name at transformers, or the place cannot be written; nothing half-written is left.
+    """
+    target, theirs = Path(folder), names == "transformers"
+    rows = weights.text_rows if theirs else None
+    pairs = {
+        (_theirs(name, target) if theirs else name): (a, b[:rows] if name == TEXT_HEAD else b, scale)
+        for name, (a, b, scale) in weights.pairs.items()
+    }
+    tensors, modules = dict[str, Tensor](), set[str]()
+    for name, tensor in weights.whole.items():
+        ours, _, last = name.rpartition(".")
+        module = _theirs(ours, target) if theirs else ours
+        if name not in weights.partial | weights.copies:
+            modules.add(module)
+        inside = ".base_layer" if ours in weights.pairs else ""
+        tensors[f"{PREFIX}{module}{inside}.{last}"] = tensor[:rows] if ours in (TEXT_HEAD, TEXT_TABLE) else tensor
+    for name, (a, b, _) in pairs.items():
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+    tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+    known = {CHECKSUM: weights.base, TEXT_ROWS: weights.text_rows}
+    notes = {key: str(value) for key, value in known.items() if value is not None}
+    settings = _settings(weights.config, pairs, sorted(modules), base)
+    with replacing_folder(target, sum(t.nbytes for t in tensors.values())) as place:
+        return {
+            WEIGHTS: write_safetensors(place / WEIGHTS, {name: Lazy.of(t) for name, t in tensors.items()}, notes=notes),
+            CONFIG: write_file(place / CONFIG, (json.dumps(settings, indent=2) + "\n").encode()),
+        }
+
+
+def rows_left_out(weights: AdapterWeights) -> str:
+    """What transformers' names have no room for, in words: rows of our own ids; "" for nothing."""
+    heads = [b for name, (_, b, _) in weights.pairs.items() if name == TEXT_HEAD]
+    tables = [t for name, t in weights.whole.items() if name.rpartition(".")[0] in (TEXT_HEAD, TEXT_TABLE)]
+    rows = max((len(t) for t in (*heads, *tables)), default=0) - (weights.text_rows or math.inf)
+    return f"{rows} rows of the text head or table, those of our own ids" if rows > 0 else ""
+
+
+def _theirs(name: str, target: Path) -> str:
+    theirs = their_name(f"{name}.").removesuffix(".")
+    if not theirs.startswith(("model.", "lm_head")):
+        raise UserError(
+            f"{target}: {name} is no part of a language model at transformers; write this adapter with our own names, or "
+            "train one on decoder.blocks.* alone"
+        )
+    return theirs
+
+
+def _settings(
+    config: LoRAConfig, pairs: Mapping[str, tuple[Tensor, Tensor, float]], modules: list[str], base: str | None
+) -> dict[str, Any]:
+    ranks = {name: a.shape[0] for name, (a, _, _) in pairs.items() if a.shape[0] != config.rank}
+    alphas = {}
+    for name, (a, _, scale) in pairs.items():
+        alpha = scale * (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
+        if not math.isclose(alpha, config.alpha, rel_tol=1e-9):
+            alphas[name] = alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rank_stabilized,
+        "target_modules": list(pairs),
+        "modules_to_save": modules or None,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+# --- in ---------------------------------------------------------------------------------------------------------------
+
+
+def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
+    """Read an adapter's folder.
+
+    Raises:
+        UserError: a file is missing or truncated, it is no LoRA or one with settings that are not known here, or its tensors
+            do not belong together; a pickle (`adapter_model.bin`).
+    """
+    path = Path(folder)
+    check_folder(path)
+    settings = read_json(path / CONFIG)
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"{path / CONFIG}: peft_type is {kind!r}; only LORA is known here")
+    for key, what in REFUSED.items():
+        if settings.get(key):
+            raise UserError(f"{path / CONFIG}: {key} is {settings[key]!r} ({what}), which is not known here")
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start not in PLAIN_STARTS:
+        raise UserError(
+            f"{path / CONFIG}: init_lora_weights is {start!r}, so the adapter belongs to a base that PEFT changes when it is "
+            "loaded; save it with save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it plain LoRA"
+        )
+    if not (path / WEIGHTS).is_file() and (path / "adapter_model.bin").is_file():
+        raise UserError(f"{path}: adapter_model.bin is a pickle, which could run code; save it with safe_serialization")
+    config = _config(settings, path / CONFIG)
+    tensors = {name: lazy() for name, lazy in read_safetensors(path / WEIGHTS).items()}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            what = "values that are not finite" if tensor.is_floating_point() else f"the type {tensor.dtype}"
+            raise UserError(f"{path / WEIGHTS}: {name} has {what}; make the adapter again")
+    pairs, whole, copies = _sort(tensors, config, settings, path)
+    modules = settings.get("modules_to_save") or ()
+    partial = frozenset(n for n in whole if not any(_matches(re.escape(our_name(m)), n.rpartition(".")[0]) for m in modules))
+    kept = _stored(path / WEIGHTS)
+    config = replace(config, targets=tuple(pairs))
+    return AdapterWeights(pairs, config, whole, kept.get(CHECKSUM), kept.get(TEXT_ROWS), partial, copies)
+
+
+def _config(settings: Mapping[str, Any], where: Path) -> LoRAConfig:
+    rank, alpha, dropout = settings.get("r"), settings.get("lora_alpha"), settings.get("lora_dropout") or 0
+    stabilized = settings.get("use_rslora") or False
+    if type(rank) is not int:
+        raise UserError(f"{where}: r is {rank!r}; it must be a whole number")
+    if not _is_number(alpha) or not _is_number(dropout):
+        raise UserError(f"{where}: lora_alpha is {alpha!r} and lora_dropout {dropout!r}; they must be numbers")
+    if type(stabilized) is not bool:
+        raise UserError(f"{where}: use_rslora is {stabilized!r}; it must be true or false")
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = settings.get(key) or {}
+        if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
+            raise UserError(f"{where}: {key} is {pattern!r}; it must give a number for each name")
+    try:
+        return LoRAConfig(("*",), rank, float(alpha), float(dropout), stabilized)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _sort(
+    tensors: Mapping[str, Tensor], config: LoRAConfig, settings: Mapping[str, Any], path: Path
+) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor], frozenset[str]]:
+    halves: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    copies = set[str]()
+    for full, tensor in tensors.items():
+        found = re.fullmatch(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight", full.removeprefix(PREFIX))
+        if found is not None:
+            halves.setdefault(found[1], {})[found[2]] = tensor
+        elif "lora_" in full:
+            raise UserError(f"{path / WEIGHTS}: {full} is of a kind of LoRA that is not known here")
+        else:
+            name = our_name(full.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", ""))
+            whole[name] = tensor
+            if full.endswith(".base_layer.weight"):
+                copies.add(name)
+    pairs = {}
+    for name, half in halves.items():
+        if half.keys() != {"A", "B"}:
+            missing = "A" if "B" in half else "B"
+            raise UserError(f"{path / WEIGHTS}: {PREFIX}{name}.lora_{missing}.weight is missing; fetch the folder again")
+        a, b = half["A"], half["B"]
+        if a.ndim != 2 or b.ndim != 2 or not a.shape[0] or a.shape[0] != b.shape[1]:
+            raise UserError(
+                f"{path / WEIGHTS}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {name} do not fit each other"
+            )
+        rank, alpha = (_own(settings, key, name, path / CONFIG) for key in ("rank_pattern", "alpha_pattern"))
+        if a.shape[0] != (config.rank if rank is None else rank):
+            said = config.rank if rank is None else rank
+            raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {said}")
+        alpha = config.alpha if alpha is None else alpha
+        scale = alpha / (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
+        pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, scale)
+    if not pairs:
+        raise UserError(f"{path / WEIGHTS} holds no lora_A and lora_B; it is no adapter")
+    return pairs, whole, frozenset(copies)
+
+
+def _own(settings: Mapping[str, Any], key: str, name: str, where: Path) -> Any:
+    """What a pattern of the settings gives one linear; None for nothing of its own."""
+    for pattern, value in (settings.get(key) or {}).items():
+        try:
+            if _matches(pattern, name):
+                return value
+        except re.error as error:
+            raise UserError(f"{where}: {key} has {pattern!r}, which is not a regular expression ({error})") from error
+    return None
+
+
+def _matches(key: str, name: str) -> bool:
+    """How PEFT looks up its patterns by module."""
+    return re.match(rf"(.*\.)?({key})$", name) is not None
+
+
+def _stored(path: Path) -> dict[str, int]:
+    """Our own notes in an adapter's file."""
+    with safe_open(path, "pt") as file:
+        notes = file.metadata() or {}
+    return {key: int(notes[key]) for key in (CHECKSUM, TEXT_ROWS) if notes.get(key, "").isdigit()}
+
+
+def check_base(weights: AdapterWeights, read: Callable[[str], Tensor | int], where: str) -> None:
+    """Refuse an adapter that was made for other weights (UserError); one without a checksum passes.
+
+    Args:
+        read: see `omni.model.linears.checksum`.
+    """
+    if weights.base is not None and checksum(weights.pairs, read, weights.text_rows) != weights.base:
+        raise UserError(
+            f"{where}: the adapter was made for other weights than these (their checksum differs); give the base model that it "
+            "was trained on"
+        )
+
+
+def merged(model: Foreign, folder: Path) -> Foreign:
+    """A checkpoint with an adapter merged into its weights, which are still read piece by piece.
+
+    Raises:
+        UserError: the adapter is of another model.
+    """
+    weights = load_adapter(folder)
+    model = _parted(model, weights)
+    tensors = dict(model.tensors)
+    for name in weights.pairs:
+        if f"{name}.weight" not in tensors:
+            raise UserError(f"{folder}: the adapter adds to {name}, which {model.place} does not have; it is another model's")
+    check_base(weights, lambda name: model.tensors[f"{name}.weight"](), str(folder))
+    for name, tensor in weights.whole.items():
+        if name not in tensors or not fits(name, tensor.shape, tensors[name].shape):
+            raise UserError(f"{folder}: {name} {list(tensor.shape)} does not fit {model.place}; it is another model's")
+        tensors[name] = _first_rows(Lazy.of(tensor).to(tensors[name].dtype, name), tensors[name])
+    for name, (a, b, scale) in weights.pairs.items():
+        tensors[f"{name}.weight"] = _with(tensors[f"{name}.weight"], a, b, scale, f"{folder}: {name}")
+    return replace(model, tensors=tensors)
+
+
+def _parted(model: Foreign, weights: AdapterWeights) -> Foreign:
+    """A model whose head is its text embedding, as one in which they part, where an adapter changes only one of them: so does
+    PEFT, which puts its changes beside the module that is named."""
+    config = model.config
+    touched = {name.removesuffix(".weight") for name in (*weights.pairs, *weights.whole)} & {TEXT_HEAD, TEXT_TABLE}
+    if not isinstance(config, (ModelConfig, TextConfig)) or not config.decoder.tie_text or not touched:
+        return model
+    tensors = {**model.tensors, f"{TEXT_HEAD}.weight": model.tensors[f"{TEXT_TABLE}.weight"]}
+    return replace(model, tensors=tensors, config=replace(config, decoder=replace(config.decoder, tie_text=False)))
+
+
+def _first_rows(given: Lazy, own: Lazy) -> Lazy:
+    """A tensor in place of another one, whose further rows stay."""
+    return given if given.shape == own.shape else joined([given, own.rows(given.length, own.length)])
+
+
+def _with(weight: Lazy, a: Tensor, b: Tensor, scale: float, what: str) -> Lazy:
+    """weight + scale * B A, row by row; rows that B lacks (ids that a head was grown by) stay."""
+    rows, columns = weight.shape
+    if not fits(what, (b.shape[0], a.shape[1]), (rows, columns)):
+        raise UserError(f"{what} goes from {a.shape[1]} to {b.shape[0]} features, the model's from {columns} to {rows}")
+
+    def read(start: int, stop: int) -> Tensor:
+        own = weight.read(start, stop)
+        up = b[start:stop].float()
+        out = own.float() if own.dtype != torch.float32 else own.clone()
+        out[: len(up)] += (up @ a.float()) * scale
+        return out.to(weight.dtype)
+
+    return Lazy(weight.shape, weight.dtype, read)

@@ -1,0 +1,185 @@
+"""Adapters in and out of a model's weights, and as data (see `omni.lora.attach`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.lora.attach import DEFAULT, Adapters, adapted, check_known, fits, linear_of, linears_of
+from omni.lora.config import LoRAConfig
+from omni.lora.layer import LowRank
+from omni.model.linears import checksum, text_rows_of
+from omni.model.quantize import dense_weight, is_quantized, plain_checksum
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Put the acting adapters into the weights; `unmerge` takes them out again, exactly: the originals are kept beside.
+
+    Raises:
+        UserError: some are merged already, or a base is quantised (see `merged_state`).
+    """
+    parts = adapted(model)
+    for target, part in parts.items():
+        if part.active.merged:
+            raise UserError(f"adapters {', '.join(part.active.merged)} are merged already; unmerge first")
+        if is_quantized(linear_of(model, target)):
+            raise UserError(f"{target} is quantised: adapters are merged into its dequantised weight, when they are exported")
+    for target, part in parts.items():
+        pairs, weight = part.acting(), linear_of(model, target).weight
+        if pairs:
+            part.original = weight.detach().clone()
+            weight.copy_(_summed(weight, pairs))
+    for part in parts.values():
+        part.active.merged = part.active.names
+
+
+@torch.no_grad()
+def unmerge(model: nn.Module) -> None:
+    """The weights as they were before `merge`, bit for bit; UserError where nothing is merged."""
+    parts = adapted(model)
+    if not any(part.active.merged for part in parts.values()):
+        raise UserError("no adapter is merged into the weights; there is nothing to take out")
+    for target, part in parts.items():
+        if part.original is not None:
+            linear_of(model, target).weight.copy_(part.original)
+            part.original = None
+    for part in parts.values():
+        part.active.merged = ()
+
+
+def _summed(weight: Tensor, pairs: Sequence[LowRank]) -> Tensor:
+    return weight.float() + sum(pair.delta() for pair in pairs)
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of plain weights, in which the acting adapters are merged and no adapter is left.
+
+    Args:
+        model: says which adapters act, how strongly, and how a base is quantised.
+        state: values, which may be newer than the model's (a running average, shards gathered).
+    """
+    linears, parts = linears_of(model), adapted(model)
+    beside = tuple(f"{target}.lora." for target in parts)  # and what a quantised weight keeps
+    coded = {target: linear for target, linear in linears.items() if is_quantized(linear)}
+    inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
+    out = {key: value for key, value in state.items() if key not in inside and not key.startswith(beside)}
+    out |= {f"{target}.weight": dense_weight(linear).float().cpu() for target, linear in coded.items()}
+    for target, part in parts.items():
+        key = f"{target}.weight"
+        total = out[key].float()
+        for name in part.active.names:
+            pair = part.pair(name)
+            if pair is not None and name not in part.active.merged:
+                down, up = (state[f"{target}.lora.{name}.{which}"].float().to(total.device) for which in "ab")
+                total = total + (up @ down) * pair.scale
+        out[key] = total.to(out[key].dtype)
+    return out
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter as data.
+
+    Attributes:
+        pairs: A [r, in], B [out, r] and scale by the linear's name.
+        config: with which it was made; its targets are names.
+        whole: parameters that were trained besides, by name, which take the place of the model's.
+        base: checksum of the weights it belongs to (`omni.model.linears.checksum`), None where it is not known.
+        text_rows: rows of its base's text head, without our special ids (`omni.model.linears.text_rows_of`), where known.
+        partial: names in `whole` of modules that have further parameters, which did not learn.
+        copies: names in `whole` of weights that stand there unasked, as PEFT stores those of a head; they may be the base's.
+    """
+
+    pairs: Mapping[str, tuple[Tensor, Tensor, float]]
+    config: LoRAConfig
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    base: int | None = None
+    text_rows: int | None = None
+    partial: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
+
+    def modules(self) -> dict[str, LowRank]:
+        """Pairs to `attach`."""
+        out = {}
+        for name, (a, b, scale) in self.pairs.items():
+            pair = LowRank(a.shape[1], b.shape[0], replace(self.config, rank=a.shape[0]), torch.device("meta"))
+            pair.scale, pair.a, pair.b = scale, nn.Parameter(a.clone()), nn.Parameter(b.clone())
+            out[name] = pair
+        return out
+
+
+def weights_of(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    whole: Sequence[str] = (),
+    base: int | None = None,
+    name: str = DEFAULT,
+) -> AdapterWeights:
+    """An adapter out of a state dict.
+
+    Args:
+        state: values, which may be newer than the model's.
+        whole: parameters that were trained beside it.
+        base: see `AdapterWeights`.
+    """
+    found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(name)) is not None}
+    if not found:
+        check_known(model, [name])
+    first = next(iter(found.values()))
+    stabilized = all(pair.stabilized for pair in found.values())
+    alpha = first.scale * (math.sqrt(first.rank) if stabilized else first.rank)
+    config = LoRAConfig(tuple(found), first.rank, alpha, first.dropout.p, stabilized)
+    pairs = {
+        target: (state[f"{target}.lora.{name}.a"], state[f"{target}.lora.{name}.b"], pair.scale)
+        for target, pair in found.items()
+    }
+    partial = frozenset(key for key in whole if not _is_complete(model, key.rpartition(".")[0], whole))
+    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base, text_rows_of(model), partial)
+
+
+def _is_complete(model: nn.Module, module: str, whole: Sequence[str]) -> bool:
+    """Whether all parameters of a module, which is no adapted linear, are among those that were trained."""
+    part = model.get_submodule(module)
+    return "lora" not in part._modules and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
+
+
+def base_checksum(model: nn.Module, names: Iterable[str]) -> int:
+    """Checksum of the weights that adapters of these linears belong to (`AdapterWeights.base`)."""
+    linears = linears_of(model)
+    return checksum(names, lambda name: base_weight(linears[name]), text_rows_of(model))
+
+
+def base_weight(linear: nn.Module) -> Tensor | int:
+    """The weight that adapters of a linear belong to, without those that are merged into it; of a quantised one the checksum
+    of what it was (`omni.model.linears.checksum`), where that is known."""
+    known = plain_checksum(linear)
+    part = getattr(linear, "lora", None)
+    original = part.original if isinstance(part, Adapters) else None
+    return known if known is not None else original if original is not None else dense_weight(linear)
+
+
+def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
+    """Whether the linear of a weight's name has this one, or begins with it (text rows may have been added)."""
+    linear = linears_of(model).get(name.removesuffix(".weight"))
+    if linear is None or plain_checksum(linear) is not None:
+        return False
+    own = torch.as_tensor(base_weight(linear))
+    return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
+
+
+@torch.no_grad()
+def replace_whole(model: nn.Module, weights: AdapterWeights, where: str) -> None:
+    """Put the parameters that were trained beside an adapter into a model; UserError where one does not fit."""
+    own = dict(model.named_parameters())
+    for name, value in weights.whole.items():
+        if name not in own or not fits(name, value.shape, own[name].shape):
+            raise UserError(f"{where}: {name} {list(value.shape)} does not fit the model; it is another model's")
+    for name, value in weights.whole.items():
+        own[name][: len(value)].copy_(value)

@@ -1,0 +1,84 @@
+"""From encoder frames to decoder positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from omni.config import AdapterConfig
+from omni.errors import UserError
+from omni.model.blocks import SwiGLU
+from omni.model.multitask_projector import SHARING, make_sharing
+from omni.tasks import TASKS
+
+
+class Adapter(nn.Module):
+    """Stack frames of a clip, then project them to the decoder's width, each task in its own way where tasks share parts.
+
+    `gated` is mini-omni's `whisperMLP` (`litgpt/model.py` @ 26c31d5): a SwiGLU of its own output width.
+    """
+
+    def __init__(self, config: AdapterConfig, encoder_width: int, width: int) -> None:
+        super().__init__()
+        self.stack = config.stack
+        self.tasks = config.tasks if config.kind in SHARING else ()
+        inner = encoder_width * config.stack
+        if config.kind == "linear":
+            self.project: nn.Module = nn.Linear(inner, width, bias=config.bias)
+        elif config.kind == "mlp":
+            self.project = nn.Sequential(
+                nn.Linear(inner, config.hidden, bias=config.bias),
+                nn.GELU(),
+                nn.Linear(config.hidden, width, bias=config.bias),
+            )
+        elif self.tasks:
+            self.project = make_sharing(config.kind, inner, width, len(self.tasks), **config.settings)
+        else:
+            self.project = SwiGLU(inner, config.hidden, width, bias=config.bias)
+
+    def forward(self, frames: Tensor, counts: Sequence[int], task: Tensor | Sequence[str] | None = None) -> Tensor:
+        """frames [sum(counts), C] of clips one after another; features [N, W], N being sum(ceil(counts / stack)).
+
+        Args:
+            task: where tasks share parts, what a clip is asked as: a name for each clip, or for each feature a number in the
+                table of tasks, [N] long (below 0 for no task).
+
+        Raises:
+            UserError: the adapter was not made for a task of that name.
+            ValueError: tasks share parts, and none is given.
+        """
+        stacked = stack_frames(frames, counts, self.stack)
+        if not self.tasks:
+            return self.project(stacked)
+        if task is None:
+            raise ValueError("this adapter is gated by task: say what each clip is asked as")
+        return self.project(stacked, self._numbers(task, counts, stacked.device))
+
+    def _numbers(self, task: Tensor | Sequence[str], counts: Sequence[int], device: torch.device) -> Tensor:
+        """The adapter's own number of each feature's task, [N]; that of another task counts as the first."""
+        if isinstance(task, Tensor):
+            own = [self.tasks.index(name) if name in self.tasks else 0 for name in TASKS]
+            return torch.tensor(own).to(device, non_blocking=True)[task.clamp_min(0)]
+        for name in task:
+            if name not in self.tasks:
+                raise UserError(
+                    f"the model's adapter was made for the tasks {', '.join(self.tasks)}; it has no part for {name}: ask as "
+                    "one of them, or train it with adapter.tasks"
+                )
+        numbers = torch.tensor([self.tasks.index(name) for name in task])
+        return numbers.repeat_interleave(torch.tensor([-(-n // self.stack) for n in counts])).to(device)
+
+
+def stack_frames(frames: Tensor, counts: Sequence[int], stack: int) -> Tensor:
+    """Join every `stack` frames of a clip into one; a clip's last group is filled with zeros. [N, C] to [N', stack * C]."""
+    if stack == 1:
+        return frames
+    groups, start = [], 0
+    for n in counts:
+        index = torch.arange(-(-n // stack) * stack)
+        groups.append(torch.where(index < n, index + start, sum(counts)))
+        start += n
+    padded = torch.cat([frames, frames.new_zeros(1, frames.shape[1])])
+    return padded[torch.cat(groups).to(frames.device, non_blocking=True)].view(-1, stack * frames.shape[1])

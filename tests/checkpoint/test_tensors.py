@@ -1,0 +1,214 @@
+"""Lazy tensors and the streaming writer: what is read in pieces is what was written, and a full disk leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from omni.checkpoint import tensors as safe
+from omni.checkpoint.tensors import read_safetensors, read_weights, write_safetensors
+from omni.convert.contract import FLOATS, Lazy, cast, joined
+from omni.errors import UserError
+from omni.files import replacing_folder
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {"table": (700, 6), "vector": (33,), "cube": (5, 3, 2), "scalar": (), "none": (0, 4), "row": (1, 50)}
+    return {
+        f"{name}.{i}": (torch.randn(shape) * 9).to(dtype)
+        for name, shape in shapes.items()
+        for i, dtype in enumerate(DTYPES)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [1, 100, 8 << 20])
+def test_what_is_written_in_pieces_is_what_the_reference_reads(piece, monkeypatch, tmp_path):
+    monkeypatch.setattr(safe, "PIECE", piece)
+    want, seen = tensors(), []
+    path = tmp_path / "a.safetensors"
+    stamp = write_safetensors(path, {n: Lazy.of(t) for n, t in want.items()}, lambda done, total: seen.append((done, total)))
+    assert stamp.bytes == path.stat().st_size and stamp.crc32 == zlib.crc32(path.read_bytes())
+    back = load_file(path)
+    assert back.keys() == want.keys()
+    assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in want.items())
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert seen == sorted(seen) and seen[-1] == (seen[0][1], seen[0][1])
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tensors_that_are_not_finite_are_named_once(bad, dtype, monkeypatch, tmp_path):
+    monkeypatch.setattr(safe, "PIECE", 64)
+    want = {name: torch.full((100, 3), torch.finfo(torch.float16).max).to(dtype) for name in "abc"}
+    want |= {"none": torch.ones(0, 3), "whole": torch.ones(3, dtype=torch.long)}
+    kept = {name: Lazy.of(tensor) for name, tensor in want.items()}
+    assert write_safetensors(tmp_path / "a", kept).odd == ()
+    for row in (1, 2, 99):
+        want["b"][row, 2] = float(bad)
+    assert write_safetensors(tmp_path / "a", kept).odd == ("b",)
+
+
+def test_what_the_reference_writes_is_read_row_by_row(tmp_path):
+    want = tensors()
+    save_file(want, tmp_path / "model.safetensors")
+    found = read_weights(tmp_path)
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(found[name](), tensor) and found[name].shape == tensor.shape
+        if tensor.ndim:
+            assert torch.equal(found[name].rows(0, len(tensor)).read(len(tensor) // 2, len(tensor)), tensor[len(tensor) // 2 :])
+
+
+@pytest.mark.parametrize("shape", [(1000, 40), (3, 20)])
+def test_the_writer_never_asks_for_more_than_a_piece(shape, monkeypatch, tmp_path):
+    monkeypatch.setattr(safe, "PIECE", 400)
+    asked = []
+
+    def read(start, stop):
+        asked.append((stop - start) * shape[1] * 4)
+        return torch.zeros(stop - start, shape[1])
+
+    write_safetensors(tmp_path / "a", {"x": Lazy(shape, torch.float32, read)})
+    assert max(asked) <= 400 and sum(asked) == shape[0] * shape[1] * 4
+
+
+@pytest.mark.parametrize("lengths", [(7,), (3, 0, 4), (1, 1, 300, 2)])
+def test_joined_rows_are_those_of_the_whole(lengths):
+    parts = [torch.randn(n, 3) for n in lengths]
+    whole, lazy = torch.cat(parts), joined([Lazy.of(p) for p in parts])
+    assert lazy.shape == tuple(whole.shape)
+    for start in range(0, len(whole), 2):
+        for stop in (start, start + 1, len(whole)):
+            assert torch.equal(lazy.read(start, stop), whole[start:stop])
+    cut = lazy.rows(1, len(whole) - 1)
+    assert torch.equal(cut.read(1, 3), whole[2:4])
+    with pytest.raises(ValueError, match="cannot be joined"):
+        joined([Lazy.of(torch.ones(2, 3)), Lazy.of(torch.ones(2, 4))])
+
+
+@pytest.mark.parametrize("rows", [5, 256, 1000])
+def test_a_drawn_tensor_is_the_same_however_it_is_read(rows):
+    def lazy(key="a", seed=3):
+        return Lazy.drawn((rows, 2), torch.float32, lambda g, n: torch.randn(n, 2, generator=g), key, seed)
+
+    whole = lazy()()
+    assert torch.equal(torch.cat([lazy().read(i, min(i + 37, rows)) for i in range(0, rows, 37)]), whole)
+    assert not torch.equal(lazy("b")(), whole) and not torch.equal(lazy(seed=4)(), whole)
+    assert len(whole.unique()) == whole.numel()  # blocks differ
+
+
+def test_a_value_beyond_float16_is_named():
+    kept = {"big": Lazy.of(torch.tensor([1.0, 1e6])), "inf": Lazy.of(torch.tensor([float("inf")]))}
+    half = cast(kept, torch.float16)
+    assert half["inf"]().isinf().all()
+    with pytest.raises(UserError, match="tensor big holds 1e"):
+        half["big"]()
+    assert cast(kept, torch.bfloat16)["big"]().dtype == torch.bfloat16
+
+
+def header(data: dict, tail: bytes = b"") -> bytes:
+    text = json.dumps(data).encode()
+    return struct.pack("<Q", len(text)) + text + tail
+
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "truncated"),
+        (b"PK\x03\x04" + b"\0" * 50, "is a pickle, which could run code"),
+        (b"\x80\x02}q\x00." + b"\0" * 50, "is a pickle, which could run code"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "truncated"),
+        (header({"x": ONE}), "is truncated: "),
+        (header({"x": ONE}, b"\0" * 9), "is longer than its header says"),
+        (header({"x": ONE | {"shape": [3]}}, b"\0" * 8), "tensor x [3] does not fill its 8 bytes"),
+        (header({"x": ONE | {"dtype": "F4"}}, b"\0" * 8), "no known 'F4'"),
+        (header({"x": {"shape": [2]}}, b"\0" * 8), "no known 'dtype'"),
+        (
+            header({"x": ONE | {"data_offsets": [0]}}, b"\0" * 8),
+            "a.safetensors: tensor x: data_offsets is [0]; it must list two",
+        ),
+        (header({"x": ONE | {"data_offsets": [0, 8, 8]}}, b"\0" * 8), "tensor x: data_offsets is [0, 8, 8]"),
+        (header({"x": ONE | {"data_offsets": ["0", "8"]}}, b"\0" * 8), "tensor x: data_offsets is ['0', '8']"),
+        (header({"x": ONE | {"data_offsets": "08"}}, b"\0" * 8), "tensor x: data_offsets is '08'"),
+        (header({"x": ONE | {"data_offsets": [-8, 0]}}), "tensor x: data_offsets is [-8, 0]"),
+        (header({"x": ONE | {"data_offsets": None}}, b"\0" * 8), "tensor x: data_offsets is None"),
+        (header({"x": ONE | {"shape": ["2"]}}, b"\0" * 8), "tensor x: shape is ['2']; it must list whole numbers"),
+        (header({"x": ONE | {"shape": [-1, -2]}}, b"\0" * 8), "tensor x: shape is [-1, -2]"),
+        (header({"x": ONE | {"shape": 2}}, b"\0" * 8), "tensor x: shape is 2"),
+        (header({"x": []}, b"\0" * 8), "broken header"),
+        (struct.pack("<Q", 4) + b"{abc", "broken header"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path, content, words):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_safetensors(path)
+    assert words in str(error.value)
+
+
+def test_a_header_that_begins_like_a_pickle_is_read(tmp_path):
+    """A header of 640 bytes begins with the two bytes of pickle protocol 2."""
+    tensor = torch.arange(3.0)
+    text = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}).encode().ljust(640)
+    (tmp_path / "a").write_bytes(struct.pack("<Q", 640) + text + tensor.numpy().tobytes())
+    assert torch.equal(read_safetensors(tmp_path / "a")["x"](), tensor)
+
+
+def test_a_place_without_a_name_is_found_or_refused(monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with replacing_folder(Path("../out/.")) as folder:
+        (folder / "w").write_text("w")
+    assert (tmp_path / "out" / "w").read_text() == "w"
+    with pytest.raises(UserError, match="/ is the root of a disk"), replacing_folder(Path("/")):
+        pass
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_nothing_half_written(there, monkeypatch, tmp_path):
+    target = tmp_path / "out"
+    if there:
+        target.mkdir()
+        (target / "old").write_text("old")
+
+    class Full:
+        def read(self, start, stop):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="No space left on device.*free some space"), replacing_folder(target) as folder:
+        write_safetensors(folder / "w", {"x": Lazy((4, 4), torch.float32, Full().read)})
+    assert [p.name for p in tmp_path.rglob("*")] == (["out", "old"] if there else [])
+    with pytest.raises(UserError, match="needs 1000000000.00 GB"), replacing_folder(target, 10**18):
+        pass
+    with pytest.raises(KeyboardInterrupt), replacing_folder(target) as folder:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.rglob("*")] == (["out", "old"] if there else [])
+
+
+def test_files_are_on_the_disk_before_they_are_named(monkeypatch, tmp_path):
+    events = []
+    monkeypatch.setattr("os.fsync", lambda handle: events.append("fsync"))
+    rename = safe.os.rename
+    monkeypatch.setattr("os.rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    with replacing_folder(tmp_path / "out") as folder:
+        write_safetensors(folder / "w", {"x": Lazy.of(torch.ones(3))})
+        assert events == ["fsync"] and not (tmp_path / "out").exists()
+    assert "rename" in events and events[-1] == "fsync"  # the folder's own entry last
+    assert load_file(tmp_path / "out" / "w")["x"].sum() == 3

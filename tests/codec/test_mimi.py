@@ -1,0 +1,215 @@
+"""Mimi: parity with transformers' MimiModel, and exact streams."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MimiModel
+
+from omni.codec.mimi import ENCODE_FRAMES, MimiCodec
+from omni.codec.mimi_stream import run
+from omni.errors import UserError
+from omni.layout import Layout
+from tests.codec.mimi_toys import ODD, PLAIN, random_codes, random_sound, save
+
+
+class Pair(NamedTuple):
+    """Folder of random weights, transformers' model of it, and our codec of it."""
+
+    folder: Path
+    model: MimiModel
+    codec: MimiCodec
+
+
+@pytest.fixture(scope="module", params=["plain", "odd"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp(request.param)
+    save(*{"plain": (PLAIN, folder, 0.02), "odd": (ODD, folder, 0.01)}[request.param])
+    return Pair(folder, MimiModel.from_pretrained(folder).eval(), MimiCodec.from_folder(folder))
+
+
+@torch.no_grad()
+def reference_decode(model: MimiModel, codes: Tensor) -> Tensor:
+    return model.decode(codes[None]).audio_values[0, 0]
+
+
+@torch.no_grad()
+def reference_encode(model: MimiModel, audio: Tensor, codebooks: int) -> Tensor:
+    return model.encode(audio[None, None], num_quantizers=codebooks).audio_codes[0]
+
+
+# -- against transformers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 40])
+def test_decoding_equals_transformers(pair: Pair, frames: int) -> None:
+    codes = random_codes(pair.codec, frames)
+    expected = reference_decode(pair.model, codes)
+    assert expected.std() > 0.03 and expected.abs().max() < 1
+    decoded = pair.codec.decode(codes)
+    assert decoded.shape == (frames * pair.codec.frame_samples,)
+    torch.testing.assert_close(decoded, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("frames", [1, 4, 2 * ENCODE_FRAMES + 7])
+def test_encoding_equals_transformers(pair: Pair, frames: int) -> None:
+    audio = random_sound(frames * pair.codec.frame_samples)
+    expected = reference_encode(pair.model, audio, len(pair.codec.codebook_sizes))
+    assert frames < 40 or all(len(row.unique()) > 2 for row in expected)
+    assert torch.equal(pair.codec.encode(audio), expected)
+
+
+def test_the_last_frame_is_filled_up_with_silence(pair: Pair) -> None:
+    size = pair.codec.frame_samples
+    for samples in (1, size - 1, 5 * size + 3):
+        audio = random_sound(samples)
+        filled = torch.cat([audio, torch.zeros(-samples % size)])
+        codes = pair.codec.encode(audio)
+        assert torch.equal(codes, reference_encode(pair.model, filled, 8)) and codes.shape[1] == pair.codec.frames(samples)
+
+
+def test_fewer_and_more_codebooks(pair: Pair) -> None:
+    most = pair.codec.config.num_quantizers
+    audio = random_sound(6 * pair.codec.frame_samples)
+    for codebooks in {pair.codec.config.num_semantic_quantizers, 4, most}:
+        codec = MimiCodec.from_folder(pair.folder, codebooks=codebooks)
+        codes = codec.encode(audio)
+        assert codec.name == f"mimi-{codebooks}" and codec.codebook_sizes == (16,) * codebooks
+        assert torch.equal(codes, reference_encode(pair.model, audio, most)[:codebooks])
+        torch.testing.assert_close(codec.decode(codes), reference_decode(pair.model, codes), rtol=0, atol=1e-5)
+    for codebooks in (pair.codec.config.num_semantic_quantizers - 1, most + 1):
+        with pytest.raises(UserError, match=f"mimi with {codebooks} codebooks: this model has {most}"):
+            MimiCodec.from_folder(pair.folder, codebooks=codebooks)
+
+
+def test_sound_beyond_full_scale_is_cut_off(tmp_path: Path) -> None:
+    save(PLAIN, tmp_path, gain=2.0)
+    codec = MimiCodec.from_folder(tmp_path)
+    codes = random_codes(codec, 10)
+    expected = reference_decode(MimiModel.from_pretrained(tmp_path).eval(), codes)
+    assert expected.max() > 2 and expected.min() < -2
+    torch.testing.assert_close(codec.decode(codes), expected.clamp(-1, 1), rtol=0, atol=1e-4)
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+def pieces(codes: Tensor, seed: int) -> list[Tensor]:
+    """A random split of [K, F], empty pieces included."""
+    rng = random.Random(seed)
+    cuts = sorted(rng.choices(range(codes.shape[1] + 1), k=rng.randint(0, 8)))
+    return [codes[:, a:b] for a, b in zip([0, *cuts], [*cuts, codes.shape[1]], strict=True)]
+
+
+@pytest.mark.parametrize("frames", [1, 3, 40])
+def test_streamed_equals_whole(pair: Pair, frames: int) -> None:
+    codes = random_codes(pair.codec, frames)
+    whole = pair.codec.decode(codes)
+    splits = [list(codes.split(1, dim=1)), list(codes.split(7, dim=1)), *(pieces(codes, seed) for seed in range(2))]
+    for split in splits:
+        stream, count, heard = pair.codec.stream(), 0, []
+        for piece in split:
+            heard.append(stream.push(piece))
+            count += piece.shape[1]
+            assert heard[-1].shape == (piece.shape[1] * pair.codec.frame_samples,)  # everything, at once
+            assert sum(map(len, heard)) == pair.codec.exact_samples(count)
+        assert stream.finish().shape == (0,)
+        assert torch.equal(torch.cat(heard), whole)
+
+
+def test_interleaved_streams_do_not_disturb_each_other(pair: Pair) -> None:
+    lines = [random_codes(pair.codec, 15, seed=n) for n in range(3)]
+    waiting = [pieces(codes, seed=n) for n, codes in enumerate(lines)]
+    streams = [pair.codec.stream() for _ in lines]
+    heard: list[list[Tensor]] = [[] for _ in lines]
+    rng = random.Random(0)
+    while any(waiting):
+        n = rng.choice([n for n in range(3) if waiting[n]])
+        heard[n].append(streams[n].push(waiting[n].pop(0)))
+    for line, parts in zip(lines, heard, strict=True):
+        assert torch.equal(torch.cat(parts), pair.codec.decode(line))
+
+
+def test_nothing_is_looked_ahead_for(pair: Pair) -> None:
+    codes, size = random_codes(pair.codec, 12), pair.codec.frame_samples
+    changed = codes.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % 16
+    one, other = pair.codec.decode(codes), pair.codec.decode(changed)
+    assert pair.codec.lookahead == 0
+    assert torch.equal(one[: 6 * size], other[: 6 * size])
+    assert not torch.equal(one[6 * size : 7 * size], other[6 * size : 7 * size])
+
+
+def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
+    stream, kept = pair.codec.stream(), []
+    for frames in (1, 40):
+        stream.push(random_codes(pair.codec, frames))
+        kept.append(len(pickle.dumps(vars(stream)["_steps"])))  # whole storages: views count for all they keep alive
+    assert kept[1] - kept[0] < 64  # digits of the position
+
+
+def test_codes_out_of_range(pair: Pair) -> None:
+    stream, codes = pair.codec.stream(), random_codes(pair.codec, 6)
+    heard = [stream.push(codes[:, :4])]
+    bad = codes[:, 4:].clone()
+    bad[2, 1] = 16
+    with pytest.raises(UserError, match=r"code 16 in stream 2, frame 5 is not in mimi's 0 to 15"):
+        stream.push(bad)
+    heard.append(stream.push(codes[:, 4:]))  # what was refused was not taken
+    assert torch.equal(torch.cat(heard), pair.codec.decode(codes))
+    with pytest.raises(UserError, match=r"\[8 streams, frames\], not \[9, 2\]"):
+        pair.codec.decode(torch.zeros(9, 2, dtype=torch.long))
+    stream.finish()
+    with pytest.raises(UserError, match="finished"):
+        stream.push(codes)
+
+
+def test_the_callers_precision_does_not_matter(pair: Pair) -> None:
+    codes, audio = random_codes(pair.codec, 8), random_sound(100)
+    decoded, encoded = pair.codec.decode(codes), pair.codec.encode(audio)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            codec = MimiCodec.from_folder(pair.folder)
+            assert torch.equal(codec.decode(codes), decoded) and torch.equal(codec.encode(audio), encoded)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
+def test_nothing_is_left_on_another_device(config: dict[str, Any], tmp_path: Path) -> None:
+    """On the meta device every mixture of devices is an error, as it would be on a GPU."""
+    save(config, tmp_path)
+    codec = MimiCodec.from_folder(tmp_path, "meta")
+    steps = [layer.step() for layer in codec._decoder]
+    for _ in range(3):
+        sound = run(steps, codec._quantizer.decode(torch.zeros(8, 1, dtype=torch.long, device="meta")))
+        assert sound.shape == (codec.frame_samples, 1) and sound.device.type == "meta"
+    codes = codec._encode(torch.zeros(3 * codec.frame_samples, device="meta"))
+    assert codec.device.type == "meta" and codes.shape == (8, 3) and codes.device.type == "meta"
+
+
+def test_the_real_size() -> None:
+    codec = MimiCodec.random(0, num_hidden_layers=1, intermediate_size=64, num_quantizers=10)
+    assert (codec.name, codec.sample_rate, codec.frame_samples, codec.frame_rate) == ("mimi", 24000, 1920, 12.5)
+    assert codec.codebook_sizes == (2048,) * 8 and codec.deterministic
+    sound = codec.decode(random_codes(codec, 2))
+    assert sound.shape == (3840,) and sound.std() > 0.01
+    assert torch.equal(codec.decode(codec.encode(sound)), codec.decode(codec.encode(sound), seed=1))
+    assert Layout.build(codec.codebook_sizes, 32000).codebook_sizes == codec.codebook_sizes
+
+
+def test_random_codecs_repeat_and_leave_the_global_state_alone() -> None:
+    state = torch.random.get_rng_state()
+    sizes: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in PLAIN.items()}
+    one, same, other = (MimiCodec.random(seed, **sizes) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    codes = random_codes(one, 4)
+    assert torch.equal(one.decode(codes), same.decode(codes))
+    assert not torch.equal(one.decode(codes), other.decode(codes))

@@ -1,0 +1,153 @@
+"""Mimi's folders: loading them by name and in the released form, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MimiConfig as ReferenceConfig
+
+from omni.codec.base import load_codec
+from omni.codec.mimi import MimiCodec
+from omni.codec.mimi_config import MimiConfig, read_config
+from omni.errors import UserError
+from tests.codec.mimi_toys import PLAIN, random_codes, save
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(PLAIN, tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, rule: Any) -> None:
+    """Rewrites the folder's tensors: `rule(name, tensor)` gives the new one, None to leave it out."""
+    path = folder / "model.safetensors"
+    tensors = {name: rule(name, tensor) for name, tensor in load_file(path).items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
+
+
+def edit(folder: Path, **entries: Any) -> None:
+    """Changes entries of the folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(UserError, match=match) as refusal:
+        load_codec("mimi", folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_loading_by_name(folder: Path) -> None:
+    expected = MimiCodec.from_folder(folder, codebooks=16)
+    codes = random_codes(expected, 5)
+    codec = load_codec("mimi-16", str(folder))
+    assert codec.name == "mimi-16" and torch.equal(codec.decode(codes), expected.decode(codes))
+    assert load_codec("mimi", folder).codebook_sizes == (16,) * 8
+    with pytest.raises(UserError, match="mimi with 32 codebooks: this model has 16; ask for 1 to 16"):
+        load_codec("mimi-32", folder)
+    with pytest.raises(UserError, match="mimi needs a folder"):
+        load_codec("mimi")
+
+
+def test_the_released_form_of_the_config(folder: Path) -> None:
+    """kyutai/mimi itself was written by an older transformers: rope_theta and frame_rate stand on their own."""
+    expected = MimiCodec.from_folder(folder)
+    edit(folder, rope_parameters=None, _frame_rate=None, rope_theta=10000.0, frame_rate=2000.0)
+    codec = MimiCodec.from_folder(folder)
+    codes = random_codes(codec, 5)
+    assert torch.equal(codec.decode(codes), expected.decode(codes))
+    edit(folder, rope_theta=50.0)
+    assert not torch.equal(MimiCodec.from_folder(folder).decode(codes), expected.decode(codes))
+    (folder / "config.json").write_text('{"model_type": "mimi"}')
+    assert read_config(folder / "config.json") == MimiConfig()
+    assert MimiConfig().frame_samples == ReferenceConfig().frame_size == 1920
+
+
+def test_weights_stored_in_half_precision(folder: Path) -> None:
+    change(folder, lambda name, tensor: tensor.bfloat16())
+    half = MimiCodec.from_folder(folder)
+    change(folder, lambda name, tensor: tensor.float())
+    codes, full = random_codes(half, 5), MimiCodec.from_folder(folder)
+    # Not bit for bit: some processors add up otherwise where tensors lie otherwise in memory.
+    assert torch.allclose(half.decode(codes), full.decode(codes), rtol=0, atol=1e-6)
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, ("opened", "w"))
+
+
+def test_weights_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:20], b"", pickle.dumps(Malicious(), protocol=2)):
+        weights.write_bytes(damaged)
+        refused(folder, r"model\.safetensors is truncated or no safetensors file")
+    weights.unlink()
+    torch.save(Malicious(), folder / "pytorch_model.bin")
+    refused(folder, r"no weights in .* reads model\.safetensors only \(no pickles\)")
+    assert not (folder / "opened").exists()
+
+
+def test_tensors_that_do_not_fit(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+
+    def changed(rule: Any, match: str) -> None:
+        (folder / "model.safetensors").write_bytes(whole)
+        change(folder, rule)
+        refused(folder, match)
+
+    wanted = "decoder_transformer.layers.1.mlp.fc2.weight"
+    changed(lambda name, t: None if name == wanted else t, f"has no tensor {wanted}, which its config.json")
+    changed(lambda name, t: t[:, 1:].clone() if name == wanted else t, rf"{wanted} in .* \[32, 47\], .* \[32, 48\]")
+    changed(lambda name, t: t.int() if name == wanted else t, rf"{wanted} in .* is torch\.int32 \[32, 48\]")
+    (folder / "model.safetensors").write_bytes(whole)
+    edit(folder, num_hidden_layers=1)
+    refused(folder, r"has a tensor decoder_transformer\.layers\.1\.\S+ that its config\.json does not ask for")
+
+
+@pytest.mark.parametrize(
+    ("entries", "match"),
+    [
+        ({"model_type": "encodec"}, "model_type is 'encodec', and the codec mimi needs 'mimi'"),
+        ({"use_causal_conv": False}, "use_causal_conv is False, .* cannot be streamed"),
+        ({"trim_right_ratio": 0.5}, "trim_right_ratio is 0.5, .* cannot be streamed"),
+        ({"audio_channels": 2}, "audio_channels is 2, .* mono"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"pad_mode": "reflect"}, "pad_mode 'reflect' cannot be streamed"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "it needs rope_type 'default'"),
+        ({"hidden_size": "32"}, "hidden_size is '32', not a whole number above 0"),
+        ({"sliding_window": 0}, "sliding_window is 0, not a whole number above 0"),
+        ({"norm_eps": None}, "norm_eps is None, not a number above 0"),
+        ({"attention_bias": 1}, "attention_bias is 1, not true or false"),
+        ({"upsampling_ratios": [3, -2]}, r"upsampling_ratios is \(3, -2\), not a list of whole numbers"),
+        ({"upsample_groups": 5}, "hidden_size 32 must be a multiple of upsample_groups 5"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"codebook_dim": 4}, "codebook_dim 4 must be vector_quantization_hidden_dimension, 8"),
+        ({"num_semantic_quantizers": 16}, "num_quantizers 16 must exceed num_semantic_quantizers 16"),
+        ({"frame_rate": 4000}, "frame_rate 4000 must be at most half"),
+    ],
+)
+def test_configurations_that_do_not_fit(folder: Path, entries: dict[str, Any], match: str) -> None:
+    edit(folder, **entries)
+    refused(folder, rf"config\.json: .*{match}")
+
+
+def test_configs_that_cannot_be_read(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text("{")
+    refused(folder, "not JSON")
+    config.write_text("[]")
+    refused(folder, "no JSON object")
+    config.write_text("{}")
+    refused(folder, "has no model_type")
+    config.unlink()
+    refused(folder, "no Mimi config")

@@ -1,0 +1,252 @@
+"""The step runner and prefill against plain forwards over everything said so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omni.cursor import Cursor
+from omni.generate.prefill import pack, prefill, prefill_fork
+from omni.generate.rows import Row, Start, Written
+from omni.generate.runner import Runner
+from omni.generate.sampling import GREEDY, Sampling, per_stream, seed_key
+from omni.layout import Layout
+from omni.model.speech_model import SpeechModel
+from omni.tasks import Columns, Turn, find_task, prompt
+from tests.generate.conftest import LAYOUTS, last_logits, make_model
+
+QUESTIONS = [("T1A2", b"how are you?"), ("T1T2", b"hi"), ("T1A1", b"read me"), ("T1A2", b"a much longer question")]
+
+
+def ask(layout: Layout, which: int) -> Columns:
+    task, text = QUESTIONS[which]
+    return prompt(layout, Turn(task, question=tuple(text)))
+
+
+def start(layout: Layout, which: int, sampling: Sampling = GREEDY) -> Start:
+    task = find_task(QUESTIONS[which][0])
+    length = len(ask(layout, which))
+    return Start(task.text, task.audio, length - 1, per_stream(layout, sampling), seed_key(which))
+
+
+def begin(runner: Runner, which: Sequence[int], first: int = 0, sampling: Sampling = GREEDY) -> list[Row]:
+    layout = runner.layout
+    packed = pack(layout, [ask(layout, i) for i in which], [])
+    rows = range(first, first + len(which))
+    hidden = prefill(runner.model, runner.cache, rows, packed, runner.chunk)
+    return runner.begin(first, hidden, [start(layout, i, sampling) for i in which])
+
+
+def slow(model: SpeechModel, which: int, steps: int) -> list[Written]:
+    """Greedy generation of one row by a plain forward over everything before each column."""
+    layout, a = model.layout, model.layout.n_audio
+    columns, allowed = ask(layout, which), layout.allowed()
+    tokens, begun = columns.tokens, start(layout, which)
+    cursor = Cursor.start(layout, [begun.text], [begun.audio])
+    out: list[Written] = []
+    while len(out) < steps and not (out and out[-1].done):
+        logits = last_logits(model, tokens, None, torch.full((tokens.shape[1],), -1))
+        ids = [int(x.masked_fill(~allowed[k, : len(x)], float("-inf")).argmax()) for k, x in enumerate(logits)]
+        cursor, push = cursor.push(torch.tensor([ids]))
+        tokens = torch.cat([tokens, push.column.T], dim=1)
+        frame = push.frame[0].tolist() if push.has_frame[0] else None
+        text = int(push.text) if push.has_text[0] else None
+        out.append(Written(tuple(push.column[0].tolist()), frame, text, bool(push.done)))
+    assert a == len(tokens) - 1
+    return out
+
+
+def collect(runner: Runner, said: dict[Row, list[Written]], steps: int) -> dict[Row, list[Written]]:
+    """Step until every row has written `steps` columns, or is done."""
+    while True:
+        for row, written in runner.results():
+            said.setdefault(row, []).append(written)
+            if written.done or len(said[row]) == steps:
+                runner.leave(row)
+        if not any(runner.rows):
+            return said
+        runner.compact()
+        runner.step()
+
+
+SHAPES = {"full": {}, "window": {"window": 7}, "post": {"post_layers": 1, "qk_norm": True}}
+
+
+@pytest.fixture(params=SHAPES)
+def model(request: pytest.FixtureRequest, layout: Layout) -> SpeechModel:
+    return make_model(layout, **SHAPES[request.param])
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_batch_equals_the_slow_way_row_by_row(model: SpeechModel, chunk: int) -> None:
+    runner = Runner(model, 4, 80, chunk=chunk)
+    said = collect(runner, {}, steps=25)
+    assert said == {}
+    rows = begin(runner, range(4))
+    said = collect(runner, {}, steps=25)
+    for which, row in enumerate(rows):
+        assert said[row] == slow(model, which, 25)
+
+
+def test_rows_join_and_leave_between_steps(model: SpeechModel) -> None:
+    """Rows that come while others are being written, into slots that others have left, write what they write alone."""
+    for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, top_k=6, repetition_penalty=1.3)):
+        runner = Runner(model, 3, 60)
+        said: dict[Row, list[Written]] = {}
+        order = [*begin(runner, [0, 1], sampling=sampling)]
+        todo = [2, 3, 0]
+        while any(runner.rows):
+            for row, written in runner.results():
+                said.setdefault(row, []).append(written)
+                if written.done or len(said[row]) == 9:
+                    runner.leave(row)
+            runner.step()
+            if todo and None in runner.rows:
+                order += begin(runner, [todo.pop(0)], first=runner.rows.index(None), sampling=sampling)
+        assert len(order) == 5
+        for which, row in zip([0, 1, 2, 3, 0], order, strict=True):
+            alone = Runner(model, 1, 60)
+            begin(alone, [which], sampling=sampling)
+            (expected,) = collect(alone, {}, steps=9).values()
+            assert said[row] == expected
+
+
+def test_hidden_states_do_not_depend_on_padding_or_chunks(model: SpeechModel) -> None:
+    layout = model.layout
+    for chunk in (1, 4, 5, 64):
+        cache = model.make_cache(4, 64, chunk=min(chunk, 64))
+        packed = pack(layout, [ask(layout, i) for i in range(4)], [])
+        hidden = prefill(model, cache, range(4), packed, chunk)
+        for i in range(4):
+            with torch.no_grad():
+                alone = model(ask(layout, i).tokens[None])
+            torch.testing.assert_close(hidden.text[i, -1], alone.text[0, -1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(hidden.audio[i, -1], alone.audio[0, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [27, 64])  # 27: no room for the column that rides along
+@pytest.mark.parametrize("chunk", [4, 5, 64])
+@pytest.mark.parametrize("held", [0, 6])
+def test_a_forked_prefill_equals_two(model: SpeechModel, length: int, chunk: int, held: int) -> None:
+    layout = model.layout
+    whole = ask(layout, 3)
+    turn = Turn("T1T2", question=tuple(QUESTIONS[3][1]))
+    other = prompt(layout, turn).tokens
+    assert torch.equal(whole.tokens[:, :-1], other[:, :-1]) and not torch.equal(whole.tokens, other)
+    two = model.make_cache(2, length, chunk=min(chunk, length))
+    both = Columns(other, other, whole.feature_index)
+    expected = prefill(model, two, range(2), pack(layout, [whole, both], []), chunk)
+
+    cache = model.make_cache(2, length, chunk=min(chunk, length))
+    if held:
+        first = Columns(whole.tokens[:, :held], whole.targets[:, :held], whole.feature_index[:held])
+        prefill(model, cache, range(1), pack(layout, [first], []), chunk)
+    hidden = prefill_fork(model, cache, pack(layout, [whole], [], [held]), other[:, -1], chunk)
+    for mine, theirs in zip(hidden, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert torch.equal(cache.positions, two.positions)
+    seen = cache.positions >= 0
+    for mine, theirs in ((cache.keys, two.keys), (cache.values, two.values)):
+        torch.testing.assert_close(mine[:, seen], theirs[:, seen], rtol=1e-4, atol=1e-5)
+
+
+def test_heads_that_no_row_needs_are_skipped(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
+    model, calls = make_model(layout), {"text": 0, "audio": 0}
+    decoder = model.decoder
+    for name in calls:
+        head = getattr(decoder, f"{name}_logits")
+
+        def counted(hidden: object, name: str = name, head: object = head) -> Tensor:
+            calls[name] += 1
+            return head(hidden)  # type: ignore[operator]
+
+        monkeypatch.setattr(decoder, f"{name}_logits", counted)
+    for which in range(3):
+        calls |= {"text": 0, "audio": 0}
+        runner = Runner(model, 1, 80)
+        begin(runner, [which], sampling=Sampling(1.0))
+        (said,) = collect(runner, {}, steps=50).values()
+        words = [w.text is not None for w in said]
+        text_columns = sum(words) + (not all(words))  # one more writes the end
+        if QUESTIONS[which][0] == "T1A1":
+            assert calls["text"] == 0 and calls["audio"] == len(said)
+        elif QUESTIONS[which][0] == "T1T2":
+            assert calls["text"] == len(said) and calls["audio"] == 0
+        else:
+            assert calls["text"] == min(text_columns, len(said)) and 0 < calls["audio"] <= len(said)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what waits for the device: reading one number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_the_device_once_whatever_the_rows_and_streams(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
+    lists = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: lists.append(self.shape) or tolist(self))
+    runner = Runner(make_model(layout), 3, 60)
+    begin(runner, [0, 1, 3], sampling=Sampling(1.0, top_k=4, repetition_penalty=1.1))
+    runner.results()
+    lists.clear()
+    with HostReads() as reads:
+        for _ in range(5):
+            runner.step()
+    assert reads.count <= 5 and not lists  # the cache's check of its bounds, on the CPU only
+    runner.results()
+    assert len(lists) == 5
+
+
+def test_a_row_that_is_done_writes_nothing_more(layout: Layout) -> None:
+    """The host may notice an end late: until then the row is fed at position -1."""
+    runner = Runner(make_model(layout), 1, 200)
+    begin(runner, [0], sampling=Sampling(2.0))
+    done_at = None
+    for _ in range(150):
+        runner.step()
+        if done_at is None and bool(runner._cursor.done[0]):
+            done_at = int(runner._cursor.step[0])
+            held = runner.cache.positions.clone()
+    assert done_at is not None and torch.equal(runner.cache.positions, held)
+    said = [w for _, w in runner.results()]
+    assert len(said) == done_at and said[-1].done and not any(w.done for w in said[:-1])
+
+
+def test_a_row_that_left_writes_nothing_more(layout: Layout) -> None:
+    """A slot before live rows is stepped along, but what its cache holds stays for the next turn."""
+    runner = Runner(make_model(layout), 2, 200)
+    first, _ = begin(runner, [0, 1])
+    for _ in range(3):
+        runner.step()
+    runner.leave(first)
+    kept = [t[0].clone() for t in (runner.cache.positions, runner.cache.keys.transpose(0, 1))]
+    for _ in range(5):
+        runner.step()
+    now = [t[0] for t in (runner.cache.positions, runner.cache.keys.transpose(0, 1))]
+    assert torch.equal(now[0], kept[0]) and torch.equal(now[1][:, kept[0] >= 0], kept[1][:, kept[0] >= 0])
+    assert {row.slot for row, _ in runner.results()} == {1}
+
+
+def test_moving_up_keeps_what_a_row_says() -> None:
+    model = make_model(LAYOUTS["pad"])
+    runner = Runner(model, 4, 80)
+    rows = begin(runner, range(4))
+    runner.step()
+    said: dict[Row, list[Written]] = {row: [] for row in rows}
+    for row, written in runner.results():
+        said[row].append(written)
+    runner.leave(rows[0])
+    runner.leave(rows[2])
+    runner.compact()
+    assert [row.slot for row in rows] == [0, 1, 2, 0] and runner.rows == [rows[3], rows[1], None, None]
+    rest = collect(runner, {rows[1]: said[rows[1]], rows[3]: said[rows[3]]}, steps=20)
+    assert rest[rows[1]] == slow(model, 1, 20) and rest[rows[3]] == slow(model, 3, 20)

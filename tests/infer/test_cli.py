@@ -1,0 +1,96 @@
+"""The command line's words become options, quickly."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from infer.__main__ import main
+from infer.cli import COMMANDS, build_parser, parse
+from infer.options import AskOptions, BenchOptions
+from omni.errors import UserError
+from tests.infer.conftest import ROOT
+
+
+def test_defaults_are_those_of_the_dataclasses():
+    assert parse(["ask"]) == AskOptions()
+    assert parse(["bench"]) == BenchOptions()
+
+
+def test_every_option_can_be_given():
+    words = ["ask", "a.wav", "-"]
+    wanted = {"files": ("a.wav", "-")}
+    given = {bool: ([], True), int: (["7"], 7), float: (["0.5"], 0.5), str: (["x y"], "x y")}
+    import typing
+
+    for name, hint in typing.get_type_hints(AskOptions).items():
+        if name == "order":
+            continue
+        kind = next((k for k in given if hint in (k, k | None)), None)
+        if kind is not None:
+            words += [f"--{name}", *given[kind][0]]
+            wanted[name] = given[kind][1]
+    words += ["--text", "how are you?", "7", "-5", "true"]
+    wanted["text"] = ("how are you?", "7", "-5", "true")
+    wanted["order"] = "sstttt"
+    assert set(wanted) == {f.name for f in dataclasses.fields(AskOptions)}
+    assert parse(words) == AskOptions(**wanted)
+
+
+ORDERS = {
+    "files around a flag": ("a.wav --chat b.wav", ("a.wav", "b.wav"), (), "ss"),
+    "files around a value": ("a.wav --seed 3 b.wav -", ("a.wav", "b.wav", "-"), (), "sss"),
+    "a text after a file": ("a.wav --chat --text more", ("a.wav",), ("more",), "st"),
+    "a file after a text": ("--text more --chat a.wav", ("a.wav",), ("more",), "ts"),
+    "a file that is there, at once after a text": ("--text more q.wav --chat", ("q.wav",), ("more",), "ts"),
+    "a text of a file's name": ("--text q.wav", (), ("q.wav",), "t"),
+    "several texts and files": ("--text 1 two --chat q.wav --text=4 --text 5", ("q.wav",), ("1", "two", "4", "5"), "ttstt"),
+    "numbers": ("--text -5 -.5 --chat a.wav", ("a.wav",), ("-5", "-.5"), "tts"),
+    "a name that begins with a dash": ("a.wav --chat -- -b.wav --text", ("a.wav", "-b.wav", "--text"), (), "sss"),
+    "a value with an equals sign": ("--out=x.wav a.wav --chat", ("a.wav",), (), "s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_questions_are_taken_in_their_order_wherever_they_stand(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.wav").touch()
+    line, files, texts, order = ORDERS[name]
+    options = parse(["ask", *line.split()])
+    assert (options.files, options.text, options.order) == (files, texts, order)
+    assert options.chat == ("--chat" in line) and options.seed == (3 if "--seed" in line else 0)
+
+
+@pytest.mark.parametrize("words", [["--text"], ["a.wav", "--text", "--chat"]])
+def test_a_text_that_is_missing_is_refused(words):
+    with pytest.raises(UserError, match=r"--text: expected at least one argument"):
+        parse(["ask", *words])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option(command, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert done.value.code == 0
+    for f in dataclasses.fields(COMMANDS[command]):
+        if f.name == "order":
+            assert "order" not in text
+            continue
+        assert f.name in text and f.metadata["help"].split()[0] in text
+
+
+def test_help_and_mistakes_do_not_wait_for_torch():
+    code = (
+        "import sys; from infer.__main__ import main; main(['ask', '--modle', 'x']); main([]);"
+        "print([m for m in ('torch', 'numpy', 'soundfile') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_the_parser_lists_the_commands():
+    assert all(name in build_parser().format_help() for name in COMMANDS)

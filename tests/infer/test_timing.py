@@ -1,0 +1,67 @@
+"""Underruns, against a player that really counts samples; the meter, on a clock that the test sets."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from infer import timing as playback
+from infer.timing import Figures, Meter, Player
+
+
+def slow_player(arrivals: list[tuple[int, int]], rate: int) -> int:
+    """Underruns by playing tick for tick: `rate` samples a tick, chunks as (tick, samples)."""
+    buffer, state, underruns = 0, "waiting", 0
+    for tick in range(arrivals[-1][0] + 1):
+        arrived = sum(samples for when, samples in arrivals if when == tick)
+        if arrived:
+            underruns += state == "dry"
+            state = "playing"
+        buffer += arrived
+        if state == "playing" and buffer == 0:
+            state = "dry"
+        elif state == "playing":
+            buffer -= rate
+    return underruns
+
+
+@pytest.mark.parametrize("rate", [1, 4])
+def test_underruns_are_those_of_a_player_that_counts_samples(rate):
+    draw = random.Random(rate)
+    counts = set()
+    for _ in range(300):
+        tick, arrivals = 0, []
+        for _ in range(draw.randrange(1, 9)):
+            arrivals.append((tick, rate * draw.randrange(1, 5)))
+            tick += draw.randrange(1, 6)
+        player = Player(rate)
+        for when, samples in arrivals:
+            player.hear(samples, float(when))
+        assert player.underruns == slow_player(arrivals, rate)
+        counts.add(player.underruns)
+    assert {0, 1, 2, 3} <= counts
+
+
+class FakeClock:
+    seconds = 0.0
+
+
+def test_the_meter_takes_first_times_and_the_whole(monkeypatch):
+    monkeypatch.setattr(playback, "Clock", FakeClock)
+    meter = Meter(8000)
+    for now, samples in ((0.2, 0), (0.3, 4000), (0.5, 0), (0.9, 4000), (1.2, 8000)):
+        meter.clock.seconds = now
+        if samples:
+            meter.sound(samples)
+        else:
+            meter.text()
+    meter.clock.seconds = 1.5
+    assert meter.figures() == Figures(first_text=0.2, first_audio=0.3, total=1.5, sound=2.0, underruns=1)
+    assert meter.figures().line() == "first audio 300 ms, real-time factor 0.75, 1 underrun"
+
+
+def test_an_answer_without_sound_has_another_line():
+    assert Figures(0.05, None, 0.2, 0.0, 0).line() == "first text 50 ms, done after 200 ms"
+    assert Figures(None, None, 0.2, 0.0, 0).line() == "no text, done after 200 ms"
+    assert Figures(None, None, 0.2, 0.0, 0).real_time_factor is None

@@ -1,0 +1,331 @@
+"""Adapters against PEFT's on the same small Mistral, and what they must leave alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.lora import attach as lora
+from omni.lora.attach import activate, active_names, add_adapter, attach, choice_of, remove_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import load_adapter
+from omni.lora.selection import Choice, using
+from omni.lora.weights import base_checksum, merge, merged_state, unmerge, weights_of
+from omni.model.decoder import Decoder
+from omni.model.quantize import dense_weight, quantize
+from tests.close import assert_near
+from tests.model.test_decoder_parity import FAMILIES, LAYOUT, TEXT, names
+
+THEIRS, OURS = FAMILIES["mistral"]
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
+
+class Ours(nn.Module):
+    """A decoder under the name that it has in a speech model."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.decoder = Decoder(OURS, LAYOUT)
+        table = dict(source.named_parameters())
+        with torch.no_grad():
+            self.decoder.audio_embedding.weight.zero_()
+            for name, p in self.decoder.named_parameters():
+                if "audio" not in name:
+                    p.copy_(table[names(name)])
+
+    def forward(self, text: Tensor, segments: Tensor | None = None) -> Tensor:
+        tokens = torch.cat([torch.zeros(len(text), 2, text.shape[1], dtype=torch.long), text[:, None]], 1)
+        return self.decoder.text_logits(self.decoder(tokens, segments=segments))
+
+
+def mistral() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(THEIRS).float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.03)
+    return model.eval()
+
+
+def stir(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Give every B something to do."""
+    dice = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(".b"):
+                p.copy_(torch.randn(p.shape, generator=dice) * 0.1)
+    return model
+
+
+def ours(targets: tuple[str, ...] = ("decoder.blocks.*", "decoder.text_head"), **changes) -> Ours:
+    model = Ours(mistral())
+    torch.manual_seed(3)
+    add_adapter(model, LoRAConfig(targets, rank=4, **changes))
+    return stir(model)  # type: ignore[return-value]
+
+
+def texts(rows: int = 2, length: int = 12) -> Tensor:
+    return torch.randint(TEXT, (rows, length), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpointing", "packed"])
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_logits_and_every_gradient_equal_peft(tmp_path: Path, way: str, stabilized: bool) -> None:
+    base = mistral()
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=LINEARS, use_rslora=stabilized, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(5)
+    theirs = peft.get_peft_model(copy.deepcopy(base), settings).eval()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.mul_(0.1 if "lora_B" in name else 1.0)
+    theirs.save_pretrained(tmp_path)
+    model = Ours(base)
+    attach(model, load_adapter(tmp_path).modules())
+    model.decoder.checkpointing = way == "checkpointing"
+    text = texts()
+    wanted = theirs(text).logits
+    if way == "packed":
+        logits = model(text.reshape(1, -1), segments=torch.arange(2).repeat_interleave(12)[None]).view(2, 12, -1)
+    else:
+        logits = model(text)
+    assert_near(logits, wanted, 1e-5)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
+    logits.backward(g)
+    wanted.backward(g)
+    table = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if "lora_" in name}
+    seen = 0
+    for name, part in lora.adapted(model).items():
+        for half, letter in (("a", "A"), ("b", "B")):
+            key = f"base_model.model.{names(name.removeprefix('decoder.') + '.')}lora_{letter}.weight"
+            assert_near(getattr(part.pair("default"), half).grad, table[key], 1e-6, key)
+            seen += 1
+    assert seen == len(table) == 2 * (7 * 3 + 1)
+
+
+def test_a_new_adapter_does_nothing_and_can_learn() -> None:
+    plain, model = Ours(mistral()), Ours(mistral())
+    targets = add_adapter(model, LoRAConfig(("decoder.blocks.*",), rank=2))
+    assert torch.equal(plain(texts()), model(texts()))
+    model(texts()).square().sum().backward()
+    assert len(targets) == 21
+    for part in lora.adapted(model).values():
+        pair = part.pair("default")
+        assert pair is not None and pair.b.grad.abs().max() > 0
+
+
+def test_the_bases_tensors_keep_names_and_values_and_removal_leaves_no_trace() -> None:
+    model = Ours(mistral())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    wanted = model(texts())
+    add_adapter(model, LoRAConfig(rank=2))
+    stir(model)
+    with torch.no_grad():
+        assert not torch.allclose(model(texts()), wanted)
+    after = model.state_dict()
+    assert all(after[name].equal(t) for name, t in before.items())
+    remove_adapter(model, "default")
+    assert model.state_dict().keys() == before.keys() and torch.equal(model(texts()), wanted)
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_dropout_is_drawn_anew_in_training_only_and_checkpointing_repeats_it() -> None:
+    model = ours(dropout=0.5)
+    found = []
+    for checkpointing in (False, True):
+        model.train().zero_grad()
+        model.decoder.checkpointing = checkpointing
+        torch.manual_seed(4)
+        out = model(texts())
+        out.sum().backward()
+        found.append([p.grad.clone() for name, p in model.named_parameters() if "lora" in name])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        assert not torch.equal(model(texts()), model(texts()))
+        model.eval()
+        assert torch.equal(model(texts()), model(texts()))
+
+
+def test_merged_equals_unmerged_and_comes_apart_bit_for_bit() -> None:
+    model = ours()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with torch.no_grad():
+        wanted = model(texts())
+        merge(model)
+        assert_near(model(texts()), wanted, 1e-5)
+    assert not model.decoder.blocks[0].attention.q.weight.equal(before["decoder.blocks.0.attention.q.weight"])
+    with pytest.raises(UserError, match="merged already"):
+        merge(model)
+    with pytest.raises(UserError, match="is merged"):
+        remove_adapter(model, "default")
+    unmerge(model)
+    assert all(t.equal(before[name]) for name, t in model.state_dict().items())
+    with pytest.raises(UserError, match="nothing to take out"):
+        unmerge(model)
+    with torch.no_grad():
+        assert torch.equal(model(texts()), wanted)
+
+
+def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
+    model = ours()
+    add_adapter(model, LoRAConfig(("decoder.blocks.1.*",), rank=3), "other")
+    stir(model, 9)
+    with torch.no_grad():
+        both = model(texts())
+        activate(model, "default")
+        merge(model)
+        for refused in (lambda: activate(model), lambda: activate(model, "other"), lambda: choice_of(model, [None, "other"])):
+            with pytest.raises(UserError, match="default is merged into the weights, for all rows; unmerge first"):
+                refused()
+        assert active_names(model) == ("default",) and choice_of(model, [None, None]) is None
+        activate(model, "default", "other", "other")
+        assert_near(model(texts()), both, 1e-5)
+        unmerge(model)
+        assert_near(model(texts()), both, 1e-5)
+        activate(model, "other")
+        assert not torch.allclose(model(texts()), both)
+
+
+@pytest.mark.parametrize("name", ["active", "original", "lent", "training", "forward", "names", "half"])
+def test_a_name_that_is_in_use_changes_nothing(name: str) -> None:
+    model = Ours(mistral())
+    with pytest.raises(UserError, match=f"adapter '{name}': this name is in use here; choose another"):
+        add_adapter(model, LoRAConfig(), name)
+    assert lora.adapted(model) == {} and not any(part._forward_hooks for part in model.modules())
+
+
+def test_a_linear_that_is_called_by_keyword() -> None:
+    model = ours()
+    linear, x = model.decoder.blocks[0].attention.q, torch.randn(3, OURS.width)
+    assert torch.equal(linear(input=x), linear(x))
+
+
+def test_merged_state_is_the_plain_models() -> None:
+    model, plain = ours(), Ours(mistral())
+    state = merged_state(model, model.state_dict())
+    plain.load_state_dict(state)
+    with torch.no_grad():
+        assert_near(plain(texts()), model(texts()), 1e-5)
+
+
+def test_several_adapters_add_up_and_rows_choose() -> None:
+    model = ours()
+    torch.manual_seed(8)
+    add_adapter(model, LoRAConfig(("decoder.blocks.1.*",), rank=3), "other")
+    stir(model, 9)
+    text = texts(3)
+    with torch.no_grad():
+        both = model(text)
+        alone = {}
+        for name in ("default", "other"):
+            activate(model, name)
+            alone[name] = model(text)
+        activate(model)
+        none = model(text)
+        assert torch.equal(none, Ours(mistral())(text))
+        assert not torch.allclose(both, alone["default"]) and not torch.allclose(alone["default"], alone["other"])
+        with using(Choice(("other", "default"), torch.tensor([2, 0, 1]))):
+            mixed = model(text)
+        with using(Choice(("other",))):
+            assert_near(model(text), alone["other"], 1e-6)
+    for row, wanted in enumerate((alone["default"], none, alone["other"])):
+        assert_near(mixed[row], wanted[row], 1e-6, f"row {row}")
+    with using(Choice(("other",))):
+        assert not model(text).requires_grad  # backward would recompute without the choice
+    assert model(text).requires_grad
+    with pytest.raises(UserError, match="no adapter 'thrid'; the model's adapters are default, other"):
+        activate(model, "thrid")
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_on_a_quantised_base_it_adds_to_the_dequantised_weights(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 32))
+    plain = copy.deepcopy(model)
+    quantized = quantize(model, kind, ["*"])  # type: ignore[arg-type]
+    assert quantized == ["0", "2"]
+    if kind == "nf4":  # double quantisation: the scales of the blocks are held in 8 bits
+        assert all(model.get_submodule(n).weight.quant_state.nested for n in quantized)
+    add_adapter(model, LoRAConfig(("*",), rank=4))
+    stir(model)
+    x = torch.randn(5, 128)
+    for p in plain.parameters():
+        p.requires_grad_(False)
+    weights = {name: dense_weight(model.get_submodule(name)) for name in quantized}
+    assert all(0 < (weights[n] - plain.get_submodule(n).weight).abs().max() < 0.05 for n in quantized)
+    plain.load_state_dict(merged_state(model, model.state_dict()))
+    assert_near(plain(x), model(x), 1e-5)
+    model(x).sum().backward()
+    grads = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert grads >= {f"{n}.lora.default.{h}" for n in quantized for h in "ab"} and "0.weight" not in grads
+    wanted = model(x)
+    with torch.no_grad():
+        model.eval()(x)  # answers, as validation has it, change nothing of what follows
+    assert torch.equal(model.train()(x), wanted) and model(x).requires_grad
+    assert all(dense_weight(model.get_submodule(n)).equal(weights[n]) for n in quantized)
+    with pytest.raises(UserError, match="quantised"):
+        merge(model)
+    with pytest.raises(UserError, match="quantised already"):
+        quantize(model, kind, ["0"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_adapter_of_a_quantised_base_knows_the_plain_weights_it_came_from(kind: str) -> None:
+    model, other = Ours(mistral()), Ours(mistral())
+    with torch.no_grad():
+        other.decoder.blocks[1].mlp.up.weight[3, 5] += 0.1
+    chosen = add_adapter(model, LoRAConfig())
+    base = base_checksum(model, chosen)
+    with pytest.raises(UserError, match="attention.q has adapters or edits beside it, which would be lost; quantise first"):
+        quantize(model, kind, ["decoder.blocks.*"])  # type: ignore[arg-type]
+    weights = weights_of(model, model.state_dict(), base=base)
+    for plain, taken in ((Ours(mistral()), True), (other, False)):
+        quantize(plain, kind, ["decoder.blocks.*"])  # type: ignore[arg-type]
+        assert (base_checksum(plain, weights.pairs) == weights.base) is taken
+    with pytest.raises(UserError, match="held as nf4 or int8, not as 'nf5'"):
+        quantize(Ours(mistral()), "nf5", ["decoder.blocks.*"])  # type: ignore[arg-type]
+
+
+def test_bf16_autocast_stays_close() -> None:
+    model = ours()
+    with torch.no_grad():
+        wanted = model(texts())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_near(model(texts()).float(), wanted, 0.05)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda m: add_adapter(m, LoRAConfig(("decoder.block.*",))),
+            "'decoder.block.*' matches no linear; the clos",
+        ),
+        (lambda m: add_adapter(m, LoRAConfig(("*",)), "a.b"), "adapter 'a.b'"),
+        (lambda m: [add_adapter(m, LoRAConfig()) for _ in "12"], "is there already"),
+        (lambda m: remove_adapter(m, "x"), "no adapter 'x'; the model's adapters are none"),
+        (lambda m: LoRAConfig(rank=0), "lora.rank is 0"),
+        (lambda m: LoRAConfig(alpha=0.0), "lora.alpha is 0"),
+        (lambda m: LoRAConfig(alpha=float("nan")), "lora.alpha is nan"),
+        (lambda m: LoRAConfig(dropout=1.0), "lora.dropout is 1"),
+        (lambda m: LoRAConfig(()), "lora.targets is empty"),
+        (lambda m: LoRAConfig("decoder.blocks.*"), "lora.targets is the text 'decoder.blocks..'; give a list"),
+        (lambda m: add_adapter(m, LoRAConfig(("all-linear",))), "'all-linear' matches no linear; "),
+        (
+            lambda m: attach(m, {"decoder.text_head": lora.LowRank(16, TEXT, LoRAConfig())}),
+            "goes from 16 to 40 features, the model's linear from 32 to 40",
+        ),
+        (lambda m: attach(m, {"decoder.head": lora.LowRank(32, TEXT, LoRAConfig())}), "matches no linear"),
+    ],
+)
+def test_bad_adapters_are_refused(make, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(Ours(mistral()))

@@ -1,0 +1,151 @@
+"""Two gloo processes choose and learn what one does: plain, DDP, FSDP2 and with a tap.
+
+`python -m tests.train.balance.test_processes RANK PORT` is one of the two.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.close import assert_near
+from train.balance.balancer import Balancer
+from train.balance.config import BalanceConfig
+from train.balance.tap import Tap
+from train.distributed.fabric import leave
+
+NAMES = ["a", "b", "c"]
+METHODS = (
+    *("mgda", "pcgrad", "gradvac", "cagrad", "nashmtl", "imtlg", "alignedmtl", "fairgrad"),
+    *("excessmtl", "dbmtl", "moco", "gradnorm"),
+)
+TASK = torch.tensor([0, 1, 2, 0, 1, 2, 2, 0])
+STEPS = 2
+
+
+class Net(nn.Module):
+    """Encoder, tap, decoder; returns the losses of the tasks, as shares of the whole batch's means."""
+
+    def __init__(self, tap: Tap | None = None) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.tap = nn.Linear(4, 6), nn.Linear(6, 1), tap
+        g = torch.Generator().manual_seed(0)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=g)
+
+    def forward(self, x: Tensor, task: Tensor) -> Tensor:
+        features = self.encoder(x).tanh()
+        features = features if self.tap is None else self.tap(features, task)
+        loss = (self.decoder(features)[:, 0] - 1).square()
+        return torch.stack([loss[task == t].sum() / (t == TASK).sum() for t in range(3)])
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def total(values: Tensor) -> Tensor:
+    dist.all_reduce(values)
+    return values
+
+
+def grads(net: nn.Module) -> Tensor:
+    found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in net.parameters()]
+    return torch.cat([g.flatten() for g in found if g is not None])
+
+
+Way = Callable[[Balancer, Net, int, slice, Callable[[Tensor], Tensor]], Tensor]
+
+
+def plain(balancer: Balancer, net: Net, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    net.zero_grad()
+    return balancer.backward(net(batch(step)[mine], TASK[mine]), list(net.parameters()), reduce=reduce).weights
+
+
+def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Way:
+    """Two micro-batches a step through the wrapper, one backward per task and micro-batch."""
+
+    def way(balancer: Balancer, net: Net, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        module, (low, high) = wrap(net), (mine.start, mine.stop)
+        cuts = (slice(low, low + 1), slice(low + 1, high))
+        passes = [lambda task, cut=cut: module(batch(step)[cut], TASK[cut])[task] for cut in cuts]
+        parameters = list(net.parameters())
+        rows, _, losses = balancer.gather(passes, parameters, reduce=reduce, run=lambda loss: (loss * 2).backward())
+        return balancer.combine(losses, rows, parameters, reduce=reduce).weights
+
+    return way
+
+
+def fully_sharded(net: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    return net if isinstance(net, FSDPModule) else fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+
+
+def check(rank: int) -> None:
+    mine = (slice(0, 3), slice(3, 8))[rank]  # task c has one position here, two there
+    ways: dict[str, Way] = {
+        "plain": plain,
+        "ddp": wrapped(lambda net: nn.parallel.DistributedDataParallel(net)),
+        "fsdp": wrapped(fully_sharded),
+    }
+    for method in METHODS:
+        for name, way in ways.items():
+            one, two = (Balancer(BalanceConfig(method, "parameters"), NAMES) for _ in range(2))
+            alone, together = Net(), Net()
+            for step in range(STEPS):
+                wanted = plain(one, alone, step, slice(0, 8), lambda x: x)
+                got = way(two, together, step, mine, total)
+                assert_near(got, wanted, 1e-5, f"{method} {name} weights")
+                assert_near(grads(together), grads(alone), 1e-5, f"{method} {name}")
+    for method in ("mgda", "graddrop", "excessmtl"):
+        one_tap = Tap(Balancer(BalanceConfig(method, "features"), NAMES))
+        two_tap = Tap(Balancer(BalanceConfig(method, "features"), NAMES), total)
+        two_tap.scale = 2.0  # losses are multiplied by the number of processes, whose gradients DDP averages
+        alone, module = Net(one_tap), nn.parallel.DistributedDataParallel(Net(two_tap))
+        for step in range(STEPS):
+            alone.zero_grad()
+            module.zero_grad()
+            alone(batch(step), TASK).sum().backward()
+            (module(batch(step)[mine], TASK[mine]).sum() * 2).backward()
+            assert one_tap.report is not None and two_tap.report is not None
+            assert_near(two_tap.report.weights, one_tap.report.weights, 1e-5, f"{method} tap weights")
+            assert_near(grads(module), grads(alone), 1e-5, f"{method} tap")
+
+
+def main() -> None:
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    check(rank)
+    leave()
+
+
+def test_two_processes_are_one() -> None:
+    from tests.train.distributed.test_fabric import environment, free_port
+
+    port = free_port()
+    command = [sys.executable, "-m", "tests.train.balance.test_processes"]
+    both = [
+        subprocess.Popen([*command, rank, port], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in ("0", "1")
+    ]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], said
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

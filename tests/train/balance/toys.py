@@ -1,0 +1,202 @@
+"""A tiny run of our own model whose tasks are balanced, and the same written slowly: all logits, one graph.
+
+`python -m tests.train.balance.toys '{"runs": [...]}'` makes runs as a program, for tests with several processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from omni.config import ModelConfig
+from omni.layout import IGNORE
+from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS
+from tests.guarded import child
+from tests.train.data.toys import MODELS, pipeline_of
+from tests.train.toys import toy_config, toy_fit
+from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
+from train.config.run import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, LogConfig, OptimizerConfig, ScheduleConfig
+from train.config.sections import LoRASection, ObjectiveConfig
+from train.data.batching.batch import Batch
+from train.data.batching.loader import StepLoader
+from train.data.batching.pipeline import Pipeline
+from train.data.batching.transcripts import Alignment
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.sources.mixture import TaskMixture
+from train.distributed.fabric import leave
+from train.objective.objective import Objective, cells, targets
+from train.trainer.balanced_step import Balanced
+from train.trainer.loop import Parts
+from train.trainer.lora import apply
+
+MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
+PACKING = PackingConfig(rows=2, length=110, buffer=4)
+
+
+def tiny(ctc: bool = False, **adapter: Any) -> ModelConfig:
+    config = MODELS["codec2"]
+    alignment = Alignment("letters" if ctc else "none")
+    return replace(config, ctc=alignment.size, adapter=replace(config.adapter, **adapter))
+
+
+def tiny_pipeline(config: ModelConfig, tasks: Mapping[str, float] = MIX, seed: int = 3) -> Pipeline:
+    alignment = Alignment("letters" if config.ctc else "none")
+    pipeline = pipeline_of(config, alignment=alignment, packing=PACKING, seed=seed)
+    pipeline.tasks = [TaskMixture(dict(tasks))] * len(pipeline.tasks)
+    return pipeline
+
+
+def balanced_config(folder: Path | str, section: BalanceSection | None, ctc: bool = False, **changes: Any) -> FitConfig:
+    """Three steps of AdamW at a constant rate, of two micro-batches; of one for methods of two levels."""
+    count = 1 if section is not None and section.method in BILEVEL else 2
+    base: dict[str, Any] = {
+        "balance": section,
+        "budget": BudgetConfig(steps=3),
+        "data": DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=count),
+        "objective": ObjectiveConfig(ctc_weight=0.2 if ctc else 0.0),
+        "optimizer": OptimizerConfig(lr=3e-3, weight_decay=0.0),
+        "schedule": ScheduleConfig("constant"),
+        "ema": None,
+    }
+    return toy_config(folder, **{**base, **changes})
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Micro-batches as one."""
+    first, offset, index = batches[0], 0, []
+    for b in batches:
+        index.append(torch.where(b.feature_index >= 0, b.feature_index + offset, -1))
+        offset += int(b.feature_index.max()) + 1
+    longest = max(b.mels.shape[2] for b in batches)
+    rows: dict[str, Any] = {
+        name: torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "segments", "task")
+    }
+    whole = replace(
+        first, **rows, feature_index=torch.cat(index),
+        mels=torch.cat([F.pad(b.mels, (0, longest - b.mels.shape[2])) for b in batches]),
+        mel_lengths=[n for b in batches for n in b.mel_lengths], frames=[n for b in batches for n in b.frames],
+        transcripts=[t for b in batches for t in b.transcripts],
+        examples=sum(b.examples for b in batches), positions=sum(b.positions for b in batches),
+    )  # fmt: skip
+    whole.__dict__.pop("supervised", None)
+    return whole
+
+
+def balanced_parts(
+    config: FitConfig, model: ModelConfig | None = None, tasks: Mapping[str, float] = MIX, join: int = 1, outers: int = 2
+) -> Parts:
+    """Our model with random weights, and steps that follow from their number.
+
+    Args:
+        join: micro-batches that are made one: as many processes' first ones, their second ones, ...
+        outers: held-out batches.
+    """
+    torch.manual_seed(0)
+    model = model or tiny(config.objective.ctc_weight > 0)
+    speech = SpeechModel(model)
+    if config.lora is not None:
+        apply(speech, config.lora)
+    speech.set_checkpointing(config.fabric.checkpointing)
+    objective = Objective(speech, config.objective)
+    pipeline, count = tiny_pipeline(model, tasks), config.data.micro_batches
+
+    def steps(lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[Sequence[Batch]]:
+        whole = range(lanes.start * join, lanes.stop * join)
+        for step in StepLoader(pipeline, count * join, whole, start_step=start, states=states):
+            yield [joined(step[i :: len(lanes)]) if join > 1 else step[i] for i in range(len(lanes))]
+
+    names = [] if config.balance is None else balanced_tasks(config.balance, config.data)
+    outer = [step[0] for step, _ in zip(StepLoader(tiny_pipeline(model, seed=8), 1), range(outers), strict=False)]
+    return Parts(
+        objective, count, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle,
+        Balanced(names, cells, objective.listening, outer),
+    )  # fmt: skip
+
+
+def balanced_fit(config: FitConfig, parts: Parts | None = None) -> dict[str, Tensor]:
+    """Run it in this process; the weights by name."""
+    return toy_fit(config, parts or balanced_parts(config))[1]
+
+
+def slow_losses(
+    model: SpeechModel, batch: Batch, names: Sequence[str], denominators: Tensor, keep: list[Tensor] | None = None
+) -> list[Tensor]:
+    """Losses of the tasks (of the streams where none is named) by all logits and torch's cross-entropy.
+
+    Args:
+        keep: gets the features.
+    """
+    features = model.encode(batch.mels, batch.mel_lengths, batch.frames)
+    if keep is not None:
+        keep.append(features)
+    hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
+    tasks = list(TASKS)
+    found = [torch.zeros(()) for _ in names] or [torch.zeros(()) for _ in model.layout.names]
+    for k, logits in enumerate(model.decoder.logits(hidden)):
+        each = F.cross_entropy(
+            logits.flatten(0, 1), batch.targets[:, k].flatten(), ignore_index=IGNORE, reduction="none"
+        ) / denominators[k].clamp_min(1)
+        if not names:
+            found[k] = found[k] + each.sum()
+        for i, name in enumerate(names):
+            found[i] = found[i] + each[batch.task.flatten() == tasks.index(name)].sum()
+    return found
+
+
+def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Tensor, float], Any]) -> dict[str, Tensor]:
+    """The same run without any of the machinery, where `step` fills `grad`; the weights by name.
+
+    What comes after the optimizer's step is what `step` returns, if anything.
+    """
+    parts = balanced_parts(config)
+    model = parts.objective.get_submodule("model")
+    assert isinstance(model, SpeechModel)
+    matrices = [p for p in model.parameters() if p.requires_grad]
+    lr = config.optimizer.lr
+    optimizer = torch.optim.AdamW(matrices, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps, weight_decay=0.0)
+    batches = parts.steps(range(parts.micro_batches), 0, {})
+    for _ in range(config.budget.steps or 0):
+        found = next(batches)
+        optimizer.zero_grad()
+        counts = torch.stack([targets(b) for b in found]).sum(0)
+        after = step(model, found, counts, lr)
+        torch.nn.utils.clip_grad_norm_(matrices, config.clip or float("inf"))
+        optimizer.step()
+        if after is not None:
+            after()
+    return {f"model.model.{name}": t for name, t in model.state_dict().items()}
+
+
+def main(options: dict[str, Any]) -> None:
+    """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro."""
+    for run in options["runs"]:
+        lora = (
+            LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("adapter.*",))
+            if run.get("lora")
+            else None
+        )
+        data = DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=run.get("micro", 2))
+        config = balanced_config(
+            run["folder"], BalanceSection(**run["balance"]) if run["balance"] else None, run.get("ctc", False), data=data,
+            fabric=FabricConfig(**{"accelerator": "cpu", **run.get("fabric", {})}), lora=lora,
+            log=LogConfig(every=1, progress="off"), budget=BudgetConfig(steps=run.get("steps", 3)),
+            checkpoint=CheckpointConfig(every_steps=run.get("every"), every_minutes=None), resume=run.get("resume", "auto"),
+        )  # fmt: skip
+        toy_fit(config, balanced_parts(config, outers=run.get("outers", 2)))
+
+
+if __name__ == "__main__":
+    try:
+        with child():
+            main(json.loads(sys.argv[1]))
+    finally:
+        leave()

@@ -1,0 +1,168 @@
+"""`bench --gpu`: each check runs apart and stops no other, and runs through with CUDA's calls faked, at small sizes."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from omni.config import preset
+from omni.generate.runner import Runner
+from omni.lora.attach import activate
+from tests.train.bench import toys as bench_toys
+from train.bench import child as bench_child
+from train.bench import gpu as bench_gpu
+from train.commands import bench as bench_command
+
+CPU = torch.device("cpu")
+
+
+def run_here(command: Sequence[str], limit: float) -> bench_child.Ended:
+    """A check in this process."""
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            code: Any = bench_child.run_check(*command[3:])
+        except SystemExit as lost:
+            code = lost.code
+    return bench_child.Ended(code, 0.0, out.getvalue(), "")
+
+
+def test_every_check_has_a_state_and_stops_no_other(monkeypatch):
+    monkeypatch.delitem(bench_toys.CHECKS, "hold_for_a_minute")
+    monkeypatch.setattr(bench_child, "run_limited", run_here)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    found = {one["check"]: one for one in bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)}
+    assert {name: one["state"] for name, one in found.items()} == {
+        "lose_the_process": "red",
+        "miss_a_package": "not run",
+        "find_a_fault": "red",
+        "find_none": "green",
+    }
+    assert found["lose_the_process"]["found"] == ["before", "WRONG: ended with 7: it said nothing"]
+    assert "no_such_package" in found["miss_a_package"]["found"][0]
+    assert found["find_a_fault"]["found"] == ["first", "WRONG: second", "on cpu, real False"]
+
+
+def test_a_check_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(bench_toys, "CHECKS", {"hold_for_a_minute": bench_toys.CHECKS["hold_for_a_minute"]})
+    (one,) = bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)
+    assert one["state"] == "red" and one["found"][-1] == "WRONG: not finished after 3 s"
+
+
+def test_all_that_a_command_has_started_is_ended():
+    """Also what has a session of its own: it holds the pipe, which is read to its end."""
+    code = "import subprocess, time; subprocess.Popen(['sleep', '40'], start_new_session=True); time.sleep(40)"
+    ended = bench_child.run_limited([sys.executable, "-c", code], 2.0)
+    assert ended.code is None and ended.seconds < 20
+
+
+def test_no_check_begins_once_the_time_is_over(monkeypatch):
+    monkeypatch.setattr(bench_child, "GPU_SECONDS", 0.5)
+    assert [one["state"] for one in bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)] == ["not run"] * 5
+
+
+def test_the_limits_are_eight_minutes():
+    assert (
+        len(bench_gpu.CHECKS) == 10 and sum(limit for _, limit in bench_gpu.CHECKS.values()) == bench_child.GPU_SECONDS == 480
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_run(capsys):
+    assert bench_command.main(["--gpu", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["check"] for line in lines] == list(bench_gpu.CHECKS)
+    assert all(line["state"] == "not run" and "no GPU" in line["found"][0] for line in lines)
+
+
+# --- the checks, with CUDA's calls faked ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def modes(monkeypatch) -> list[str]:
+    """What the waits of a step were to do, in order."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a fake")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *device: 1 << 21)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *device: 1 << 22)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", seen.append)
+    small = preset("nano")
+    small = replace(
+        small,
+        decoder=replace(small.decoder, layers=2, width=32, heads=2, kv_heads=1, head_dim=0, mlp_width=32),
+        encoder=replace(small.encoder, layers=1),
+    )
+    monkeypatch.setattr(bench_gpu, "preset", lambda name: small)
+    return seen
+
+
+def lines(name: str) -> list[tuple[str, bool | None]]:
+    return list(bench_gpu.CHECKS[name][0](CPU, False))
+
+
+def test_which_attention_is_chosen(modes, monkeypatch):
+    first, *rest = lines("kernels")
+    assert first[0].startswith("a fake, torch ") and len(rest) == 8 and all(good for _, good in rest)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *of: 3)
+    assert all(good is False and "CUDNN" in text for text, good in lines("kernels")[1:])
+
+
+def test_gradients_that_are_not_finite_are_found(modes, monkeypatch):
+    monkeypatch.setattr(bench_gpu, "timed", lambda work, device, repeat: 1.0)
+    assert [good for _, good in lines("attention")] == [None, None, True, True]
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(bench_gpu.F, "scaled_dot_product_attention", lambda q, *a, **k: plain(q, *a, **k) * (q.max() / 0))
+    assert [good for _, good in lines("attention")] == [None, None, False, False]
+
+
+def test_steps_that_say_otherwise_are_found(modes, monkeypatch):
+    assert [good for _, good in lines("graphs")] == [True]
+    assert set(modes[::2]) == {"error"} and set(modes[1::2]) == {"default"}  # around every step, and off between
+    forward, graph = Runner._forward, Runner.__init__
+    monkeypatch.setattr(
+        Runner,
+        "__init__",
+        lambda self, *a, graph_=graph, **k: (graph_(self, *a, **k), setattr(self, "late", k.get("graph")))[0],
+    )
+
+    def stale(self, plan):
+        """A replay that has lost what it was given."""
+        if self.late is None:
+            self._column.fill_(1)
+        forward(self, plan)
+
+    monkeypatch.setattr(Runner, "_forward", stale)
+    assert [good for _, good in lines("graphs")] == [False]
+
+
+def test_changes_between_steps(modes, monkeypatch):
+    found = lines("changes")
+    assert len(found) == 5 + 6 + 1 and all(good for _, good in found)
+    calls = itertools.count()
+    monkeypatch.setattr(bench_gpu, "activate", lambda model, *names: None if next(calls) == 3 else activate(model, *names))
+    assert [good for _, good in lines("changes")][5:8] == [True, False, True]  # one of two models went on with its adapter
+
+
+def test_figures_of_steps_training_and_loss(modes):
+    assert [good for _, good in lines("steps")] == [None]
+    ((text, good),) = lines("training")
+    assert good and "2 x 64, checkpointing True" in text and "4 MiB" in text
+    assert len(lines("loss")) == 7
+
+
+def test_a_codec_that_differs_from_the_host_s_is_found(modes, monkeypatch):
+    small = dict(encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])
+    random = bench_gpu.SnacCodec.random
+    seeds = iter((0, 0, 1, 0))
+    monkeypatch.setattr(bench_gpu.SnacCodec, "random", lambda **k: random(seed=next(seeds), **small, **k))
+    assert [good for _, good in lines("codecs")] == [True]
+    assert [good for _, good in lines("codecs")] == [False]

@@ -1,0 +1,278 @@
+"""The law of resuming: stopped anywhere and started again, a run ends bitwise where the undisturbed run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from omni.errors import UserError
+from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
+from train.checkpoint import retention as shelf
+from train.config.run import (
+    BudgetConfig,
+    CheckpointConfig,
+    FabricConfig,
+    GroupConfig,
+    LogConfig,
+    ModelSection,
+    OptimizerConfig,
+    ScheduleConfig,
+    ValidationConfig,
+)
+from train.data.config import DataConfig
+from train.trainer.build import fit
+from train.trainer.logs import METRICS, read_table
+from train.trainer.signals import Stop
+
+OPTIMIZERS = {
+    "adamw": OptimizerConfig(lr=1e-2),
+    "muon": OptimizerConfig(name="muon", lr=1e-2, muon_lr=2e-2, weight_decay=0.1),
+}
+EVERY_3 = CheckpointConfig(every_steps=3, every_minutes=None)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.equal(b[name]), name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Run folders of whole runs, one per optimizer."""
+    out = {}
+    for name, optimizer in OPTIMIZERS.items():
+        out[name] = tmp_path_factory.mktemp(name)
+        toy_fit(toy_config(out[name], optimizer=optimizer, log=LogConfig(every=4, progress="off")))
+    return out
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("stops", [[1], [2, 5], [7]])
+def test_stopped_by_a_signal_at_any_step(
+    tmp_path: Path, undisturbed: dict[str, Path], optimizer: str, stops: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The signal comes while a step's data are fetched: that step is done, the state saved, the way on said."""
+    log = LogConfig(every=4, progress="lines")
+    config = toy_config(tmp_path, optimizer=OPTIMIZERS[optimizer], log=log)
+    for i, stop in enumerate(stops):
+        number = (signal.SIGTERM, signal.SIGINT)[i % 2]
+
+        def before(step: int, stop: int = stop, number: int = number) -> None:
+            if step == stop - 1:
+                os.kill(os.getpid(), number)
+
+        outcome, _ = toy_fit(config, toy_parts(before))
+        assert (outcome.step, outcome.signal) == (stop, number)
+        said = capfd.readouterr().err
+        assert f"stopped by {signal.Signals(number).name} after step {stop}" in said and "same command" in said
+    outcome, _ = toy_fit(config)
+    assert (outcome.step, outcome.signal) == (8, 0)
+    same(final_tensors(tmp_path), final_tensors(undisturbed[optimizer]))
+    ours, theirs = (read_table(folder / METRICS) for folder in (tmp_path, undisturbed[optimizer]))
+    assert [(r["step"], r["loss"], r["loss/text"]) for r in ours] == [(r["step"], r["loss"], r["loss/text"]) for r in theirs]
+
+
+def test_killed_and_started_again(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+    """kill -9 in step 5, two steps after the last checkpoint; a half-written one lies about."""
+    options = {"folder": str(tmp_path), "every": 3, "kill": ["SIGKILL", 5]}
+    command = [sys.executable, "-m", "tests.train.toys", json.dumps(options)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    place = tmp_path / "checkpoints"
+    assert shelf.newest(place) == place / "step-00000003"
+    assert read_table(tmp_path / METRICS)[-1]["step"] == 5
+    for leftover in (".step-00000006.writing", ".step-00000005.writing", ".step-00000001.deleting"):
+        shutil.copytree(place / "step-00000003", place / leftover)
+    (place / "last").unlink()  # killed between the rename and the pointer
+    outcome, _ = toy_fit(toy_config(tmp_path, checkpoint=EVERY_3))
+    assert outcome.step == 8
+    same(final_tensors(tmp_path), final_tensors(undisturbed["adamw"]))
+    assert [row["step"] for row in read_table(tmp_path / METRICS)] == list(range(1, 9))
+    assert not list(place.glob(".*"))
+
+
+def test_a_checkpoint_without_the_sums_of_each_process_is_gone_on_with(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
+    """Those of before have the sums of all processes alone."""
+    config = toy_config(tmp_path, log=LogConfig(every=4, progress="off"))
+    toy_fit(config, toy_parts(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 5 else None))
+    folder = shelf.newest(tmp_path / "checkpoints")
+    assert folder is not None
+    state = json.loads((folder / "state.json").read_text())
+    assert state["meters"] == [state["meter"]]
+    (folder / "state.json").write_text(json.dumps({name: value for name, value in state.items() if name != "meters"}))
+    toy_fit(config)
+    ours, theirs = (read_table(place / METRICS) for place in (tmp_path, undisturbed["adamw"]))
+    assert [(r["step"], r["loss"], r["loss/text"]) for r in ours] == [(r["step"], r["loss"], r["loss/text"]) for r in theirs]
+
+
+def test_a_finished_run_is_finished(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        asked.append(step)
+        return {"exact_match": 0.5}
+
+    config = toy_config(tmp_path, validation=ValidationConfig())
+    _, first = toy_fit(config, toy_parts(validate=validate))
+    outcome, again = toy_fit(config, toy_parts(validate=validate))
+    assert (outcome.step, outcome.figures, asked) == (8, {"exact_match": 0.5}, [8])
+    same(first, again)
+
+
+def test_another_configuration_is_refused_unless_forced(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, checkpoint=EVERY_3)
+    toy_fit(config)
+    other = replace(config, optimizer=OptimizerConfig(lr=2e-2))
+    with pytest.raises(UserError, match=r"optimizer\.lr is 0\.02, but the run in .* was started with 0\.01; .*--resume force"):
+        toy_fit(other)
+    free = replace(config, checkpoint=CheckpointConfig(keep_last=5), fabric=FabricConfig("cpu", 1, checkpointing=True))
+    assert toy_fit(free)[0].step == 8
+    longer = replace(other, budget=replace(config.budget, steps=9), resume="force")
+    assert toy_fit(longer)[0].step == 9
+
+
+def test_a_run_goes_on_with_a_larger_budget_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A finished run of 8 steps, extended to 12, ends bitwise where one of 12 ends, where the schedule is the same for both."""
+    for name in ("finished", "stopped"):
+        more: dict[str, Any] = {"schedule": ScheduleConfig("constant", warmup_steps=2), "log": LogConfig(1, "lines")}
+
+        def before(step: int, stop: int = 5 if name == "stopped" else 99) -> None:
+            if step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        toy_fit(toy_config(tmp_path / name, **more), toy_parts(before))
+        larger = toy_config(tmp_path / name, budget=BudgetConfig(steps=12), **more)
+        with pytest.raises(UserError, match=r"budget\.steps is 12, .* started with 8; .*--resume extend \(go on with a larger"):
+            toy_fit(larger)
+        capfd.readouterr()
+        assert toy_fit(replace(larger, resume="extend"))[0].step == 12
+        assert f"made again for 12 steps; at step {8 if name == 'finished' else 6} the learning rate stays 0.01" in (
+            capfd.readouterr().err
+        )
+        assert toy_fit(replace(larger, resume="extend"))[0].step == 12  # the same command again: nothing is left to do
+        assert "made again" not in capfd.readouterr().err
+        whole = toy_config(tmp_path / "whole", budget=BudgetConfig(steps=12), **more)
+        toy_fit(whole)
+        same(final_tensors(tmp_path / name), final_tensors(tmp_path / "whole"))
+        assert [row["step"] for row in read_table(tmp_path / name / METRICS)] == list(range(1, 13))
+
+
+def test_extending_says_what_becomes_of_the_learning_rate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more: dict[str, Any] = {"schedule": ScheduleConfig("cosine", final=0.1), "log": LogConfig(1, "lines")}
+    toy_fit(toy_config(tmp_path, **more))
+    toy_fit(toy_config(tmp_path, resume="extend", budget=BudgetConfig(steps=16), **more))
+    said = "schedule cosine made again for 16 steps; at step 8 the learning rate goes from 0.001 to 0.0055"
+    assert said in capfd.readouterr().err  # half way: 0.1 + 0.9 / 2 of 0.01
+    assert read_table(tmp_path / METRICS)[8]["lr"] == pytest.approx(0.0055)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budget": BudgetConfig(steps=7)}, r"budget\.steps is 7, but the run was started with 8: --resume extend makes"),
+        ({"budget": BudgetConfig(steps=9, minutes=5)}, r"budget\.minutes is 5, but the run was started without such a limit"),
+        ({"budget": BudgetConfig(minutes=5)}, r"budget\.minutes is 5, but the run was started without such a limit"),
+        ({"budget": BudgetConfig(steps=9), "clip": 2.0}, r"clip is 2\.0, but the run in .* was started with 1\.0"),
+        ({"budget": BudgetConfig(steps=9), "schedule": ScheduleConfig()}, r"schedule\.warmup_steps is 0, but"),
+        ({"budget": BudgetConfig(steps=9), "run_folder": "elsewhere"}, r"goes on with an earlier run, but .*elsewhere has no"),
+    ],
+)
+def test_extending_with_anything_else_is_refused(undisturbed: dict[str, Path], changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        toy_fit(replace(toy_config(undisturbed["adamw"], resume="extend"), **changes))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "other version"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
+    config = toy_config(tmp_path)
+    toy_fit(config)
+    folder = shelf.newest(tmp_path / "checkpoints")
+    assert folder is not None
+    weights, state = folder / "tensors" / "state.safetensors", folder / "state.json"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "missing":
+        weights.unlink()
+    else:
+        state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(UserError, match=r"step-00000008.*(delete it to go on|lacks|format 99)"):
+        toy_fit(config)
+
+
+def test_differences_name_the_place() -> None:
+    old = {"a": {"b": [{"c": 1}, {"c": 2}]}, "log": {"every": 1}, "d": [1, 2]}
+    new = {"a": {"b": [{"c": 1}, {"c": 3}]}, "log": {"every": 2}, "d": [1]}
+    assert shelf.differences(old, new) == [("a.b[1].c", 2, 3), ("d", [1, 2], [1])]
+
+
+def test_where_files_lie_and_how_many_workers_read_them_may_change(tmp_path: Path) -> None:
+    free = {"data": ("workers", "prefetch", "cache", "broken_limit"), "model": ("tokenizer", "codec_folder", "init_from")}
+    plain, moved = ({section: dict.fromkeys(keys, value) for section, keys in free.items()} for value in (1, 2))
+    assert shelf.differences(plain, moved) == []
+    assert shelf.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]
+
+
+def test_data_that_have_grown_are_refused_unless_forced(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, checkpoint=EVERY_3)
+    name = "the number of rows of data.sources[0]"
+    toy_fit(config, toy_parts(rows={name: 10}))
+    with pytest.raises(UserError, match=r"rows of data\.sources\[0\] is 12, but the run .* with 10; .*--resume force"):
+        toy_fit(config, toy_parts(rows={name: 12}))
+    assert toy_fit(config, toy_parts(rows={name: 10}))[0].step == 8
+    longer = replace(config, budget=replace(config.budget, steps=9), resume="force")
+    assert toy_fit(longer, toy_parts(rows={name: 12}))[0].step == 9
+    assert toy_fit(replace(longer, resume="auto"), toy_parts(rows={name: 12}))[0].step == 9
+
+
+def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, checkpoint=EVERY_3)
+    toy_fit(config)
+    kept = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    again = replace(config, resume="restart")
+    for wrong, line in (
+        (replace(again, optimizer=OptimizerConfig(groups=(GroupConfig("nothing*"),))), "nothing"),
+        (replace(again, trainable=("nowhere*",)), "nowhere"),
+    ):
+        with pytest.raises(UserError, match=line):
+            toy_fit(wrong)
+    with pytest.raises(UserError, match="preset 'nona' is unknown"):
+        fit(replace(again, data=DataConfig(), model=ModelSection(preset="nona")))
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == kept
+    toy_fit(replace(again, budget=replace(config.budget, steps=4)))
+    assert [p.name for p in shelf.checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000004"]
+    assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1, 2, 3, 4]
+
+
+def test_a_signal_that_comes_while_the_end_is_written_is_not_lost(tmp_path: Path) -> None:
+    """The run is finished then, but what follows it (the demonstration's examination) must not begin."""
+    config = toy_config(tmp_path, validation=ValidationConfig(at_end=True))
+
+    def validate(weights: Any, step: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"exact_match": 1.0}
+
+    outcome, _ = toy_fit(config, toy_parts(validate=validate))
+    assert (outcome.step, outcome.signal) == (8, signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_hang_up_is_noted_unless_it_is_ignored() -> None:
+    """As under `nohup`."""
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == signal.SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == 0

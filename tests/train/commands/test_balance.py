@@ -1,0 +1,153 @@
+"""Methods against each other over seeds: what is run, what is counted, what is shown; and the table of costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from omni.errors import UserError
+from train.bench.balance import balance
+from train.commands import bench as bench_command
+from train.commands.balance import ALL, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
+from train.commands.bench import BALANCED
+from train.config.parse import read_fit_config
+from train.config.run import FitConfig
+from train.trainer.validation import ANSWERS
+
+RECIPE = "configs/nano-balance.yaml"
+
+
+def faked(made: list[FitConfig]) -> Callable[[FitConfig], SimpleNamespace]:
+    """A run that writes answers: method upgrad is right more often, and so are later seeds."""
+
+    def run(config: FitConfig) -> SimpleNamespace:
+        made.append(config)
+        folder = Path(config.run_folder) / "validation"
+        folder.mkdir(parents=True, exist_ok=True)
+        assert config.balance is not None
+        right = config.seed + (4 if config.balance.method == "upgrad" else 0)
+        lines = [{"task": "A1T1", "exact": i < right} for i in range(10)]
+        lines += [{"task": "T1A2", "exact": i < 5} for i in range(10)] + [{"task": "T1A1", "exact": None}]
+        (folder / "step-00000009.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (folder / "step-00000001.jsonl").write_text("")
+        return SimpleNamespace(signal=0)
+
+    return run
+
+
+def test_runs_differ_in_method_and_seed_only(tmp_path: Path) -> None:
+    made: list[FitConfig] = []
+    config, _ = read_fit_config([RECIPE, "--balance.losses", "mean"])
+    found = compare(config, ["equal", "upgrad"], [1, 2, 3], tmp_path, faked(made), lambda line: None)
+    assert [(c.balance.method, c.balance.losses, c.seed, c.data.seed) for c in made if c.balance] == [
+        (method, "mean", seed, seed) for seed in (1, 2, 3) for method in ("equal", "upgrad")
+    ]
+    assert len({c.run_folder for c in made}) == 6 and len({c.budget for c in made}) == 1
+    assert found.tasks == ["A1T1", "T1A2", ALL]
+    assert found.counts["upgrad"]["A1T1"].tolist() == [[5, 10], [6, 10], [7, 10]]
+    gain = found.gain("upgrad", "A1T1")
+    assert (gain.value, gain.low, gain.high) == pytest.approx((0.4, 0.4, 0.4))  # paired by seed: the same each time
+    share = found.share("equal", "A1T1")
+    assert share.value == pytest.approx(0.2) and 0.1 <= share.low < share.value < share.high <= 0.3
+    write(found, tmp_path)
+    data = json.loads((tmp_path / JSON).read_text())
+    assert data["methods"]["upgrad"][ALL]["more_than_equal"]["value"] == pytest.approx(0.2)
+    assert (tmp_path / PICTURE).stat().st_size > 5000
+    table = shown(found)
+    assert table.row_count == 6
+    assert list(table.columns[2].cells)[:2] == ["20.0 %", "60.0 %"] and list(table.columns[4].cells)[1] == "+40.0 points"
+
+
+def test_a_level_stands_behind_its_method(tmp_path: Path) -> None:
+    config, _ = read_fit_config([RECIPE, "--balance.method", "mgda", "--balance.settings", "{normalize: l2}"])
+    levels = {m: variant(config, m, 1, tmp_path) for m in ("mgda", "mgda:parameters", "upgrad")}
+    sections = {m: c.balance for m, c in levels.items()}
+    assert [s.at for s in sections.values() if s] == ["features", "parameters", "features"]
+    assert [s.settings for s in sections.values() if s] == [{"normalize": "l2"}, {}, {}]
+    assert len({c.run_folder for c in levels.values()}) == 3
+    config, _ = read_fit_config([RECIPE, "--balance", "{method: mgda, level: parameters, separate: ['adapter.*']}"])
+    sections = {m: variant(config, m, 1, tmp_path).balance for m in ("equal", "upgrad", "upgrad:parameters")}
+    assert [s.separate for s in sections.values() if s] == [("*_head.*",), ("*_head.*",), ("adapter.*",)]
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    config, _ = read_fit_config([RECIPE])
+    with pytest.raises(UserError, match="balance.method 'upgrade' is unknown; the closest names are upgrad"):
+        compare(config, ["equal", "upgrade"], [1], tmp_path, faked([]))
+    with pytest.raises(UserError, match="has no answers; set validation.questions above 0"):
+        answered(tmp_path)
+    with pytest.raises(UserError, match="was stopped; run the same command"):
+        compare(config, ["equal"], [1], tmp_path, lambda config: SimpleNamespace(signal=15))
+    with pytest.raises(UserError, match="at equal steps, but the configuration has budget.minutes"):
+        main(["configs/nano.yaml"])
+    with pytest.raises(UserError, match="at least one seed"):
+        main([RECIPE, "--seeds", "0"])
+    for change in ({"at_end": False}, {"tasks": ["T1A1"]}):
+        data = yaml.safe_load(Path(RECIPE).read_text())
+        data["validation"] |= change
+        (tmp_path / "mute.yaml").write_text(yaml.safe_dump(data))
+        with pytest.raises(UserError, match="compares written answers at the end of each run; set validation.at_end"):
+            main([str(tmp_path / "mute.yaml")])
+
+
+def test_one_seed_and_one_task_can_be_shown(tmp_path: Path) -> None:
+    found = Found((1,), {"equal": {"A1T1": np.array([[3.0, 4.0]])}})
+    write(found, tmp_path)
+    assert shown(found).row_count == 1
+
+
+def test_answers_may_hold_any_sign(tmp_path: Path) -> None:
+    """Also those that end a line in Python's eyes, which a model of bytes may well say."""
+    (tmp_path / ANSWERS).mkdir()
+    records = [{"task": "A1T1", "exact": exact, "answer": "a\x85b\u2028"} for exact in (True, False)]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (tmp_path / ANSWERS / "step-1.jsonl").write_text(text, encoding="utf-8")
+    assert answered(tmp_path)["A1T1"].tolist() == [1, 2]
+
+
+def small(folder: Path) -> str:
+    """The recipe with a model of one layer."""
+    data = yaml.safe_load(Path(RECIPE).read_text())
+    data["model"] = {"preset": "nano", "decoder": {"layers": 1}, "encoder": {"layers": 1}}
+    data["data"]["packing"] = {"rows": 1, "length": 256, "buffer": 4}
+    file = folder / "small.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return str(file)
+
+
+def test_the_table_of_costs(tmp_path: Path) -> None:
+    """Every way takes the same steps, one after another; what they cost is for a quiet machine to say."""
+    rows = balance(small(tmp_path), torch.device("cpu"), steps=1, rounds=1)
+    assert next(row.name for row in rows) == "plain step" and len(rows) == len(BALANCED) + 2
+    assert all(row.value > 0 for row in rows) and {row.unit for row in rows[1:]} == {"x"}
+
+
+def test_the_table_of_costs_has_the_methods_that_are_named(tmp_path: Path) -> None:
+    """At the level that is named, or at the first; also one that judges by held-out rows."""
+    names = ["geometric", "pcgrad:parameters", "moml"]
+    rows = balance(small(tmp_path), torch.device("cpu"), steps=1, rounds=1, methods=names)
+    ways = ["geometric, level loss", "pcgrad, level parameters", "moml, level loss"]
+    assert [row.name for row in rows] == ["plain step", *(f"{way}: balanced / plain step" for way in ways)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        ("[equal, pcgradd:features]", "balance.method 'pcgradd' is unknown; the closest names are pcgrad"),
+        ("[pcgrad:feature]", "balance.level 'feature' is unknown; the closest names are features"),
+        ("[equal:features]", "balance.level is 'features', which method equal does not have"),
+        ("[modo]", "takes three batches a step apart, but data.micro_batches is 1"),
+        ("[]", "--methods names none"),
+    ],
+)
+def test_what_the_table_of_costs_refuses(methods: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        bench_command.main(["--only", "[balance]", "--config", RECIPE, "--device", "cpu", "--methods", methods])
+    assert words in str(caught.value)

@@ -1,0 +1,312 @@
+"""Configurations: every recipe is complete and can be read; the model part resolves as documented."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.checkpoint.folder import save_folder
+from omni.config import ModelConfig, from_dict, preset, to_dict
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from omni.patterns import match_names
+from omni.text import Tokenizer
+from train.checkpoint.retention import clear
+from train.config.parse import read_fit_config
+from train.config.run import (
+    BudgetConfig,
+    CheckpointConfig,
+    FitConfig,
+    GroupConfig,
+    ModelSection,
+    OptimizerConfig,
+    ValidationConfig,
+    completed,
+    plain_config,
+)
+from train.data.build import build_alignment
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.data.sources.config import SpokenDigitsConfig
+from train.optim.optimizer import parameter_groups, set_trainable
+from train.plan.parameters import count_parameters, paper_model
+from train.plan.quantized import adapt
+from train.trainer.build import with_alignment
+from train.trainer.initial_model import build_initial, changed, check_fits, choose_tokenizer, shape_of
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.name.startswith("nano-edit"))  # those of another command
+SMALL = {
+    "encoder": {"width": 32, "heads": 2, "layers": 1},
+    "decoder": {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "mlp_width": 64},
+}
+
+
+def small(**changes: object) -> ModelSection:
+    return ModelSection(**{"preset": "nano", **SMALL, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model folder of a small model."""
+    place = tmp_path_factory.mktemp("models") / "small"
+    torch.manual_seed(5)
+    config = changed(preset("nano"), small())
+    save_folder(place, config, SpeechModel(config).state_dict(), Tokenizer.bytes())
+    return str(place)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
+def test_every_recipe_names_parameters_that_exist_whatever_the_base(recipe: Path, tied: bool) -> None:
+    config, name = read_fit_config([str(recipe)])
+    assert isinstance(config, FitConfig) and name == recipe.stem
+    base = str(config.model.preset or "qwen2-0.5b-omni")  # a recipe without a preset names a folder
+    section = dataclasses.replace(config.model, init_from=None, preset=base, decoder={"tie_text": tied})
+    with torch.device("meta"):
+        model = SpeechModel(changed(preset(base), section))
+    if tied and config.lora is not None and "decoder.text_head" in config.lora.targets:
+        with pytest.raises(UserError, match="head is its text embedding; leave it out"):
+            adapt(model, config.lora, paper=True)
+        return
+    adapt(model, config.lora, paper=True)
+    also = set_trainable(model, config.learns)
+    learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    assert learning
+    parameter_groups(learning, config.optimizer, also)
+    if any(pattern.startswith(("decoder.text", "*")) for pattern in config.trainable) and config.lora is None:
+        assert model.decoder.text_weight.requires_grad
+
+
+def test_a_tied_head_is_named_as_head_or_as_table() -> None:
+    """In a tied model either name means the one tensor; in another, each its own."""
+    for tied, other in ((True, ["decoder.text_embedding.weight"]), (False, ["decoder.text_head.weight"])):
+        with torch.device("meta"):
+            model = SpeechModel(changed(preset("nano"), small(decoder={**SMALL["decoder"], "tie_text": tied})))
+        also = set_trainable(model, ["decoder.text_head.*"])
+        learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        assert [name for name, _ in learning] == other
+        slow = OptimizerConfig(groups=(GroupConfig("decoder.text_head.*", lr=1e-5),))
+        assert [group["lr"] for group in parameter_groups(learning, slow, also)] == [1e-5]
+        with pytest.raises(UserError, match="'decoder.text_hat.*' matches no parameter"):
+            set_trainable(model, ["decoder.text_hat.*"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
+def test_recipes_with_open_answers_keep_what_has_the_lowest_held_out_loss(recipe: Path) -> None:
+    config, _ = read_fit_config([str(recipe)])
+    assert (config.checkpoint.metric == "loss") == (recipe.parent != CONFIGS)  # the files at the top have one right answer
+    assert config.checkpoint.good == ("max" if config.checkpoint.metric == "exact_match" else "min")
+
+
+def test_the_good_values_of_a_metric_follow_from_its_name() -> None:
+    known = {"exact_match": "max", "code_accuracy": "max", "ended": "max", "wer": "min", "loss": "min", "loss/text": "min"}
+    assert {metric: CheckpointConfig(metric=metric).good for metric in known} == known
+    assert CheckpointConfig(metric="wer", mode="max").good == "max"
+    with pytest.raises(UserError, match=r"mode is max, but checkpoint\.metric is loss/audio: the highest is the worst"):
+        CheckpointConfig(metric="loss/audio", mode="max")
+
+
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_the_mistral_recipes_are_the_well_known_one(name: str) -> None:
+    """Rank 8, alpha 16, dropout 0.05 on q, k, v, o, gate, up, down and the head; 2.5e-5, batches of 2 x 4, length 512."""
+    config, _ = read_fit_config([str(CONFIGS / "mistral-7b" / f"{name}.yaml")])
+    assert config.lora is not None
+    with torch.device("meta"):
+        model = SpeechModel(preset("mistral-7b"))
+        adapt(model, config.lora, paper=True)
+    adapted = [n.partition(".lora.")[0] for n, _ in model.named_parameters() if n.endswith(".lora.default.a")]
+    parts = {"attention": ("q", "k", "v", "out"), "mlp": ("gate", "up", "down")}
+    wanted = [f"decoder.blocks.{i}.{part}.{each}" for i in range(32) for part, all_of in parts.items() for each in all_of]
+    assert sorted(adapted) == sorted([*wanted, "decoder.text_head"])
+    assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (8, 16, 0.05)
+    packing = config.data.packing
+    assert (packing.rows, config.data.micro_batches, packing.length, config.optimizer.lr) == (2, 4, 512, 2.5e-5)
+    qlora = name == "qlora"
+    assert (config.lora.quantize, config.optimizer.name) == (("nf4", "paged_adamw_8bit") if qlora else (None, "adamw"))
+
+
+def test_the_stages_train_what_the_authors_say() -> None:
+    """Stage 1 the adapter and the new audio tables and heads, stage 2 the language model, stage 3 everything."""
+    parts = {}
+    for stage in (1, 2, 3):
+        config, _ = read_fit_config([str(CONFIGS / "mini-omni" / f"stage{stage}.yaml")])
+        with torch.device("meta"):
+            names = [name for name, _ in SpeechModel(preset("qwen2-0.5b-omni")).named_parameters()]
+        parts[stage] = {".".join(n.split(".")[:2]) for n in match_names(config.trainable, names, "trainable")}
+        assert config.optimizer.lr * config.schedule.final == pytest.approx(4e-6)
+        if stage > 1:
+            assert config.model.init_from == f"runs/mini-omni-stage{stage - 1}/model"
+    assert parts[1] == {"adapter.project", "decoder.audio_embedding", "decoder.audio_head"}
+    assert parts[2] == {"decoder.blocks", "decoder.norm", "decoder.text_embedding", "decoder.text_head"}
+    assert parts[3] >= parts[1] | parts[2] | {"encoder.whisper"}
+
+
+def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
+    import yaml
+
+    for recipe in RECIPES:
+        config, _ = read_fit_config([str(recipe), "--optimizer.lr", "0.25", "--seed", "7"])
+        assert config.optimizer.lr == 0.25 and config.seed == 7
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(plain_config(config)))
+        assert read_fit_config([str(file)])[0] == config
+
+
+def test_a_stored_configuration_is_completed_with_what_is_newer() -> None:
+    config, _ = read_fit_config([str(CONFIGS / "nano.yaml")])
+    plain = plain_config(config)
+    old = {key: dict(value) if isinstance(value, dict) else value for key, value in plain.items() if key != "balance"}
+    del old["data"]["sounds"], old["objective"]["ctc_words"]
+    assert old != plain and completed(old) == plain
+    assert completed({"model": 3}) == {"model": 3}  # of somebody else
+
+
+@pytest.mark.parametrize(
+    ("model", "sounds", "ctc", "ctc_sounds"),
+    [({}, True, 13, 46), ({}, False, 13, 0), ({"ctc": 40}, True, 40, 46), ({"ctc": 40, "ctc_sounds": 50}, True, 40, 50)],
+)
+def test_the_head_has_the_ids_that_the_data_need(model: dict[str, Any], sounds: bool, ctc: int, ctc_sounds: int) -> None:
+    digits = SpokenDigitsConfig(digit_phrases=("{}",), arithmetic_phrases=("{}",))
+    data = DataConfig((SourceConfig(digits=digits),), alignment="words", sounds=sounds)
+    config = with_alignment(FitConfig(budget=BudgetConfig(steps=1), model=ModelSection(preset="nano", **model), data=data))
+    assert (config.model.ctc, config.model.ctc_sounds) == (ctc, ctc_sounds)
+    shape = changed(preset("nano"), config.model)
+    assert SpeechModel(shape).alignment_head.out_features == ctc + ctc_sounds
+
+
+def test_what_starts_from_the_demonstrations_model_spells_as_it_does() -> None:
+    (wanted, _), (config, _) = (read_fit_config([str(CONFIGS / f"{one}.yaml")]) for one in ("nano", "nano-lora"))
+    assert config.model.init_from == "runs/nano/model"
+    spelt = [build_alignment(one.data, Tokenizer.bytes()) for one in (wanted, config)]
+    text = "and twice that? say it again please what is one plus two"
+    assert spelt[0].ids(text) == spelt[1].ids(text) != [] and spelt[0].size == spelt[1].size
+
+
+def test_a_head_of_other_ids_begins_anew(tmp_path: Path) -> None:
+    from train.trainer.initial_model import _with_weights
+
+    source = SpeechModel(dataclasses.replace(preset("nano"), ctc=12, ctc_sounds=8))
+    for config, kept in ((source.config, True), (dataclasses.replace(source.config, ctc=20, ctc_sounds=0), False)):
+        model = _with_weights(config, source)
+        assert torch.equal(model.alignment_head.weight, source.alignment_head.weight) == kept
+        assert torch.equal(model.encoder.whisper.ln_post.weight, source.encoder.whisper.ln_post.weight)
+    without = changed(source.config, ModelSection(init_from="x", ctc=0))
+    assert (without.ctc, without.ctc_sounds) == (0, 0)
+    with pytest.raises(UserError, match=r"ctc_sounds is 8, a second spelling, but ctc is 0"):
+        dataclasses.replace(source.config, ctc=0)
+
+
+def test_overrides_change_the_preset_only_where_they_say() -> None:
+    base = preset("nano")
+    config = changed(base, ModelSection(preset="nano", decoder={"layers": 7}, ctc=30))
+    assert config == dataclasses.replace(base, ctc=30, decoder=dataclasses.replace(base.decoder, layers=7))
+    with pytest.raises(UserError, match=r"model\.decoder: unknown key 'layerz'; did you mean 'layers'"):
+        changed(base, ModelSection(preset="nano", decoder={"layerz": 7}))
+    with pytest.raises(UserError, match="neither preset nor init_from"):
+        ModelSection()
+
+
+def test_random_weights_depend_on_the_seed_only() -> None:
+    a, b, c = (build_initial(small(), seed).model.state_dict() for seed in (1, 1, 2))
+    assert all(t.equal(b[name]) for name, t in a.items())
+    assert any(not t.equal(c[name]) for name, t in a.items())
+
+
+@pytest.mark.parametrize("with_preset", [False, True])
+def test_init_from_gives_the_weights_of_the_folder(folder: str, with_preset: bool) -> None:
+    stored = build_initial(ModelSection(init_from=folder), 0).model.state_dict()
+    section = small(init_from=folder) if with_preset else ModelSection(init_from=folder)
+    initial = build_initial(dataclasses.replace(section, ctc=12), 0)
+    assert initial.config.ctc == 12
+    state = initial.model.state_dict()
+    assert all(state[name].equal(t) for name, t in stored.items())
+    assert {name for name in state if name not in stored} == {"alignment_head.weight", "alignment_head.bias"}
+    assert all(p.requires_grad for p in initial.model.parameters())
+
+
+@pytest.mark.parametrize("with_preset", [False, True])
+@pytest.mark.parametrize(
+    ("given", "head"),
+    [({}, (12, 8)), ({"ctc": 20}, (20, 8)), ({"ctc": 20, "ctc_sounds": 0}, (20, 0)), ({"ctc_sounds": 5}, (12, 5)),
+     ({"ctc": 0}, (0, 0))],
+)  # fmt: skip
+def test_a_run_keeps_the_folders_alignment_head_and_a_plan_knows_it(
+    given: dict[str, Any], head: tuple[int, int], with_preset: bool, tmp_path: Path
+) -> None:
+    stored = changed(preset("nano"), small(ctc=12, ctc_sounds=8))
+    save_folder(tmp_path / "heard", stored, SpeechModel(stored).state_dict(), Tokenizer.bytes())
+    start = {"init_from": str(tmp_path / "heard"), **given}
+    section = small(**start) if with_preset else ModelSection(**start)
+    model, shape = build_initial(section, 0).model, shape_of(section)
+    assert shape == model.config and (shape.ctc, shape.ctc_sounds) == head
+    counts = count_parameters(paper_model(FitConfig(BudgetConfig(steps=1), section, DataConfig()), shape))
+    assert sum(count.total for count in counts) == sum(p.numel() for p in model.parameters())
+    assert any(count.part == "alignment head" for count in counts) == (head[0] > 0)
+
+
+def test_a_configuration_that_does_not_fit_names_the_field(folder: str) -> None:
+    with pytest.raises(UserError, match=r"model\.decoder\.layers is 2, but the weights in .*small are of a model with 1"):
+        build_initial(small(init_from=folder, decoder={**SMALL["decoder"], "layers": 2}), 0)
+    with pytest.raises(UserError, match=r"model\.layout\.fill is 'sampled', but .* 'pad'"):
+        build_initial(ModelSection(init_from=folder, layout={"fill": "sampled"}), 0)
+    stored = changed(preset("nano"), small())
+    shorter = from_dict(ModelConfig, {**to_dict(stored), "decoder": {**to_dict(stored)["decoder"], "context": 64}})
+    check_fits(stored, shorter, folder)  # no weight depends on it
+
+
+def test_a_tokenizer_is_needed_where_bytes_do_not_fit() -> None:
+    assert len(choose_tokenizer(small(), preset("nano"))) == 256
+    with pytest.raises(UserError, match=r"model\.tokenizer is missing: the text stream has 151936 ids"):
+        choose_tokenizer(ModelSection(preset="qwen3-0.6b"), preset("qwen3-0.6b"))
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: OptimizerConfig(lr=-1.0), "optimizer.lr is -1.0"),
+        (lambda: OptimizerConfig(muon_lr=1e308), "optimizer.muon_lr is 1e.308; it must lie between 0 and 1000"),
+        (lambda: GroupConfig("*", lr=float("inf")), "optimizer.groups '[*]': lr is inf; it must lie between 0 and 1000"),
+        (lambda: BudgetConfig(minutes=float("inf")), "budget.minutes is inf"),
+        (lambda: PackingConfig(rows=0), "data.packing.rows is 0; it must be at least 1"),
+        (lambda: PackingConfig(length=99999999999), "data.packing has rows 8 and length 99999999999; make their product"),
+        (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last is 0"),
+        (lambda: ValidationConfig(rows=0), "validation.rows is 0"),
+    ],
+)
+def test_impossible_values_name_their_key(make, key: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match=key):
+        make()
+
+
+def test_restarting_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for name in ("metrics.csv", "curves.png", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "model").mkdir()
+    clear(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "notes.txt"]
+
+
+def test_overrides_reach_into_lists(tmp_path):
+    file = tmp_path / "run.yaml"
+    sources = "sources: [{weight: 1}, {weight: 2, digits: {arithmetic: 0.5}}]"
+    file.write_text(f"budget: {{steps: 3}}\nmodel: {{preset: nano}}\ndata: {{{sources}}}\n")
+    config, name = read_fit_config([
+        *(str(file), "--data.sources.1.weight", "5", "--seed", "4"),
+        *("--data.sources.1.digits.lengths=[1, 2]", "--data.sources.0.recorded.held_out", "[anna]"),
+    ])  # fmt: skip
+    first, second = config.data.sources
+    assert (first.weight, second.weight, config.seed, name) == (1, 5, 4, "run")
+    assert second.digits.arithmetic == 0.5 and second.digits.lengths == (1, 2) and first.recorded.held_out == ("anna",)
+    for option, text in (
+        ("--data.sources.2.weight", "data.sources of .*run.yaml has 2 entries, counted from 0; 2 is none"),
+        ("--data.sources.x.weight", "x"),
+        ("--data.sources.0.wieght", "unknown key data.sources\\[0\\].wieght; did you mean data.sources\\[0\\].weight"),
+        ("--seed.0.x", "seed"),
+    ):
+        with pytest.raises(UserError, match=text):
+            read_fit_config([str(file), option, "1"])

@@ -1,0 +1,301 @@
+"""The loader goes on exactly where it stood (law 9), and makes the same steps on any number of processes and workers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni.errors import UserError
+from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, pipeline_of
+from train.data.batching.batch import Batch
+from train.data.batching.examples import Clip
+from train.data.batching.loader import StepLoader, process_lanes
+from train.data.batching.packer import Lane, lane_key, merge
+from train.data.batching.pipeline import Pipeline
+from train.data.batching.transcripts import Alignment
+from train.data.config import PackingConfig
+from train.data.rows import parquet
+from train.data.sources.base import StoredSource
+from train.data.sources.mixture import Mixture, TaskMixture
+
+ROOT = Path(__file__).parent.parent.parent.parent.parent
+
+
+def same(a: Batch, b: Batch) -> None:
+    for name in Batch.TENSORS:
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    for name in ("mel_lengths", "frames", "transcripts", "examples", "positions", "state"):
+        assert getattr(a, name) == getattr(b, name), name
+
+
+def same_steps(found: list[list[Batch]], wanted: list[list[Batch]]) -> None:
+    assert len(found) == len(wanted)
+    for step, reference in zip(found, wanted, strict=True):
+        assert len(step) == len(reference)
+        for a, b in zip(step, reference, strict=True):
+            same(a, b)
+
+
+def take(loader: StepLoader, steps: int) -> list[list[Batch]]:
+    out = [next(loader) for _ in range(steps)]
+    loader.close()
+    return out
+
+
+def plainly_stored(states: dict) -> dict:
+    """What a checkpoint makes of it."""
+    return json.loads(json.dumps(states))
+
+
+def anew(name: str, **options) -> Pipeline:
+    """A pipeline that has drawn nothing: sources of 7 and 5 rows, gone through several times, and an endless one."""
+    return pipeline_of(MODELS[name], sizes=(None, 7, 5), weights=(2, 1, 1), **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"turns": 2}, {"repeat": 3}], ids=["rows", "turns", "repeats"])
+def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
+    whole = StepLoader(anew(name, **options), 2)
+    wanted, states = [], []
+    for _ in range(5):
+        wanted.append(next(whole))
+        states.append(plainly_stored(whole.states))
+    for stop in range(4):
+        resumed = StepLoader(anew(name, **options), 2, start_step=stop + 1, states=states[stop])
+        same_steps(take(resumed, min(2, 4 - stop)), wanted[stop + 1 : stop + 3])
+
+
+@pytest.mark.parametrize("room", [0, parquet.KEPT_CHUNKS])
+def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_path, monkeypatch):
+    """Also where nothing of the files was kept when it stopped, and where there is no room to keep it."""
+    model = MODELS["codec2"]
+    source = ToySource("toy", 80, codec_of(model))
+    for file in range(20):
+        parquet.write_rows(tmp_path / f"{file:02}.parquet", [source.row(4 * file + i) for i in range(4)], row_group=2)
+
+    def stored(**state) -> StepLoader:
+        mixture = Mixture([StoredSource(tmp_path)], [1.0], seed=3)
+        packing = PackingConfig(rows=2, length=160, buffer=6)
+        return StepLoader(Pipeline(mixture, [TaskMixture(TASKS)], maker_of(model), packing, 3), 2, **state)
+
+    whole = stored()
+    next(whole)
+    states = plainly_stored(whole.states)
+    wanted = take(whole, 3)
+    monkeypatch.setattr(parquet, "KEPT_CHUNKS", room)
+    same_steps(take(stored(start_step=1, states=states), 3), wanted)
+    same_steps(take(stored(start_step=1, states=states, workers=1), 3), wanted)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_stopped_and_resumed(workers):
+    wanted = take(StepLoader(anew("codec2"), 2, workers=workers), 6)
+    whole = StepLoader(anew("codec2"), 2, workers=workers)
+    for stop in (1, 4):  # with two workers, their sub-lanes then stand at different steps
+        while whole.step < stop:
+            next(whole)
+        resumed = StepLoader(anew("codec2"), 2, workers=workers, start_step=stop, states=plainly_stored(whole.states))
+        same_steps(take(resumed, 2), wanted[stop : stop + 2])
+    whole.close()
+
+
+def test_one_worker_makes_what_none_makes():
+    same_steps(take(StepLoader(anew("codec2"), 2, workers=1), 4), take(StepLoader(anew("codec2"), 2), 4))
+
+
+@pytest.mark.parametrize("now", [0, 1, 3, 4])
+def test_a_run_begun_with_two_workers_goes_on_alike_with_any_number(now):
+    wanted = take(StepLoader(anew("codec2"), 2, workers=2), 6)
+    begun = StepLoader(anew("codec2"), 2, workers=2)
+    for _ in range(3):
+        next(begun)
+    states = plainly_stored(begun.states)
+    begun.close()
+    same_steps(take(StepLoader(anew("codec2"), 2, workers=now, start_step=3, states=states), 3), wanted[3:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_processes_make_the_micro_batches_of_one(name):
+    wanted = take(StepLoader(anew(name), 4), 4)
+    halves = [take(StepLoader(anew(name), 4, process_lanes(4, rank, 2)), 4) for rank in range(2)]
+    same_steps([a + b for a, b in zip(*halves, strict=True)], wanted)
+
+
+def test_a_run_on_two_processes_goes_on_alike_on_one_and_on_four():
+    wanted = take(StepLoader(anew("codec2"), 4), 5)
+    halves = [StepLoader(anew("codec2"), 4, process_lanes(4, rank, 2)) for rank in range(2)]
+    for loader in halves:
+        next(loader), next(loader)
+    states = plainly_stored(merge([loader.states for loader in halves]))
+    assert sorted(states) == [lane_key(lane, 0) for lane in range(4)]
+    same_steps(take(StepLoader(anew("codec2"), 4, start_step=2, states=states), 3), wanted[2:])
+    quarters = [
+        take(StepLoader(anew("codec2"), 4, process_lanes(4, rank, 4), start_step=2, states=states), 3) for rank in range(4)
+    ]
+    same_steps([[a, b, c, d] for (a,), (b,), (c,), (d,) in zip(*quarters, strict=True)], wanted[2:])
+
+
+def test_resuming_makes_the_waiting_draws_again_and_nothing_else():
+    """The loader is never replayed: what it costs to go on does not grow with the length of the run."""
+    codec = codec_of(MODELS["codec2"])
+
+    def pipeline(source: ToySource) -> Pipeline:
+        tasks, maker = TaskMixture({"T1T2": 1.0}), maker_of(MODELS["codec2"])
+        return Pipeline(Mixture([source], [1.0]), [tasks], maker, PackingConfig(2, 160, 6))
+
+    lane = Lane(pipeline(ToySource("toy", None, codec)), 0, 1)
+    for _ in range(20):
+        batch = lane.batch()
+    source = ToySource("toy", None, codec)
+    resumed = Lane(pipeline(source), 0, 1, state=batch.state)
+    assert source.made == batch.state["buffer"] and 0 < len(source.made) < 20 < batch.state["next"]
+    same(resumed.batch(), lane.batch())
+
+
+def test_every_draw_is_used_once_whatever_the_lanes_and_workers():
+    for lanes, ways in ((1, 1), (2, 1), (2, 3)):
+        pipeline = anew("codec2")
+        drawn: list[int] = []
+        fetch = pipeline.fetch
+        pipeline.fetch = lambda n, fetch=fetch, drawn=drawn: (drawn.append(n), fetch(n))[1]
+        for lane in range(lanes):
+            for way in range(ways):
+                packer = Lane(pipeline, lane, lanes, way, ways)
+                packer.batch()
+                mine = [n for n in drawn if n % lanes == lane and n // lanes % ways == way]
+                assert mine == [lane + lanes * (way + ways * k) for k in range(len(mine))]
+        assert len(drawn) == len(set(drawn))
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    loader = StepLoader(anew("codec2"), 2)
+    next(loader)
+    with pytest.raises(UserError, match=r"resume with the same micro_batches"):
+        next(StepLoader(anew("codec2"), 3, start_step=1, states=loader.states))
+    with pytest.raises(UserError, match=r"3 micro-batches a step cannot be shared by 2 processes"):
+        process_lanes(3, 0, 2)
+    with pytest.raises(UserError, match=r"data.workers is -1"):
+        StepLoader(anew("codec2"), 2, workers=-1)
+
+
+def broken(name: str) -> Pipeline:
+    """A mixture whose second source cannot be heard."""
+    pipeline = anew(name)
+
+    class Mute(ToySource):
+        def row(self, index):
+            row = super().row(index)
+            return replace(row, turns=tuple(replace(turn, question_audio=None, question_text="") for turn in row.turns))
+
+    pipeline.mixture.sources[1] = Mute("mute.parquet", 7, codec_of(MODELS[name]))
+    return pipeline
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_mistake_found_by_a_worker_is_the_same_one_line(workers):
+    loader = StepLoader(broken("codec2"), 1, workers=workers)
+    line = r"^mute.parquet row \d, turn 0: there is no question_\w+, which task \w+ needs"
+    with pytest.raises(UserError, match=line) as error:
+        for _ in range(10):
+            next(loader)
+    assert "\n" not in str(error.value)
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+PROGRAM = """
+import multiprocessing, sys, time
+from tests.train.data.toys import MODELS, pipeline_of
+from train.data.batching.loader import StepLoader
+loader = StepLoader(pipeline_of(MODELS["codec2"]), 1, workers=2)
+next(loader)
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+{then}
+"""
+
+
+def start(then: str) -> tuple[subprocess.Popen, list[int]]:
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM.format(then=then)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return program, [int(pid) for pid in program.stdout.readline().split()]
+
+
+def gone(pids: list[int], seconds: float = 20) -> bool:
+    """Whether they end in time (a zombie that nobody has collected has ended)."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
+def test_workers_leave_signals_to_the_run_and_end_with_it_even_when_it_is_killed():
+    program, workers = start("time.sleep(600)")
+    assert len(workers) == 2
+    for pid in workers:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert all(_runs(pid) for pid in workers)
+    program.kill()
+    program.wait()
+    assert gone(workers)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
+def test_workers_end_with_a_program_that_leaves_the_loader_open():
+    program, workers = start("pass")
+    try:
+        assert len(workers) == 2 and gone(workers)
+        assert program.wait(timeout=20) == 0
+    finally:
+        program.kill()
+        program.wait()
+
+
+def test_workers_end_when_the_loader_is_closed():
+    loader = StepLoader(anew("codec2"), 1, workers=2)
+    before = set(multiprocessing.active_children())
+    next(loader)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    loader.close()
+    assert gone([worker.pid for worker in workers])
+
+
+def test_clips_carry_their_transcripts_through_a_worker():
+    model = MODELS["codec2"]
+    alignment = Alignment("letters")
+    spelling = replace(model, ctc=alignment.size)
+    codec = codec_of(model)
+
+    def pipeline() -> Pipeline:
+        return Pipeline(
+            Mixture([ToySource("toy", None, codec)], [1.0]),
+            [TaskMixture({"A1T1": 1.0})],
+            maker_of(spelling, alignment=alignment),
+            PackingConfig(2, 160, 6),
+        )
+
+    (here,), (there,) = take(StepLoader(pipeline(), 1), 1)[0], take(StepLoader(pipeline(), 1, workers=1), 1)[0]
+    same(here, there)
+    assert len(here.transcripts) == here.examples and any(here.transcripts)
+    assert isinstance(pipeline().fetch(0).clips[0], Clip)

@@ -1,0 +1,310 @@
+"""`data filter`: the rows that rules allow, as they were and in their order, and why the others are gone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jiwer
+import pytest
+import torch
+import whisper
+from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
+
+from omni.codec import base as codecs
+from omni.errors import UserError
+from tests.train.data.inspect.toys import BAD_PARTS, Beeper, noise, only_snac, row, spoilt, stored, wav
+from train.console.progress import percent
+from train.data.inspect.checks import Bounds, check_row
+from train.data.inspect.filter import DROPPED, Judge, filter_rows, main
+from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_rules
+from train.data.inspect.scan import Found, Scan
+from train.data.prepare.codecs import Codecs
+from train.data.prepare.lock import FolderLock
+from train.data.prepare.shards import checksum
+from train.data.rows.parquet import StoredRows
+from train.data.rows.row import Codes, Sound, to_plain
+from train.scoring.asr import Hearing, error_rate
+
+
+def rules(folder: Path, text: str) -> Path:
+    (folder / "rules.yaml").write_text(text)
+    return folder / "rules.yaml"
+
+
+def dropped(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / DROPPED).read_text().splitlines()]
+
+
+HALF_SILENT = torch.cat([torch.zeros(8000), noise(1, 1)])
+RULES = {
+    "question_seconds: {min: 1.05}": ("question_seconds", {"question_audio": Sound(data=wav(noise(1.0, 1)))}),
+    "answer_seconds: {max: 3}": ("answer_seconds", {"answer_audio": Sound(data=wav(noise(3.2, 1))), "answer_codes": None}),
+    "question_chars: {max: 20}": ("question_chars", {"question_text": "say " + "one " * 7}),
+    "answer_chars: {min: 5}": ("answer_chars", {"answer_text": "a  b"}),
+    "chars_per_second: {max: 20}": ("chars_per_second", {"question_audio": Sound(data=wav(noise(0.5, 1)))}),
+    "silence_share: {max: 0.2}": ("silence_share", {"question_audio": Sound(data=wav(HALF_SILENT))}),
+    "clipping: {max: 0}": ("clipping", {"answer_audio": Sound(data=wav(torch.ones(16000)))}),
+    "languages: [en, de]": ("languages", {"language": "nl"}),
+    "sources: [toy]": ("sources", {"source": "elsewhere"}),
+    "speakers: [s0, s1, s2]": ("speakers", {"speaker": "who"}),
+    "without_speakers: [who]": ("without_speakers", {"speaker": "who"}),
+    "tasks: ['', A1A2]": ("tasks", {"task": "T1T2"}),
+    "require: [answer_audio]": ("require", {"answer_audio": None}),
+    "drop_duplicates: [row]": ("drop_duplicates", {}),
+    "drop_duplicates: [text]": ("drop_duplicates", {"question_audio": None}),
+    "drop_duplicates: [question_audio]": ("drop_duplicates", {"question_text": "another one"}),
+    "{}": ("broken_sound", {"question_audio": Sound(data=b"RIFF")}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_drops_its_row_and_no_other(rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, changes = RULES[rule]
+    rows = [row(i) for i in range(12)]
+    rows[9] = row(3 if name == "drop_duplicates" else 9, **changes)
+    data, out = stored(tmp_path / "data", rows), tmp_path / "out"
+    assert main([str(data), str(out), "--rules", str(rules(tmp_path, rule))]) == 0
+    (line,) = dropped(out)
+    assert line["row"] == 9 and line["where"] == f"{data / 'rows-00001.parquet'} row 1" and line["id"] == rows[9].id
+    assert [reason["rule"] for reason in line["reasons"]] == [name]
+    kept = StoredRows(out, tmp_path / "cache")
+    wanted = [to_plain(row) for i, row in enumerate(StoredRows(data, tmp_path / "cache")) if i != 9]
+    assert [to_plain(row) for row in kept] == wanted
+    report = json.loads((out / "report.json").read_text())
+    assert report["rows"] == 11 and report["dropped"] == 1 and report["rules"] == {name: 1}
+    assert [shard["crc32"] for shard in report["shards"]] == [checksum(out / "rows-00000.parquet")]
+    assert "11 of 12 rows kept" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {"rows-00000.parquet", "report.json", DROPPED}
+
+
+def test_broken_rows_can_be_kept_but_not_unreadable_ones(tmp_path: Path) -> None:
+    rows = [row(i) for i in range(20)]
+    rows[2] = row(2, question_audio=Sound(data=b"RIFF"))
+    data = stored(tmp_path / "data", rows, per_file=8)
+    (data / "rows-00001.parquet").write_bytes(b"PAR1")
+    report = filter_rows(data, tmp_path / "out", Judge(Rules(drop_errors=False)))
+    assert report["rows"] == 12 and [line["reasons"][0]["rule"] for line in dropped(tmp_path / "out")] == ["unreadable"]
+    again = filter_rows(tmp_path / "out", tmp_path / "again", Judge(Rules()))
+    assert again["rows"] == 11 and again["rules"] == {"broken_sound": 1}
+
+
+@pytest.mark.parametrize("drop_errors", [True, False])
+def test_bad_parts_cost_their_row_alone(drop_errors: bool, tmp_path: Path) -> None:
+    data = spoilt(tmp_path / "data", *BAD_PARTS)
+    report = filter_rows(data, tmp_path / "out", Judge(Rules(drop_errors=drop_errors)))
+    rules = {"missing_reference": 2, "word_times": 1, "unreadable": 1}
+    assert report["rules"] == {name: count for name, count in rules.items() if drop_errors or name != "word_times"}
+    assert report["rows"] == (4 if drop_errors else 5) and [line["row"] for line in dropped(tmp_path / "out")][:2] == [2, 3]
+
+
+def test_codes_that_can_never_be_heard_cost_their_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_snac(monkeypatch)
+    rows = [row(0, "snac"), row(1, answer_codes=Codes("hubert", torch.zeros(1, 30, dtype=torch.int32))), row(2, "snac")]
+    rows = [replace(each, turns=(replace(each.turns[0], answer_audio=None),)) for each in rows]
+
+    class Ear:
+        def hear(self, audio: torch.Tensor, language: str) -> str:
+            return rows[0].turns[0].answer_text
+
+    rules = Rules(drop_errors=False, max_wer=WerRule(answer=9.0))
+    judge = Judge(rules, Codecs(tmp_path / "snac"), Ear())  # type: ignore[arg-type]
+    assert [judge.reasons(each)[0] for each in rows] == [
+        [],
+        [("max_wer", "answer 0: its codes are of 'hubert', which cannot be decoded here")],
+        [],
+    ]
+    with pytest.raises(UserError, match="None holds no snac"):
+        Judge(rules, Codecs(), Ear()).reasons(rows[0])  # type: ignore[arg-type]
+
+
+def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = stored(tmp_path / "data", [row(0), row(1)])
+    for name in ("large", "here", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "large")
+    filter_rows(data, tmp_path / "link", Judge(Rules()))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "rows-00000.parquet").is_file()
+    filter_rows(data, tmp_path / "empty" / ".." / "empty", Judge(Rules()))
+    assert (tmp_path / "empty" / "report.json").is_file()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "../here", ""):
+        with pytest.raises(UserError, match="is the folder that this runs in"):
+            filter_rows(data, Path(out), Judge(Rules()))
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "large", "here", "empty", "link"}
+
+
+@pytest.mark.parametrize("rows_per_file", [3, 50])
+def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
+    """Many shards out, few rows in each file in; every third row is dropped."""
+    many = [row(i, question_audio=Sound(data=wav(noise(2.5, i)))) for i in range(100)]
+    data = stored(tmp_path / "data", many, per_file=rows_per_file)
+    report = filter_rows(data, tmp_path / "out", Judge(Rules(speakers=("s1", "s2"))), shard_mb=1)
+    assert len(report["shards"]) > 1 and sum(shard["rows"] for shard in report["shards"]) == report["rows"] == 66
+    ids = [item.row.id for item in Scan(tmp_path / "out") if isinstance(item, Found) and item.row]
+    assert ids == [f"r{i}" for i in range(100) if i % 3]
+
+
+def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "clips").mkdir(parents=True)
+    sound = wav(noise(1.3, "clip"))
+    (data / "clips" / "a.wav").write_bytes(sound)
+    stored(data, [row(0), row(1, question_audio=Sound(path="clips/a.wav", folder=data))])
+    filter_rows(data, tmp_path / "elsewhere" / "out", Judge(Rules()))
+    kept = [item for item in Scan(tmp_path / "elsewhere" / "out") if isinstance(item, Found)]
+    assert kept[1].plain["turns"][0]["question_audio"] == {"bytes": sound, "path": None}
+
+
+def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = stored(tmp_path / "data", [row(0), row(1)]), tmp_path / "out"
+    with pytest.raises(UserError, match=r"none of the 2 rows of .* is kept: languages drops 2; loosen"):
+        filter_rows(data, out, Judge(Rules(languages=("xx",))))
+    with FolderLock(tmp_path / "out.filtering"), pytest.raises(UserError, match=r"is in use: process \d+ on .* writes into it"):
+        filter_rows(data, out, Judge(Rules()))
+    judge = Judge(Rules())
+    monkeypatch.setattr(judge, "reasons", lambda row: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        filter_rows(data, out, judge)
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}
+    filter_rows(data, out, Judge(Rules()))
+    with pytest.raises(UserError, match="exists: choose another"):
+        filter_rows(data, out, Judge(Rules()))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("question_second: {max: 3}", "unknown key 'question_second'; did you mean 'question_seconds'"),
+        ("question_seconds: {maximum: 3}", "unknown key 'maximum'; did you mean 'max'"),
+        ("question_seconds: 3", "question_seconds is 3; it must be a mapping with keys of Range: min, max"),
+        ("question_seconds: {min: 3, max: 1}", "rules.yaml: a rule asks for at least 3 and at most 1"),
+        ("languages: en", "languages is 'en'; it must be a list"),
+        ("drop_duplicates: [rows]", "it must be one of 'row'"),
+        ("require: {", "cannot be read: .*"),
+        ("max_wer: {question: 0.1}", "max_wer needs a Whisper"),
+    ],
+)
+def test_rules_that_are_none(text: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=why) as error:
+        main([str(stored(tmp_path / "d", [row(0)])), str(tmp_path / "o"), "--rules", str(rules(tmp_path, text))])
+    assert "\n" not in str(error.value) and "rules.yaml" in str(error.value)
+    with pytest.raises(UserError, match="do not exist"):
+        read_rules(tmp_path / "none.yaml")
+
+
+def test_a_turn_is_held_only_to_what_it_has() -> None:
+    bare = row(0, question_audio=None, answer_audio=None, answer_codes=None, answer_text="x")
+    most = Range(min=9.0)
+    strict = Rules(question_seconds=most, answer_seconds=most, silence_share=most, clipping=most)
+    assert not list(broken_rules(strict, bare, check_row(bare, Bounds(), Codecs())))
+    full = row(0)
+    assert len(list(broken_rules(strict, full, check_row(full, Bounds(), Codecs())))) == 6
+
+
+# --- hearing ------------------------------------------------------------------------------------------------------------
+
+
+def tiny_whisper(seed: int = 0, vocabulary: int = 51865) -> whisper.model.Whisper:
+    torch.manual_seed(seed)
+    model = whisper.model.Whisper(whisper.model.ModelDimensions(80, 1500, 16, 2, 1, vocabulary, 20, 16, 2, 1))
+    with torch.no_grad():
+        model.decoder.positional_embedding.normal_()
+        model.decoder.token_embedding.weight.normal_()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny_whisper()
+    file = tmp_path_factory.mktemp("whisper") / "tiny.pt"
+    torch.save({"dims": asdict(model.dims), "model_state_dict": model.state_dict()}, file)
+    return file
+
+
+def test_word_error_rate_is_jiwers_on_what_the_whisper_says(weights: Path, tmp_path: Path) -> None:
+    """The model is random, so what it says is nonsense; what is compared is that the same nonsense is judged."""
+    sound = noise(1.2, "heard")
+    theirs = whisper.transcribe(
+        tiny_whisper(), Sound(data=wav(sound)).load(16000).numpy(), language="en", temperature=0.0, fp16=False,
+        condition_on_previous_text=False, no_speech_threshold=None,
+    )["text"].strip()  # fmt: skip
+    normal = EnglishTextNormalizer()
+    said = normal(theirs)
+    assert said.split()
+    texts = ["say one two", f"{said.split()[0]} at least"]
+    rates = [jiwer.wer(normal(text), said) for text in texts]
+    hearing = Hearing(weights)
+    judged = Judge(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), hearing=hearing)
+    worse = rates.index(max(rates))
+    for i, text in enumerate(texts):
+        reasons, _ = judged.reasons(row(0, question_text=text, question_audio=Sound(data=wav(sound))))
+        assert bool(reasons) == (i == worse)
+        if reasons:
+            assert reasons[0][0] == "max_wer" and f"word error rate {percent(rates[i])}, the most is" in reasons[0][1]
+            assert repr(theirs) in reasons[0][1]
+    assert not judged.reasons(row(0, question_audio=None))[0] and not judged.reasons(row(0, question_text=""))[0]
+
+
+@pytest.mark.parametrize(("language", "normal"), [("en-US", EnglishTextNormalizer()), ("nl", BasicTextNormalizer())])
+def test_error_rates_are_jiwers(language: str, normal) -> None:
+    pairs = (("It's 2 o'clock.", "it is two o clock"), ("Colour!", "color"), ("a b c", ""), ("Een, twee", "één twee drie"))
+    for text, heard in pairs:
+        assert error_rate(text, heard, language) == pytest.approx(jiwer.wer(normal(text).strip(), normal(heard).strip()))
+    assert error_rate("!", "", language) == 0 and error_rate("你好吗", "你好", "zh") == pytest.approx(1 / 3)
+
+
+def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(codecs._loaders, "snac", lambda folder, device: Beeper("snac"))
+    turn = row(1, "snac", answer_audio=None)
+    asked = []
+
+    class Ear:
+        def hear(self, audio: torch.Tensor, language: str) -> str:
+            asked.append((len(audio), language))
+            return turn.turns[0].answer_text
+
+    judge = Judge(Rules(max_wer=WerRule(answer=0.0)), hearing=Ear())  # type: ignore[arg-type]
+    assert not judge.reasons(turn)[0]
+    assert asked == [(200 * turn.turns[0].answer_codes.frames.shape[1], "en")]  # type: ignore[union-attr]
+
+
+def test_hugging_face_folders_hear_the_same(weights: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WhisperConfig(
+        vocab_size=51865, num_mel_bins=80, d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=1500, max_target_positions=20,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    hearing = Hearing(tmp_path / "hf")
+    mel, ids = torch.randn(1, 80, 3000), torch.tensor([[50258, 50259, 7, 9]])
+    with torch.no_grad():
+        theirs = model(input_features=mel, decoder_input_ids=ids).logits
+        ours = hearing.model(mel, ids)
+    assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_weights_that_are_no_whisper(weights: Path, tmp_path: Path) -> None:
+    data = torch.load(weights, weights_only=True)
+    name = "decoder.blocks.0.cross_attn.key.weight"
+    less = {key: value for key, value in data["model_state_dict"].items() if key != name}
+    for number, (broken, why) in enumerate(
+        (
+            ({**data, "model_state_dict": less}, f"tensor {name} is missing"),
+            ({**data, "dims": {**data["dims"], "n_mels": "x"}}, "n_mels is 'x'"),
+            ({**data, "dims": {**data["dims"], "n_audio_ctx": 700}}, "hears 700 frames at once"),
+            ({"weights": 1}, "is no Whisper of OpenAI's"),
+        )
+    ):
+        file = tmp_path / f"{number}.pt"
+        torch.save(broken, file)
+        with pytest.raises(UserError, match=why):
+            Hearing(file)
+    with pytest.raises(UserError, match="does not exist"):
+        Hearing(tmp_path / "none.pt")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match="has model_type 'bert'"):
+        Hearing(tmp_path)

@@ -1,0 +1,128 @@
+"""`python -m train data prepare`: options, a file of them, what is shown meanwhile and at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from omni.codec.base import load_codec
+from omni.errors import UserError
+from tests.train.data.readers.toys import flac, heard, write_tone
+from train.cli import main
+from train.console import rates as show
+from train.data.prepare import worker as blocks
+from train.data.prepare.report import MISSING, reason_of
+from train.data.prepare.rows import stored as stored_sound
+from train.data.readers.files import Files
+from train.data.rows.parquet import StoredRows
+from train.data.rows.row import Sound
+
+COLUMNS = "{question_audio: wav, question_text: transcript, answer_text: reply, answer_audio: said}"
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def table(folder: Path, count: int, missing: tuple[int, ...] = ()) -> Path:
+    """Rows of columns with names of their own; the recordings of `missing` are not there."""
+    lines = ["transcript,wav,reply,said"]
+    for index in range(count):
+        if index not in missing:
+            write_tone(folder / f"wav/q{index}.wav", 0.1, 200 + index)
+        lines.append(f"Frage {index}?,q{index}.wav,Antwort {index}.,a.wav")
+    write_tone(folder / "wav/a.wav", 0.2, 500)
+    (folder / "my.csv").write_text("\n".join(lines) + "\n")
+    return folder / "my.csv"
+
+
+def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monkeypatch, capsys):
+    """Options outweigh the file; the rows are what was asked for, and the report says what they are."""
+    monkeypatch.setattr(blocks, "_TICK_SECONDS", 0.0)
+    monkeypatch.setattr(show, "LINE_SECONDS", 0.0)
+    source = table(tmp_path / "in", 40, missing=(2, 33))
+    read = f"read: {{folder: {tmp_path / 'in/wav'}, language: fr, name: mine}}"
+    (tmp_path / "options.yaml").write_text(f"{read}\ncodec: codec2\nlimit: 39\nworkers: 1\n")
+    options = ["--config", tmp_path / "options.yaml", "--read.columns", COLUMNS, "--read.language", "de"]
+    command = ["data", "prepare", source, tmp_path / "out", *options, "--limit", "36", "--workers", "0", "--progress", "lines"]
+    assert run(*command) == 0
+    rows = list(StoredRows(tmp_path / "out"))
+    assert [row.turns[0].question_text for row in rows] == [f"Frage {i}?" for i in range(36) if i not in (2, 33)]
+    assert {(row.source, row.language) for row in rows} == {("mine", "de")}
+    heard(rows[2].turns[0].question_audio, 0.1, 203)
+    turn = rows[2].turns[0]
+    codec = load_codec("codec2")
+    wanted = codec.encode(Sound(data=flac(0.2, 500)).load(codec.sample_rate))
+    assert turn.answer_text == "Antwort 3." and turn.answer_codes is not None and turn.answer_audio is None
+    assert turn.answer_codes.frames.tolist() == wanted.tolist()
+    shown = capsys.readouterr()
+    report = shown.out.splitlines()
+    assert report[:2] == [f"34 rows of 36 items in {tmp_path / 'out'}", "34 answers encoded"]
+    assert report[2] == "3s of spoken questions, 7s of spoken answers"
+    assert report[3] == f"2 items made no row: see {tmp_path / 'out' / 'broken.csv'}"
+    stored = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert stored["reasons"] == {MISSING: 2}  # one reason, whatever the names
+    assert report[4] == f"       2  {MISSING}" and len(report) == 7
+    for line, number in zip(report[5:], (2, 33), strict=True):
+        assert line.strip().startswith(f"{source} line {number + 2}: 'q{number}.wav' is not there: "), line
+    *lines, last = shown.err.splitlines()
+    line = r"(\d+) of 36 items \(\d+\.\d%\), (starting|\d+\.\d items/s, \d+\.\dx real time, \d+s left)"
+    found = [match for text in lines if (match := re.fullmatch(line, text))]
+    done = [int(match[1]) for match in found]
+    assert len(found) == len(lines) and done == sorted(done) and set(done) == set(range(1, 37))
+    assert found[0][2] == "starting" and found[-1][2].endswith(", 0s left")
+    assert re.fullmatch(r"took \d+s", last)
+    assert run(*command, "--progress", "off") == 0  # whole already
+    assert capsys.readouterr() == (shown.out, "")
+
+
+@pytest.mark.parametrize("name", ["gone.wav", "a/b.flac", "s3://bucket/gone.wav"])
+def test_recordings_that_are_missing_are_one_reason(name, tmp_path):
+    """Of a set, and of rows that have been prepared before; what is there and broken is none of them."""
+    (tmp_path / "broken.wav").write_bytes(b"RIFFnothing")
+    for read in (lambda name: Files(tmp_path).file(name), lambda name: stored_sound(Sound(path=name, folder=tmp_path), 0)):
+        with pytest.raises(UserError) as error:
+            read(name)
+        assert reason_of(str(error.value)) == reason_of(f"turn 3: {error.value}") == MISSING
+    with pytest.raises(UserError) as error:
+        stored_sound(Sound(path="broken.wav", folder=tmp_path), 0)
+    assert reason_of(str(error.value)) == str(error.value)
+
+
+def test_progress_says_the_rate_and_the_time_left_of_this_start(monkeypatch):
+    """Of 100 items 20 were there; the first 10 took what starting takes, the next 30 took 20 s and are 60 s of sound."""
+    now, stream = [100.0], io.StringIO()
+    monkeypatch.setattr(show, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    display = show.Display(100, 20, "lines", stream)
+    now[0] = 115.0
+    display.tick(10, 900.0)
+    now[0] = 120.0
+    display.tick(10, 20.0)
+    now[0] = 135.0
+    display.tick(20, 40.0)
+    assert stream.getvalue().splitlines() == [
+        "30 of 100 items (30.0%), starting",
+        "60 of 100 items (60.0%), 1.5 items/s, 3.0x real time, 27s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--read.colums", "{}"], "data prepare: unrecognized arguments: --read.colums"),
+        (["--read.columns", "{sound: wav}"], "columns maps 'sound', which is no field of a row"),
+        (["--read.columns", "{answer_text: answer}"], "has no column 'answer': it has transcript, wav, reply, said"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--workers", "few"], '"workers"'),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(arguments, line, tmp_path, capsys):
+    assert run("data", "prepare", table(tmp_path / "in", 2), tmp_path / "out", *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and line in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

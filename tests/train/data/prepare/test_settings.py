@@ -1,0 +1,75 @@
+"""`data prepare`: what holds a user to the settings of an earlier start, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omni.errors import UserError
+from tests.train.data.prepare.test_prepare import made, told
+from tests.train.data.prepare.toys import ToySource
+from train.data.prepare import worker as blocks
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.prepare import prepare
+from train.data.prepare.settings import discard
+from train.data.readers import Options
+
+
+def test_a_start_that_failed_before_it_stored_leaves_nothing(tmp_path):
+    source = tmp_path / "a.csv"
+    source.write_text("question_audio,question_text,answer_text\ngone.wav,what?,that\n")
+    with pytest.raises(UserError, match="none of the first 1 items makes a row"):
+        prepare(source, tmp_path / "out", PrepareConfig(workers=0))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
+    assert prepare(source, tmp_path / "out", PrepareConfig(Options(audio="none"), workers=0)).rows == 1
+    source.write_text("question_text,answer_text\n")
+    with pytest.raises(UserError, match="has 0 items and none makes a row"):
+        prepare(source, tmp_path / "odd", PrepareConfig(workers=0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "out"]
+
+
+def test_a_start_that_stored_nothing_may_be_gone_on_with_otherwise(tmp_path, monkeypatch):
+    """As a killed one leaves it, which had no time to clear up."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("train.data.prepare.prepare.discard", lambda folder: None)
+        patch.setattr(blocks.BlockMaker, "make", _interrupted)
+        made(tmp_path / "out", ToySource(40))
+    assert (tmp_path / "out.preparing" / "settings.json").is_file()
+    assert made(tmp_path / "out", ToySource(40), codec="") == made(tmp_path / "whole", ToySource(40), codec="")
+
+
+def _interrupted(self, start, stop, tick):
+    raise KeyboardInterrupt
+
+
+def test_what_others_put_there_stays(tmp_path):
+    (tmp_path / "out.preparing").mkdir()
+    (tmp_path / "out.preparing" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="none of the first 5 items"):
+        made(tmp_path / "out", ToySource(5, broken=tuple(range(5))))
+    assert [path.name for path in (tmp_path / "out.preparing").iterdir()] == ["thesis.txt"]
+    discard(tmp_path / "nowhere")
+
+
+def test_only_the_settings_that_differ_are_named(tmp_path):
+    source = told(tmp_path / "in", "one", "two")
+    prepare(source, tmp_path / "out", PrepareConfig(workers=0))
+    other = PrepareConfig(Options(audio="none", columns={"question_text": "question_text"}), limit=1, workers=0)
+    with pytest.raises(UserError) as caught:
+        prepare(source, tmp_path / "out", other)
+    audio, columns = (
+        "read.audio was 'required' and is now 'none'",
+        "read.columns.question_text was None and is now 'question_text'",
+    )
+    named = f"{audio}, {columns}, limit was 0 and is now 1"
+    assert f"was prepared with other settings: {named}; give the same ones" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("voice", "line"), [("en-us+f9", "has no variant 'f9'"), ("+f9", "no variant"), ("xx", "no language 'xx'")]
+)
+def test_a_voice_that_is_none_is_refused_before_a_folder_is_made(voice, line, tmp_path):
+    with pytest.raises(UserError, match=line):
+        made(tmp_path / "deep" / "out", ToySource(4, "text"), speak="question", voice=f"espeak:{voice}")
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,323 @@
+"""What is wrong with other people's data: each row is named with file, place and reason, and the others are read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from tests.train.data.readers.toys import (
+    RATE,
+    cut,
+    flac,
+    llama_omni,
+    lucy,
+    moshi,
+    only_broken,
+    snac_frames,
+    snac_text,
+    tone,
+    voice_assistant,
+    write_lines,
+    write_parquet,
+    write_tone,
+)
+from train.data.readers import Broken, Options, open_source
+from train.data.rows.row import Row
+
+
+def damaged(kind: str) -> bytes:
+    """A file that is no whole recording."""
+    if kind == "empty":
+        return b""
+    if kind == "text":
+        return b"this is no sound at all"
+    return flac(0.5, 300)[:30]
+
+
+# --------------------------------------------------------------------------------------------------------------- codes
+
+
+def offsets(base: int, step: int, places: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6)) -> str:
+    """Frames with base + step x place added, as text."""
+    frames = snac_frames(3, 6)
+    return snac_text([[code + base + step * place for code, place in zip(frame, places, strict=True)] for frame in frames])
+
+
+@pytest.mark.parametrize(
+    ("codes", "why"),
+    [
+        (offsets(0, 4096), "all of them fit packing 'layers' (0 + 4096 x place added)"),
+        (offsets(0, 4160), "all of them fit packing 'mini-omni' (0 + 4160 x place added)"),
+        (offsets(152000, 4160), "all of them fit packing 'mini-omni-joint' (152000 + 4160 x place added)"),
+        (offsets(128266, 4096), "all of them fit packing 'orpheus' (128266 + 4096 x place added)"),
+        (
+            offsets(0, 4096, (0, 1, 1, 2, 2, 2, 2)),
+            "4096 x level is added, with the levels in the order 'levels', another order than 'streams'",
+        ),
+        (offsets(0, 4096, (0, 1, 2, 2, 1, 2, 2)), "4096 x level is added, with the levels in the order 'streams': take it off"),
+        (
+            offsets(0, 4160, (0, 1, 4, 2, 3, 5, 6)),
+            "the streams stand as 0 1 4 2 3 5 6, the order 'levels': put them right first",
+        ),
+        (offsets(0, 4096, (6, 5, 4, 3, 2, 1, 0)), "the streams stand as 6 5 4 3 2 1 0: put them right first"),
+        ("# 1 2 3 4 5 6 4097", "from there on they are special ids"),
+        ("# 1 2 3 4 5 6 70000", "they reach from 1 to 70000: they are of another codec"),
+        ("# 1 2 3 4 5 6 -1", "code -1 at place 6 of frame 0 is not in snac's 0 to 4095"),
+        ("# 1 2 3 4 5 6 7 # 1 2 3 4 5 6", "frame 1 has 6 codes, snac has 7"),
+        ("# 1 2 3 4 5 6 7 # 1 2 3 4 5 6 7 8", "frame 1 has 8 codes, snac has 7"),
+        ("1 2 3 4 5 6 7 8", "8 codes are no whole frames: snac has 7 to a frame"),
+        (f"# 1 2 3 4 5 {10**30} 7", f"code {10**30} at place 5 of frame 0 is not in snac's 0 to 4095, nor in any packing"),
+        ("# 1 2 3 4 5 " + "9" * 5000 + " 7", "its codes hold '9999999999"),
+        ("# 1 2 3 four 5 6 7", "its codes hold 'four' in frame 0, which is no integer"),
+    ],
+)
+def test_codes_that_do_not_fit_are_named_by_what_would_explain_them(tmp_path, codes, why):
+    rows = [voice_assistant(i) for i in range(3)]
+    rows[1]["answer_snac"] = codes
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    broken = only_broken(path)
+    assert why in broken.why and broken.where == f"{path} row 1"
+
+
+@pytest.mark.parametrize(("packing", "base", "step"), [("layers", 0, 4096), ("mini-omni", 0, 4160), ("orpheus", 128266, 4096)])
+def test_a_packing_that_is_named_is_taken_off(tmp_path, packing, base, step):
+    rows = [voice_assistant(i) | {"answer_snac": offsets(base, step)} for i in range(2)] + [voice_assistant(2)]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    for row in open_source(path, Options(packing=packing)).iterate(0, 2):
+        assert isinstance(row, Row) and row.turns[0].answer_codes.frames.T.tolist() == snac_frames(3, 6)
+    broken = only_broken(path, packing=packing)
+    assert f"as packing {packing!r} has it: all of them fit packing 'plain'" in broken.why
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (np.full(5, 6561), "code 6561 at place 0 of frame 0 is not in cosyvoice2's 0 to 6560"),
+        (np.zeros((3, 5), np.int64), "its codes are [3, 5], not [1 streams, frames]"),
+        (np.zeros(5), "its codes are float64, not integers"),
+        (np.array([{"a": 1}], dtype=object), "are no whole .npy file of numbers"),
+        (None, "are no whole .npy file of numbers"),
+        (b"PK\3\4 no archive either", "are no whole .npy file of numbers"),
+    ],
+)
+def test_units_that_do_not_fit(tmp_path, array, why):
+    path = llama_omni(tmp_path)
+    if array is None:
+        (tmp_path / "units.npy").write_bytes((tmp_path / "units.npy").read_bytes()[:-9])
+    elif isinstance(array, bytes):
+        (tmp_path / "units.npy").write_bytes(array)
+    else:
+        np.save(tmp_path / "units.npy", array, allow_pickle=True)
+    assert why in only_broken(path, codec="cosyvoice2").why
+
+
+def test_a_pickle_in_the_units_is_not_run(tmp_path):
+    class Trap:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    path = llama_omni(tmp_path)
+    np.save(tmp_path / "units.npy", np.array([Trap()], dtype=object), allow_pickle=True)
+    (tmp_path / "plain.npy").write_bytes(pickle.dumps(Trap()))
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps([*data, data[0] | {"units": "plain.npy"}]))
+    found = list(open_source(path, Options(codec="cosyvoice2")))
+    assert [isinstance(item, Broken) for item in found] == [True, False, False, True] and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("1 2 3 4 5 6 7\n1 2 3\n", "codes 'wav/a1.snac': frame 1 has 3 codes, snac has 7"),
+        ("1 2 3 4 5 6 4096\n", "codes 'wav/a1.snac': code 4096 at place 6 of frame 0"),
+        (None, "'wav/a1.snac' is not there"),
+        (b"\xff\xfe\x00", "codes 'wav/a1.snac' are no text"),
+    ],
+)
+def test_lucys_codes(tmp_path, written, why):
+    path = lucy(tmp_path)
+    file = tmp_path / "wav/a1.snac"
+    if written is None:
+        file.unlink()
+    else:
+        file.write_bytes(written if isinstance(written, bytes) else written.encode())
+    broken = only_broken(path)
+    assert why in broken.why and broken.where == f"{path} row 1"
+
+
+def test_codes_of_another_recording_are_found_by_their_length(tmp_path):
+    path = lucy(tmp_path)
+    data = json.loads(path.read_text())
+    write_tone(tmp_path / "wav/long.wav", 3.0)
+    data[1]["conversations"][3]["wavpath"] = "wav/long.wav"
+    path.write_text(json.dumps(data))
+    assert "its snac codes last 0.34 s and the recording they belong to 3.00 s" in only_broken(path).why
+
+
+# ------------------------------------------------------------------------------------------------- recordings and paths
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "text", "header", "folder", "no samples"])
+@pytest.mark.parametrize("place", ["table", "lucy"])
+def test_recordings_that_are_missing_or_damaged(tmp_path, kind, place):
+    if place == "table":
+        for index in range(3):
+            write_tone(tmp_path / f"wav/q{index}.wav")
+        path = write_lines(tmp_path / "a.jsonl", [{"question_audio": f"wav/q{i}.wav"} for i in range(3)])
+    else:
+        path = lucy(tmp_path)
+    file = tmp_path / "wav/q1.wav"
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "no samples":
+        soundfile.write(file, np.zeros(0, np.float32), RATE)
+    elif kind != "missing":
+        file.write_bytes(damaged(kind))
+    broken = only_broken(path)
+    assert "q1.wav" in broken.why and broken.where.endswith("line 2" if place == "table" else "row 1")
+
+
+@pytest.mark.parametrize("data", [b"", b"no sound", flac(0.5, 300)[:20]])
+def test_recordings_inside_parquet(tmp_path, data):
+    rows = [voice_assistant(i) for i in range(3)]
+    rows[1]["question_audio"] = {"bytes": data, "path": None}
+    rows[1]["question"] = ""
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    assert only_broken(path).where == f"{path} row 1"
+
+
+@pytest.mark.parametrize("name", ["../secret.wav", "wav/../../secret.wav", "/etc/hostname", "link.wav", "wav/link/secret.wav"])
+def test_paths_may_not_leave_the_folder(tmp_path, name):
+    folder = tmp_path / "data"
+    write_tone(tmp_path / "secret.wav")
+    write_tone(folder / "wav/q.wav")
+    (folder / "link.wav").symlink_to(tmp_path / "secret.wav")
+    (folder / "wav/link").symlink_to(tmp_path)
+    tables = {
+        "a.jsonl": [{"question_audio": "wav/q.wav"}, {"question_audio": name}],
+        "b.jsonl": [{"audio_filepath": path, "duration": 0.2, "text": "x"} for path in ("wav/q.wav", name)],
+        "c.jsonl": [
+            {"speech": path, "conversations": [{"from": "human", "value": "<speech>"}]} for path in ("wav/q.wav", name)
+        ],
+    }
+    for file, rows in tables.items():
+        broken = only_broken(write_lines(folder / file, rows))
+        assert "leaves the data's folder" in broken.why and broken.where.endswith(f"{file} line 2")
+    for column in ("codec", "wavpath"):
+        said = {"role": "user", "content": "a"}
+        rows = [{"conversations": [said]}, {"conversations": [said, {"role": "assistant", "content": "b", column: name}]}]
+        assert "leaves the data's folder" in only_broken(write_lines(folder / "d.jsonl", rows)).why
+
+
+# ----------------------------------------------------------------------------------------------------------- alignments
+
+
+@pytest.mark.parametrize(
+    ("alignments", "why"),
+    [
+        ([["a", [3.5, 4.2], "SPEAKER_MAIN"]], "word 0 ('a') ends at 4.20 s, the recording at 4.00 s"),
+        ([["a", [9.0, 9.5], "SPEAKER_MAIN"]], "word 0 ('a') ends at 9.50 s"),
+        ([["a", [0.5, 0.7], "X"], ["b", [1.5, 1.0], "X"]], "word 1 ('b') goes from 1.5 to 1.0 s"),
+        ([["a", [-0.5, 0.7], "X"]], "word 0 ('a') goes from -0.5 to 0.7 s"),
+        ([["a", [float("nan"), 0.7], "X"]], "word 0 ('a') goes from nan"),
+        ([["a", 0.5, 0.7]], "word 0 is not [word, [start, end], speaker]"),
+        ([], "has no words"),
+        ("text", "word 0 is not [word"),
+    ],
+)
+def test_alignments_that_do_not_fit(tmp_path, alignments, why):
+    path = moshi(tmp_path, alignments)
+    whole = moshi(tmp_path / "whole")
+    lines = [json.loads(line) for file in (path, whole) for line in file.read_text().splitlines()]
+    lines[1]["path"] = "whole/" + lines[1]["path"]
+    broken = only_broken(write_lines(path, lines))
+    assert why in broken.why and "a.json" in broken.why and broken.where == f"{path} line 1"
+
+
+def test_an_alignment_with_half_a_character(tmp_path):
+    lines = moshi(tmp_path).read_text() + moshi(tmp_path / "whole").read_text().replace("data/a", "whole/data/a")
+    (tmp_path / "data.jsonl").write_text(lines)
+    (tmp_path / "data/a.json").write_text(json.dumps({"alignments": [["a\ud83d", [0.5, 1.0], "SPEAKER_MAIN"]]}))
+    assert r"a.json word 0 holds '\ud83d', half a surrogate pair" in only_broken(tmp_path / "data.jsonl").why
+
+
+def test_recordings_that_do_not_fit_their_list(tmp_path):
+    path = moshi(tmp_path)
+    soundfile.write(tmp_path / "data/mono.wav", tone(1.0), RATE)
+    soundfile.write(tmp_path / "data/alone.wav", np.zeros((RATE, 2), np.float32), RATE)
+    (tmp_path / "data/torn.wav").write_bytes((tmp_path / "data/a.wav").read_bytes()[:9000])
+    names = [("a", 4.0), ("mono", 1.0), ("alone", 1.0), ("a", 9.0), ("torn", 4.0), ("a", "long")]
+    write_lines(path, [{"path": f"data/{name}.wav", "duration": seconds} for name, seconds in names])
+    found = list(open_source(path))
+    assert isinstance(found[0], Row)
+    whys = ("has 1 channels, not 2", "alone.json' is not there", "the list says 9.00 s", "is truncated", "not a number")
+    for item, why in zip(found[1:], whys, strict=True):
+        assert isinstance(item, Broken) and why in item.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"start": 3.0}, "the cut goes from 3.00 to 5.00 s of a recording that lasts 4.00 s"),
+        ({"start": -1.0}, "the cut goes from -1.00"),
+        ({"duration": 0}, "the cut goes from 1.00 to 1.00 s"),
+        ({"duration": None}, "field 'duration' is missing, not a number"),
+        ({"channel": 2}, "channel 2 is in none of the recording's sources"),
+        ({"type": "MixedCut"}, "is a MixedCut"),
+        ({"recording": None}, "has no recording"),
+        (
+            {"supervisions": [{"start": 1.5, "duration": 1.0, "text": "x"}]},
+            "a supervision goes from 1.50 to 2.50 s of a cut that lasts 2.00 s",
+        ),
+        ({"supervisions": [{"start": 0, "duration": 1.0, "text": ["x"]}]}, "field 'text' is list, not text"),
+        ({"supervisions": {"text": "x"}}, "its supervisions are no list of objects"),
+    ],
+)
+def test_cuts_that_do_not_fit(tmp_path, changes, why):
+    path = write_lines(tmp_path / "cuts.jsonl", [cut(tmp_path), cut(tmp_path, **changes), cut(tmp_path)])
+    broken = only_broken(path)
+    assert why in broken.why and broken.where == f"{path} line 2"
+
+
+@pytest.mark.parametrize("kind", ["command", "url", "memory"])
+def test_recordings_that_are_commands_are_not_run(tmp_path, kind):
+    recording = cut(tmp_path)["recording"] | {"sources": [{"type": kind, "channels": [0], "source": "touch ran"}]}
+    path = write_lines(tmp_path / "cuts.jsonl", [cut(tmp_path), cut(tmp_path, recording=recording)])
+    assert f"is of type '{kind}', not a file" in only_broken(path).why
+
+
+def test_a_recording_shorter_than_its_manifest_says(tmp_path):
+    entry = cut(tmp_path)
+    soundfile.write(tmp_path / "short.wav", np.zeros((RATE, 2), np.float32), RATE)
+    short = entry | {
+        "recording": entry["recording"] | {"sources": [{"type": "file", "channels": [0, 1], "source": "short.wav"}]}
+    }
+    path = write_lines(tmp_path / "cuts.jsonl", [entry, short])
+    broken = only_broken(path)
+    assert "1.00 to 3.00 s lies beyond" in broken.why and "lasts 1.00 s" in broken.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"duration": 10**400}, "field 'duration' is 1000000"),
+        ({"duration": float("inf")}, "field 'duration' is Infinity"),
+        ({"offset": -1e307}, "OverflowError: cannot convert float infinity to integer"),
+        ({"offset": 1e300}, "lies beyond"),
+        ({"audio_filepath": "q\0.wav"}, r"'q\x00.wav' is no name that a file can have"),
+        ({"audio_filepath": "q\ud83d.wav"}, "half a surrogate pair"),
+    ],
+)
+def test_lists_with_values_that_nothing_can_have(tmp_path, changes, why):
+    write_tone(tmp_path / "q.wav")
+    good = {"audio_filepath": "q.wav", "duration": 0.1, "text": "a"}
+    path = write_lines(tmp_path / "list.jsonl", [good, good | changes, good])
+    broken = only_broken(path)
+    assert why in broken.why and broken.where == f"{path} line 2"

@@ -1,0 +1,131 @@
+"""Rows of other people's data that lack what they need: named with file, place and reason, and the others are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.data.readers.toys import only_broken, write_lines, write_tone
+from train.data.readers import Broken, open_source
+from train.data.readers.source import RecordSource
+from train.data.readers.text_records import JsonLines
+from train.data.rows.row import Row
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+ALPACA = {"instruction": "a", "input": "", "output": "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "why"),
+    [
+        ("a.jsonl", {"source_text": "a", "target_text": "b"}, {"source_text": "a"}, "has no field 'answer' or 'target_text'"),
+        ("a.jsonl", {"source_text": "a", "target_text": "b"}, {"source_text": "", "target_text": "b"}, "has no question"),
+        (
+            "a.jsonl",
+            {"source_text": "a", "target_text": "b"},
+            {"source_text": "<USER>: a <USER>: b", "target_text": "c"},
+            "history does not alternate from USER to USER: USER, USER",
+        ),
+        (
+            "a.jsonl",
+            {"source_text": "a", "target_text": "b"},
+            {"source_text": "a", "target_text": "b", "target_token": [[1, 2], [3, 4]]},
+            "its codes are neither a list of integers nor their text",
+        ),
+        ("a.jsonl", {"question_text": "a"}, {"question_text": " ", "id": 1}, "turn 0 holds neither text, recording nor codes"),
+        ("a.jsonl", {"question_text": "a"}, {"question_text": {"a": 1}}, "field 'question_text' is dict, not text"),
+        (
+            "a.jsonl",
+            {"question_text": "a"},
+            {"question_text": "a \ud83d"},
+            "field 'question_text' holds '\\ud83d', half a surrogate pair",
+        ),
+        ("a.jsonl", {"question_text": "a"}, {"question_text": "a", "question_audio": "a\0.wav"}, "is no name that a file can"),
+        ("a.jsonl", {"question_text": "a"}, {"question_text": "a", "question_audio": 7}, "its recording is int"),
+        (
+            "a.jsonl",
+            {"conversations": [{"from": "human", "value": "a"}]},
+            {"conversations": [{"from": "gpt", "value": "a"}]},
+            "message 0 is from 'gpt', not 'user' (or 'human')",
+        ),
+        (
+            "a.jsonl",
+            {"conversations": [{"from": "human", "value": "a"}]},
+            {"conversations": []},
+            "'conversations' is [], not a list of objects",
+        ),
+        (
+            "a.jsonl",
+            {"conversations": [{"from": "human", "value": "a"}]},
+            {"conversations": [{"from": "human", "value": "<speech>"}]},
+            "question 0 is asked in a recording and there is none",
+        ),
+        (
+            "a.jsonl",
+            {"conversations": [{"from": "human", "value": "a"}]},
+            {"speech": ["a.wav", "b.wav"], "conversations": [{"from": "human", "value": "a"}]},
+            "speech has 2 entries for 1 questions",
+        ),
+        (
+            "a.jsonl",
+            {"conversations": [{"role": "user", "content": "a"}]},
+            {"conversations": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+            "message 1 is from 'tool', not 'assistant'",
+        ),
+        (
+            "a.jsonl",
+            {"conversations": [{"role": "user", "content": "a"}]},
+            {"conversations": [{"role": "system", "content": "a"}]},
+            "holds no question and no answer",
+        ),
+        ("a.jsonl", CHAT, CHAT | {"audios": ["a.wav"]}, "has 'audios' beside its texts, and only texts are read"),
+        ("a.jsonl", CHAT, {"messages": [{"role": "user", "content": ""}]}, "a message of 'user' holds no text"),
+        (
+            "a.jsonl",
+            CHAT,
+            {"messages": CHAT["messages"] + [{"role": "assistant", "content": "c"}]},
+            "message 2 is from 'assistant', not 'user'",
+        ),
+        ("a.jsonl", CHAT, {"messages": [{"content": "a"}]}, "has no field 'role' or 'from'"),
+        ("a.jsonl", CHAT, {"messages": "a"}, "field 'messages' is \"a\", not a list of objects"),
+        (
+            "a.jsonl",
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}]},
+            "a message of 'user' has a part of type 'image_url'",
+        ),
+        ("a.jsonl", ALPACA, {"instruction": "a", "output": " "}, "has no output"),
+        ("a.jsonl", ALPACA, {"instruction": "", "input": "x", "output": "b"}, "has no instruction"),
+        ("a.jsonl", ALPACA, ALPACA | {"history": [["a"]]}, "field 'history' is not a list of [question, answer]"),
+        ("a.jsonl", ALPACA, ALPACA | {"audio": "a.wav"}, "has 'audio' beside its texts"),
+        ("a.tsv", "client_id\tpath\tsentence\nann\tq.wav\ta", "ann\t\tb", "has no path"),
+        ("a.tsv", "client_id\tpath\tsentence\nann\tq.wav\ta", "ann\tq.wav\t", "has no sentence"),
+    ],
+)
+def test_rows_without_what_they_need(tmp_path, name, good, bad, why):
+    write_tone(tmp_path / "clips/q.wav")
+    path = write_lines(tmp_path / name, [good, bad])
+    broken = only_broken(path)
+    assert why in broken.why and broken.where == f"{path} line {3 if name.endswith('tsv') else 2}"
+
+
+def _choosy(data, where):
+    if data["n"] == 1:
+        raise TypeError("nobody thought\nof \ud83d")
+    return Row((), where=where)
+
+
+def test_an_error_that_nobody_thought_of_is_one_item(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}, {"n": 2}])
+    found = list(RecordSource("toy", [JsonLines(path)], _choosy))
+    assert found[1] == Broken(f"{path} line 2", r"TypeError: nobody thought of \ud83d")
+    assert isinstance(found[0], Row) and isinstance(found[2], Row)
+
+
+def test_transcripts_whose_lines_are_broken(tmp_path):
+    write_tone(tmp_path / "1/2/1-2-0.flac")
+    (tmp_path / "1/2/1-2.trans.txt").write_bytes(b"1-2-0 A TEXT\n1-2-1 ANOTHER\n1-2-0\n../1-2-0 A TEXT\n1-2-0 \xff\n")
+    found = list(open_source(tmp_path))
+    assert isinstance(found[0], Row)
+    whys = ("'1/2/1-2-1.flac' is not there", "is not followed by a text", "is not followed by a text", "is not UTF-8")
+    for number, (item, why) in enumerate(zip(found[1:], whys, strict=True)):
+        assert isinstance(item, Broken) and why in item.why and item.where.endswith(f"1-2.trans.txt line {number + 2}")

@@ -1,0 +1,163 @@
+"""Tables of one's own, and where their recordings may lie."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from omni.errors import UserError
+from tests.train.data.readers.toys import heard, rows, write_json, write_lines, write_parquet, write_tone
+from train.data.readers import Broken, Options, open_source
+from train.data.rows.row import Row
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "json", "parquet"])
+def test_tables_by_name_and_by_map(tmp_path, ending):
+    write_tone(tmp_path / "wav/q.wav", 0.2, 300)
+    write_tone(tmp_path / "wav/a.wav", 0.2, 500)
+    data = [
+        {"wav": "wav/q.wav", "question": "One?", "reply": "wav/a.wav", "answer_text": "Two, three."},
+        dict.fromkeys(("wav", "reply"), ""),
+    ]
+    data[1] |= {"question": "Text?", "answer_text": "Text."}
+    path = tmp_path / f"a.{ending}"
+    if ending in ("csv", "tsv"):
+        comma, quote = ("\t", "") if ending == "tsv" else (",", '"')
+        lines = [comma.join(data[0]), *(comma.join(f"{quote}{row[name]}{quote}" for name in data[0]) for row in data)]
+        path.write_text("\n".join(lines) + "\n")
+    elif ending == "jsonl":
+        write_lines(path, data)
+    else:
+        write_json(path, data) if ending == "json" else write_parquet(path, data)
+    mapped = {"question_audio": "wav", "question_text": "question", "answer_audio": "reply"}
+    first, second = rows(path, columns=mapped)
+    heard(first.turns[0].question_audio, 0.2, 300)
+    heard(first.turns[0].answer_audio, 0.2, 500)
+    assert (first.turns[0].question_text, first.turns[0].answer_text) == ("One?", "Two, three.")
+    assert (second.turns[0].question_text, second.turns[0].question_audio, second.turns[0].answer_text) == (
+        "Text?",
+        None,
+        "Text.",
+    )
+    assert [row.turns[0].question_text for row in rows(path)] == ["", ""]  # not guessed: only answer_text has its name
+    with pytest.raises(UserError, match=r"has no column 'x': it has wav, question"):
+        open_source(path, Options(columns={"question_audio": "x"}))
+    with pytest.raises(UserError, match=r"columns maps 'sound', which is no field of a row"):
+        open_source(path, Options(columns={"sound": "wav"}))
+
+
+def test_a_table_without_known_columns_says_how_to_map_them(tmp_path):
+    (tmp_path / "a.csv").write_text("audio,text\nq.wav,Hi\n")
+    with pytest.raises(
+        UserError,
+        match=r"it has audio, text; map them, such as with --read.columns '{question_audio: audio, question_text: text}'",
+    ):
+        open_source(tmp_path / "a.csv", Options(format="table"))
+
+
+def test_an_absolute_path_may_lie_inside_the_folder_and_a_prefix_is_cut_off(tmp_path):
+    write_tone(tmp_path / "wav/q.wav", 0.2, 300)
+    (tmp_path / "a.csv").write_text(f"question_audio\n{tmp_path}/wav/q.wav\n/elsewhere/data/wav/q.wav\n")
+    found = list(open_source(tmp_path / "a.csv"))
+    assert isinstance(found[1], Broken) and "leaves the data's folder" in found[1].why and "prefix" in found[1].why
+    for row in (found[0], *rows(tmp_path / "a.csv", prefix="/elsewhere/data/")):
+        heard(row.turns[0].question_audio, 0.2, 300)
+        assert row.turns[0].question_audio.path == "wav/q.wav"
+
+
+def test_recordings_that_cannot_be_had_may_be_optional_or_left_out(tmp_path):
+    write_tone(tmp_path / "q.wav")
+    (tmp_path / "a.csv").write_text("question_audio,question_text\nq.wav,One?\nnone.wav,Two?\n../q.wav,Three?\nnone.wav,\n")
+    kept = {}
+    for audio in ("required", "optional", "none"):
+        found = list(open_source(tmp_path / "a.csv", Options(audio=audio)))
+        kept[audio] = [None if isinstance(item, Broken) else item.turns[0].question_audio is not None for item in found]
+    assert kept == {
+        "required": [True, None, None, None],
+        "optional": [True, False, False, None],
+        "none": [False, False, False, None],
+    }
+    folder = rows_in_other_folder(tmp_path)
+    assert folder.turns[0].question_audio.path == "q.wav"
+
+
+def rows_in_other_folder(tmp_path: Path) -> Row:
+    """Of a table whose recordings lie elsewhere."""
+    (tmp_path / "lists").mkdir()
+    write_lines(tmp_path / "lists/a.jsonl", [{"question_audio": "q.wav"}])
+    (row,) = rows(tmp_path / "lists/a.jsonl", folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"folder .*nowhere of the recordings does not exist"):
+        open_source(tmp_path / "lists/a.jsonl", Options(folder=str(tmp_path / "nowhere")))
+    return row
+
+
+def test_numbers_are_text_and_null_is_none(tmp_path):
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"question_text": 5, "answer_text": " five "}, {"question_text": None, "answer_text": "x"}]
+    )
+    assert [(r.turns[0].question_text, r.turns[0].answer_text) for r in rows(path)] == [("5", "five"), ("", "x")]
+
+
+LISTED = r".*--read.format, one of voiceassistant, .*table$"
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "why"),
+    [
+        ("a.jsonl", "", "it is empty: name other data$"),
+        ("a.json", "[]", "it is empty: name other data$"),
+        ("a.csv", "", "it is empty: name other data$"),
+        (
+            "a.json",
+            '{"data": [{"question_text": "a"}]}',
+            "it has all under 'data', a list; write that list to a file of its own",
+        ),
+        ("a.json", "[1, 2]", r"it does not begin with a row \(is int, not an object with fields"),
+        (
+            "a.json",
+            '{\n "a": 1\n}',
+            "it does not begin with a row .is no JSON .*; make it a list of JSON objects, or one object a line",
+        ),
+        ("a.jsonl", '{"a": "b", "prompt": "c"}', "it has the columns a, prompt; .* --read.columns '{question_text: prompt}'"),
+        ("a.csv", "wav,b\nq.wav,2\n", "it has the columns wav, b; .* --read.columns '{question_audio: wav}'"),
+        ("a.csv", "a,b\n", "it has the columns a, b; .* --read.columns '{question_text: COLUMN}'"),
+        ("a.jsonl", "{}", "it names no columns: name other data$"),
+        ("a.parquet", "PAR1", r"it does not begin with a row \(is no whole Parquet file .*; mend it, or"),
+        ("a.xlsx", "PK", "its name ends in none of .csv, .tsv"),
+        ("d/e/b.csv", "a,b\n", "its first file, e/b.csv, has the columns a, b; "),
+        ("d/b.txt", "a", "it holds no file that ends in .csv"),
+    ],
+)
+def test_data_of_no_known_format_say_what_was_found_and_what_to_do(tmp_path, name, held, why):
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / name).write_text(held)
+    with pytest.raises(UserError, match="is of no format known here: " + (why if why.endswith("$") else why + LISTED)):
+        open_source(tmp_path / name.split("/")[0])
+
+
+def test_the_columns_that_a_message_names_read_the_data(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"a": "b", "prompt": "c", "response": "d"}])
+    with pytest.raises(UserError) as error:
+        open_source(path)
+    (said,) = re.findall(r"--read\.columns '{(.*?)}'", str(error.value))
+    (row,) = rows(path, columns=dict(part.split(": ") for part in said.split(", ")))
+    assert (row.turns[0].question_text, row.turns[0].answer_text) == ("c", "d")
+
+
+@pytest.mark.parametrize(("name", "held"), [("a.jsonl", ""), ("a.csv", ""), ("a.json", "[1]")])
+def test_a_table_without_any_column_says_so(tmp_path, name, held):
+    (tmp_path / name).write_text(held)
+    with pytest.raises(UserError, match=f"{name} names no columns: it is empty, or does not begin with a row"):
+        open_source(tmp_path / name, Options(columns={"question_text": "a"}))
+
+
+def test_a_table_in_another_encoding_or_with_a_column_twice_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("question_text,answer_text\na,b\n", encoding="utf-16")
+    with pytest.raises(UserError, match=r"a\.csv is UTF-16; save it as UTF-8"):
+        open_source(path)
+    path.write_text("question_text,answer_text,answer_text\na,b,c\n")
+    with pytest.raises(UserError, match=r"a\.csv has the column 'answer_text' more than once"):
+        open_source(path)

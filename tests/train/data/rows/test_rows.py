@@ -1,0 +1,356 @@
+"""Stored rows: what goes in comes out, by index, and whatever is broken is named with its file and number."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import torch
+
+from omni.errors import UserError
+from omni.tasks import TASKS
+from tests.train.data.toys import ToyCodec, ToySource
+from train.data.inspect.scan import Scan
+from train.data.rows import parquet
+from train.data.rows.parquet import LARGE_ROWS, StoredRows, write_rows
+from train.data.rows.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word, inside
+from train.data.rows.samples import sample_rows
+from train.data.sources.base import StoredSource
+
+CODEC = ToyCodec((12, 12, 6, 8))
+
+
+def rows(count: int, turns: int = 3) -> list[Row]:
+    source = ToySource("toy", None, CODEC, turns)
+    return [replace(source.row(i), id=str(i), speaker="f1", language="de", task="A1A2" if i % 2 else "") for i in range(count)]
+
+
+def same(found: Row, wanted: Row) -> None:
+    assert replace(found, turns=(), where="") == replace(wanted, turns=(), where="")
+    for a, b in zip(found.turns, wanted.turns, strict=True):
+        assert (a.question_text, a.answer_text) == (b.question_text, b.answer_text)
+        assert torch.equal(a.answer_codes.for_codec(CODEC), b.answer_codes.frames)
+        quantised = (b.question_audio.samples * 32768).round() / 32768
+        torch.testing.assert_close(a.question_audio.load(16000), quantised, rtol=0, atol=1.01 / 32768)
+
+
+@pytest.mark.parametrize("row_group", [1, 4, 256])
+def test_rows_come_back_by_index(tmp_path, row_group):
+    wanted = rows(9)
+    assert write_rows(tmp_path / "data.parquet", wanted, row_group) == 9
+    stored = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")
+    assert len(stored) == 9
+    for i in (5, 0, 8, 5):
+        same(stored[i], wanted[i])
+        assert stored[i].where == f"{tmp_path / 'data.parquet'} row {i}"
+    assert pq.ParquetFile(tmp_path / "data.parquet").num_row_groups == -(-9 // row_group)
+
+
+def test_a_folder_of_files_is_one_list_and_numbers_stay_with_the_file(tmp_path):
+    wanted = rows(7)
+    for name, part in (("a", wanted[:2]), ("b", wanted[2:6]), ("c", wanted[6:])):
+        write_rows(tmp_path / f"{name}.parquet", part)
+    source = StoredSource(tmp_path, tmp_path / "cache")
+    assert source.size == 7
+    for i, row in enumerate(wanted):
+        same(source.row(i), row)
+    assert source.row(5).where == f"{tmp_path / 'b.parquet'} row 3"
+    assert source.row(6).where == f"{tmp_path / 'c.parquet'} row 0"
+
+
+def test_audio_by_reference_is_read_from_the_files_folder(tmp_path):
+    samples = torch.randn(1600) * 0.1
+    (tmp_path / "sounds").mkdir()
+    soundfile.write(tmp_path / "sounds" / "q.wav", samples.numpy(), 16000, subtype="FLOAT")
+    row = Row((RowTurn("q?", Sound(path="sounds/q.wav"), "a"),))
+    write_rows(tmp_path / "data.parquet", [row])
+    read = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")[0].turns[0]
+    assert torch.equal(read.question_audio.load(16000), samples)
+    assert read.question_audio.load(8000).shape == (800,)
+    assert read.answer_audio is None and read.answer_codes is None
+
+
+@pytest.mark.parametrize("path", ["../q.wav", "/etc/passwd", "a/../../q.wav"])
+def test_a_reference_may_not_leave_the_folder(tmp_path, path):
+    row = Row((RowTurn("q?", Sound(path=path), "a"),))
+    with pytest.raises(UserError, match=r"row 1: audio .* leaves the data's folder"):
+        write_rows(tmp_path / "in" / "data.parquet", [rows(1)[0], row])
+    assert list((tmp_path / "in").iterdir()) == []
+    with pytest.raises(UserError, match=r"leaves the data's folder"):
+        Sound(path=path, folder=tmp_path / "in").load(16000)
+
+
+@pytest.mark.parametrize(
+    ("path", "link"), [("q.wav", "q.wav"), ("more/deep/q.wav", "more/deep"), ("more/deep/../q.wav", "more/deep")]
+)
+def test_a_link_may_not_lead_out_of_the_folder(tmp_path, path, link):
+    (tmp_path / "in" / "more").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
+    for name in ("disk/q.wav", "q.wav"):
+        soundfile.write(tmp_path / name, [0.0] * 10, 16000)
+    (tmp_path / "in" / "q.wav").symlink_to("../disk/q.wav")
+    (tmp_path / "in" / "more" / "deep").symlink_to(tmp_path / "disk")
+    where = tmp_path / "disk" / ("q.wav" if link == "q.wav" else "")
+    with pytest.raises(UserError, match=rf"leaves the data's folder .*/in: '{link}' in it is a link to {where}; put there"):
+        Sound(path=path, folder=tmp_path / "in").load(16000)
+
+
+def test_a_link_may_lead_about_in_the_folder(tmp_path):
+    soundfile.write(tmp_path / "q.wav", [0.0] * 10, 16000)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link.wav").symlink_to("../q.wav")
+    assert len(Sound(path="a/link.wav", folder=tmp_path).load(16000)) == 10
+
+
+@pytest.mark.parametrize("folder", ["", "clips"])
+def test_a_snapshot_of_a_hub_cache_is_read_though_it_is_links(tmp_path, folder):
+    """And its links may lead nowhere but to the blobs of their own repository."""
+    mine, other = tmp_path / "hub" / "datasets--me--set", tmp_path / "hub" / "datasets--me--other"
+    snapshot = mine / "snapshots" / "0123abcd"
+    (snapshot / "clips").mkdir(parents=True)
+    for place in (mine / "blobs", other / "blobs", mine / "refs"):
+        place.mkdir(parents=True)
+        soundfile.write(place / "c0ffee", [0.0] * 10, 16000, format="FLAC")
+    for name, target in (
+        ("own", "../../../blobs/c0ffee"),
+        ("refs", "../../../refs/c0ffee"),
+        ("other", "../../../../datasets--me--other/blobs/c0ffee"),
+    ):
+        (snapshot / "clips" / f"{name}.flac").symlink_to(target)
+    (tmp_path / "link").symlink_to(snapshot)
+    for root in (snapshot, tmp_path / "link"):
+        place = "" if folder else "clips/"
+        assert len(Sound(path=f"{place}own.flac", folder=root / folder).load(16000)) == 10
+        assert inside(root / folder, f"{place}own.flac") == snapshot / "clips" / "own.flac"
+        for name in ("refs", "other"):
+            with pytest.raises(UserError, match=f"{name}.flac' in it is a link to .*c0ffee"):
+                Sound(path=f"{place}{name}.flac", folder=root / folder).load(16000)
+        with pytest.raises(UserError, match="name a file inside it"):
+            Sound(path="../" * (2 + bool(folder)) + "blobs/c0ffee", folder=root / folder).load(16000)
+
+
+def test_a_folder_that_only_looks_like_a_snapshot_is_none(tmp_path):
+    (tmp_path / "set" / "blobs").mkdir(parents=True)
+    (tmp_path / "set" / "snapshots" / "a").mkdir(parents=True)
+    soundfile.write(tmp_path / "set" / "blobs" / "b", [0.0] * 10, 16000, format="FLAC")
+    (tmp_path / "set" / "snapshots" / "a" / "q.flac").symlink_to("../../blobs/b")
+    with pytest.raises(UserError, match="'q.flac' in it is a link to"):
+        Sound(path="q.flac", folder=tmp_path / "set" / "snapshots" / "a").load(16000)
+
+
+@pytest.mark.parametrize(
+    ("task", "field"),
+    [
+        ("A1T1", "question_text"),
+        ("A1T2", "answer_text"),
+        ("A1A2", "question_audio"),
+        ("A1A2", "answer_codes"),
+        ("T1T2", "question_text"),
+    ],
+)
+def test_what_a_task_lacks_is_named(task, field):
+    whole = rows(1)[0].turns[0]
+    assert all(whole.lacks(t) is None for t in TASKS.values())
+    empty = {"question_text": " ", "answer_text": ""}.get(field)
+    assert field in (replace(whole, **{field: empty}).lacks(TASKS[task]) or "")
+
+
+def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
+    """SNAC's frames are stored as [c0 c1 c2 c2 c1 c2 c2] by some and as [c0 | c1 c1 | c2 c2 c2 c2] by others."""
+    codec = ToyCodec((16,) * 7)
+    codec.name = "snac"
+    streams = torch.arange(14).view(7, 2)  # as the model's streams stand
+    level = torch.tensor([0, 1, 2, 2, 1, 2, 2])
+    by_level = streams[torch.argsort(level, stable=True)]
+    assert torch.equal(Codes("snac", by_level, "levels").for_codec(codec), streams)
+    assert not torch.equal(Codes("snac", by_level).for_codec(codec), streams)
+    assert sorted(CODE_ORDERS["snac"]["levels"]) == list(range(7))
+    with pytest.raises(UserError, match=r"order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
+        Codes("snac", streams, "sideways").for_codec(codec)
+    with pytest.raises(
+        UserError, match=r"are of the codec 'codec2', the model speaks 'snac': prepare .* with --codec snac, and --speak"
+    ):
+        Codes("codec2", streams).for_codec(codec)
+    with pytest.raises(UserError, match=r"snac"):
+        Codes("snac", streams[:4]).for_codec(codec)
+    with pytest.raises(UserError, match=r"code 99 in stream 3, frame 1"):
+        Codes("snac", streams.index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(99))).for_codec(codec)
+
+
+def test_broken_files_are_refused_with_their_names(tmp_path):
+    with pytest.raises(UserError, match=r"gone.parquet does not exist"):
+        StoredRows(tmp_path / "gone.parquet")
+    with pytest.raises(UserError, match=r"holds no .parquet file"):
+        StoredRows(tmp_path)
+    write_rows(tmp_path / "data.parquet", rows(3))
+    whole = (tmp_path / "data.parquet").read_bytes()
+    (tmp_path / "data.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"data.parquet is not a whole Parquet file") as error:
+        StoredRows(tmp_path / "data.parquet")
+    assert "\n" not in str(error.value)
+    (tmp_path / "data.parquet").write_text("hello")
+    with pytest.raises(UserError, match=r"not a whole Parquet file"):
+        StoredRows(tmp_path)
+
+
+def test_other_formats_are_refused(tmp_path):
+    write_rows(tmp_path / "data.parquet", rows(3))
+    table = pq.read_table(tmp_path / "data.parquet")
+    pq.write_table(table.drop_columns(["turns"]), tmp_path / "other.parquet")
+    with pytest.raises(UserError, match=r"other.parquet has no column 'turns'"):
+        StoredRows(tmp_path / "other.parquet")
+    pq.write_table(table.set_column(0, "version", [["1"] * 3]), tmp_path / "other.parquet")
+    with pytest.raises(UserError, match=r"column 'version' is string, not int32"):
+        StoredRows(tmp_path / "other.parquet")
+    write_rows(tmp_path / "none.parquet", [])
+    with pytest.raises(UserError, match=r"has no rows"):
+        StoredRows(tmp_path / "none.parquet")
+
+
+def test_rows_of_another_version_or_without_turns_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data.parquet row 2: .* is of version 7"):
+        write_rows(tmp_path / "data.parquet", [*rows(2), replace(rows(1)[0], version=7)])
+    with pytest.raises(UserError, match=r"row 0: .* has no turns"):
+        write_rows(tmp_path / "data.parquet", [Row(())])
+    write_rows(tmp_path / "data.parquet", rows(2))
+    table = pq.read_table(tmp_path / "data.parquet")
+    later = table.set_column(0, "version", pa.array([2, 3], pa.int32()))
+    pq.write_table(later, tmp_path / "later.parquet")
+    stored = StoredRows(tmp_path / "later.parquet", tmp_path / "cache")
+    assert stored[0].version == 2
+    with pytest.raises(UserError, match=r"later.parquet row 1 is of version 3"):
+        stored[1]
+
+
+class _FullDisk:
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def __call__(self, *_, **__):
+        raise self.error
+
+
+def test_a_full_disk_leaves_nothing_behind_and_what_was_there(tmp_path, monkeypatch):
+    write_rows(tmp_path / "data.parquet", rows(2))
+    before = (tmp_path / "data.parquet").read_bytes()
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", _FullDisk(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(UserError, match=r"no space left to write .*data.parquet"):
+        write_rows(tmp_path / "data.parquet", rows(3))
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["data.parquet"]
+    assert (tmp_path / "data.parquet").read_bytes() == before
+
+
+def test_an_interrupted_writer_leaves_nothing_behind(tmp_path):
+    def interrupted():
+        yield rows(1)[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(tmp_path / "data.parquet", interrupted(), row_group=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_while_the_arrow_copy_is_made_is_one_line(tmp_path, monkeypatch):
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    def fail(*args, **options):
+        raise DatasetGenerationError("An error occurred") from OSError(errno.ENOSPC, "No space left on device")
+
+    write_rows(tmp_path / "data.parquet", rows(100, turns=1), row_group=100)
+    monkeypatch.setattr(datasets.Dataset, "from_parquet", fail)
+    with pytest.raises(UserError, match=r"copy of .*data.parquet .*No space left on device\): free some .* data.cache"):
+        StoredRows(tmp_path / "data.parquet")
+
+
+def test_words_and_their_times_are_kept(tmp_path):
+    words = (Word("hello", 0.25, 0.5, "user"), Word("hi", 0.0, 0.125, "model"))
+    turn = RowTurn("hello", answer_text="hi", words=words, question_start=3.5, answer_start=4.25)
+    write_rows(tmp_path / "data.parquet", [Row((turn, RowTurn("and?", answer_text="so")))])
+    (row,) = StoredRows(tmp_path / "data.parquet", tmp_path / "cache")
+    assert row.turns == (turn, RowTurn("and?", answer_text="so"))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_files_from_before_system_messages_are_read(large, tmp_path):
+    """They lack the column; beside files that have it they are read too, but not where they must be copied together."""
+    count = LARGE_ROWS + 1 if large else 3
+    write_rows(tmp_path / "new.parquet", [replace(row, system="Be brief.") for row in rows(count)], row_group=count)
+    table = pq.read_table(tmp_path / "new.parquet")
+    (tmp_path / "old").mkdir()
+    pq.write_table(table.drop_columns(["system"]), tmp_path / "old" / "a.parquet", row_group_size=count)
+    old = StoredRows(tmp_path / "old", tmp_path / "cache")
+    assert [row.system for row in old] == [""] * count and old[0].turns[0].question_text == rows(1)[0].turns[0].question_text
+    assert [item.row.system for item in Scan(tmp_path / "old")] == [""] * count
+    (tmp_path / "new.parquet").rename(tmp_path / "old" / "b.parquet")
+    if large:
+        with pytest.raises(UserError, match="only some files of .*old have a column 'system'"):
+            StoredRows(tmp_path / "old", tmp_path / "cache")
+    else:
+        assert [row.system for row in StoredRows(tmp_path / "old")] == [""] * count + ["Be brief."] * count
+
+
+def test_a_group_without_rows_is_looked_at(tmp_path):
+    """As an empty table is written."""
+    write_rows(tmp_path / "a.parquet", rows(3))
+    pq.write_table(pq.read_table(tmp_path / "a.parquet").slice(0, 0), tmp_path / "b.parquet")
+    assert [row.id for row in sample_rows(str(tmp_path))] == [row.id for row in StoredRows(tmp_path)] == ["0", "1", "2"]
+
+
+def test_large_groups_are_copied_and_small_ones_read_where_they_are(tmp_path):
+    wanted = rows(70, turns=1)
+    write_rows(tmp_path / "small" / "data.parquet", wanted)
+    write_rows(tmp_path / "large" / "data.parquet", wanted, row_group=70)
+    small, large = (StoredRows(tmp_path / name, tmp_path / f"{name}-cache") for name in ("small", "large"))
+    assert not (tmp_path / "small-cache").exists() and (tmp_path / "large-cache").exists()
+    for i in (69, 3, 17, 16, 3):
+        same(small[i], wanted[i])
+        same(large[i], wanted[i])
+    again = pickle.loads(pickle.dumps(small))
+    same(again[40], wanted[40])
+    with pytest.raises(IndexError):
+        small[70]
+
+
+def test_a_damaged_page_is_named_and_the_rest_is_read(tmp_path):
+    file = tmp_path / "data.parquet"
+    write_rows(file, rows(40, turns=1))
+    column = pq.read_metadata(file).row_group(1).column(2)
+    content = bytearray(file.read_bytes())
+    at = column.data_page_offset + column.total_compressed_size - 3
+    content[at] ^= 0xFF
+    file.write_bytes(content)
+    stored = StoredRows(file)
+    assert stored[15].id == "15" and stored[32].id == "32"
+    with pytest.raises(UserError, match=r"data.parquet \(rows 16 to 31\) cannot be read .*prepare it again"):
+        stored[20]
+
+
+@pytest.mark.parametrize("kept", [20, 5, 0])
+def test_what_is_known_of_a_file_is_read_once_while_there_is_room(kept, tmp_path, monkeypatch):
+    """In shuffled order, over more files than stay open: rows are the same whatever is kept, also of a copy with nothing."""
+    wanted = rows(40, turns=1)
+    for number in range(20):
+        write_rows(tmp_path / f"{number:02}.parquet", wanted[2 * number : 2 * number + 2], row_group=1)
+    chunks = 2 * pq.read_metadata(tmp_path / "00.parquet").num_columns
+    monkeypatch.setattr(parquet, "KEPT_CHUNKS", kept * chunks)
+    anew, real = [], pq.ParquetFile
+
+    def watched(file, metadata=None, **more):
+        anew.extend([file] * (metadata is None))
+        return real(file, metadata=metadata, **more)
+
+    monkeypatch.setattr(pq, "ParquetFile", watched)
+    stored = StoredRows(tmp_path)
+    for source, before in ((stored, kept), (pickle.loads(pickle.dumps(stored)), 0)):
+        anew.clear()
+        for k in range(80):
+            same(source[7 * k % 40], wanted[7 * k % 40])
+        assert len(set(anew)) == 20 - before
+        assert (len(anew) == len(set(anew))) == (kept == 20)

@@ -1,0 +1,117 @@
+"""Draws are pure functions of (seed, n): epochs are permutations, shares exact, tasks and curriculum by number."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from omni.errors import UserError
+from tests.train.data.toys import MODELS, ToySource, codec_of
+from train.data.seeding import dice, key, shuffled, torch_dice
+from train.data.sources.mixture import BLOCK, Mixture, Stage, TaskMixture
+
+CODEC = codec_of(MODELS["codec2"])
+
+
+def sources(*sizes):
+    return [ToySource(f"toy{i}", size, CODEC) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 1024])
+def test_shuffling_is_a_permutation_for_every_size(size):
+    for seed in range(3):
+        found = [shuffled(i, size, seed, "x") for i in range(size)]
+        assert sorted(found) == list(range(size))
+        if size > 15:
+            assert found != [shuffled(i, size, seed, "y") for i in range(size)] and found != sorted(found)
+
+
+def test_shuffling_prefers_no_place():
+    """Where index 0 of 8 goes, over many keys: each place about equally often (a chi-square with 7 degrees of freedom)."""
+    counts = Counter(shuffled(0, 8, seed) for seed in range(4000))
+    assert sum((counts[i] - 500) ** 2 / 500 for i in range(8)) < 30
+    with pytest.raises(IndexError):
+        shuffled(8, 8, 0)
+
+
+def test_keys_tell_their_parts_apart():
+    assert len({key(1, 2), key(12), key("1", 2), key("1", "2"), key(1, "2"), key(2, 1), key("12")}) == 7
+    assert key(1, "a") == key(1, "a") < 1 << 63
+    assert dice(3).random() == dice(3).random() != dice(4).random()
+    assert torch_dice(3).initial_seed() == torch_dice(3).initial_seed() != torch_dice(4).initial_seed()
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.3, 0.2), (1, 0, 3), (1e-3, 1.0), (0.1, 0.2, 0.3, 0.4)])
+def test_shares_are_exact_in_every_run_of_blocks(weights):
+    mixture = Mixture(sources(*[None] * len(weights)), weights, seed=1)
+    counts = Counter()
+    for number in range(3 * BLOCK):
+        counts[mixture.draw(number).source] += 1
+        if (number + 1) % BLOCK == 0:
+            for source, weight in enumerate(weights):
+                assert abs(counts[source] - (number + 1) * weight / sum(weights)) <= len(weights)
+
+
+def test_sources_are_mixed_within_a_block_and_differently_in_the_next():
+    mixture = Mixture(sources(None, None), (1, 1), seed=1)
+    order = [mixture.draw(n).source for n in range(2 * BLOCK)]
+    assert order[:BLOCK] != order[BLOCK:]
+    for lanes in (2, 4, 8):  # no lane sees one source only
+        for lane in range(lanes):
+            share = sum(order[lane::lanes]) / len(order[lane::lanes])
+            assert 0.3 < share < 0.7
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_every_epoch_of_a_finite_source_is_a_permutation_of_its_rows(size):
+    mixture = Mixture(sources(None, size), (2, 1), seed=5)
+    drawn = sorted((_rank(mixture, n), n) for n in range(6 * BLOCK) if mixture.draw(n).source == 1)
+    rows = [mixture.draw(n).index for _, n in drawn]
+    epochs = [rows[i : i + size] for i in range(0, len(rows) - size, size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    if size > 1:
+        assert len({tuple(epoch) for epoch in epochs[:8]}) > 1
+
+
+def _rank(mixture: Mixture, number: int) -> int:
+    """Place of a draw in the unshuffled order, which its source counts in."""
+    block, place = divmod(number, BLOCK)
+    return block * BLOCK + shuffled(place, BLOCK, mixture.seed, "order", block)
+
+
+def test_any_draw_can_be_made_alone():
+    whole = [Mixture(sources(None, 9), (1, 2), seed=2).draw(n) for n in range(50)]
+    mixture = Mixture(sources(None, 9), (1, 2), seed=2)
+    assert [mixture.draw(n) for n in reversed(range(50))] == whole[::-1]
+    assert whole != [Mixture(sources(None, 9), (1, 2), seed=3).draw(n) for n in range(50)]
+    assert all(draw.index == draw.number for draw in whole if draw.source == 0)
+
+
+def test_tasks_follow_their_weights_and_the_curriculum():
+    stages = (Stage(100, {"A1T1": 1.0}), Stage(200, {"A1T1": 1, "A1T2": 1}))
+    mixture = TaskMixture({"A1A2": 3.0, "T1T2": 1.0, "A1T2": 0.0}, stages)
+    assert {mixture.task(n, 0, 7) for n in range(100)} == {"A1T1"}
+    assert {mixture.task(n, 0, 7) for n in range(100, 200)} == {"A1T1", "A1T2"}
+    counts = Counter(mixture.task(n, 0, 7) for n in range(200, 4200))
+    assert set(counts) == {"A1A2", "T1T2"} and abs(counts["A1A2"] / 4000 - 0.75) < 0.03
+    assert [mixture.task(n, 0, 7) for n in range(300, 330)] != [mixture.task(n, 1, 7) for n in range(300, 330)]
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: TaskMixture({"A1A3": 1.0}), "task 'A1A3' is unknown"),
+        (lambda: TaskMixture({"A1A2": -1.0}), "the weight of 'A1A2' is -1.0"),
+        (lambda: TaskMixture({"A1A2": float("nan")}), "the weight of 'A1A2' is nan"),
+        (lambda: TaskMixture({"A1A2": 0.0}), "no weight is above 0"),
+        (lambda: TaskMixture({}), "no weight is above 0"),
+        (lambda: TaskMixture(stages=(Stage(5, {"A1T1": 1}), Stage(5, {"A1T2": 1}))), r"stages end at draws \[5, 5\]"),
+        (lambda: Mixture(sources(None, 3), (1.0,)), "a mixture of 2 sources has 1 weights"),
+        (lambda: Mixture(sources(None, 3), (0, 0)), "no weight is above 0"),
+        (lambda: Mixture(sources(3), (-1,)), r"the weight of '0 \(toy0\)' is -1"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(make, named):
+    with pytest.raises(UserError, match=named):
+        make()

@@ -1,0 +1,381 @@
+"""Recorded digits: a string is what its recordings say, a held-out speaker is never trained on, and mistakes are named."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from omni.errors import UserError
+from omni.tasks import find_task
+from omni.text import Tokenizer
+from tests.train.data.toys import ToyCodec
+from train.data.build import build_alignment, held_out_rows
+from train.data.config import DataConfig, SourceConfig
+from train.data.sources.config import NUMBERS, RecordedDigitsConfig, SpokenDigitsConfig
+from train.data.sources.recorded_digits import RecordedDigits, find_recordings, trimmed
+from train.data.tts.espeak import synthesise
+
+CODEC = ToyCodec((12, 12, 6, 8))
+RATE = 8000
+BASE = {"anna": 300, "berta": 1300, "clara": 2300}
+SPACING = 90
+"""A toy speaker says digit d as a tone at its own base frequency plus d times this, in Hz."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("recordings")
+    time = np.arange(RATE // 4) / RATE
+    for speaker, base in BASE.items():
+        for digit in range(10):
+            for index in (0, 1, 10):
+                tone = 0.1 * np.sin(2 * np.pi * (base + SPACING * digit) * time)
+                soundfile.write(place / f"{digit}_{speaker}_{index}.wav", tone, RATE)
+    (place / "README.md").write_text("not a recording")
+    return place
+
+
+def heard(samples: torch.Tensor, pause: float) -> list[tuple[str, int]]:
+    """Who says which digits: the strongest frequency of each piece of tone, counted from the start."""
+    length, step = 4000, 4000 + round(pause * 16000)
+    out = []
+    for start in range(0, len(samples) - length + 1, step):
+        spectrum = torch.fft.rfft(samples[start : start + length]).abs()
+        frequency = int(spectrum.argmax()) * 16000 / length
+        speaker = max((s for s, base in BASE.items() if base <= frequency + 20), key=lambda s: BASE[s])
+        out.append((speaker, round((frequency - BASE[speaker]) / SPACING)))
+    return out
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_a_string_sounds_as_it_reads(folder, pause):
+    config = RecordedDigitsConfig(
+        str(folder), ("berta",), pause=(pause, pause), silence=(0.0, 0.0), speed=(1.0, 1.0), level_db=(-6.0, 6.0)
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(), CODEC)
+    spoken: set[str] = set()
+    for row in [*(source.row(i) for i in range(30)), *source.held_out(8)]:
+        turn = row.turns[0]
+        assert turn.question_audio is not None
+        said = heard(turn.question_audio.load(16000), pause)
+        assert [speaker for speaker, _ in said] == [row.speaker] * len(said)
+        assert " ".join(NUMBERS[digit] for _, digit in said) == turn.question_text == turn.answer_text
+        assert torch.equal(turn.answer_codes.frames, source.answers.answer_codes(turn.answer_text))
+        spoken.add(row.speaker)
+    assert spoken == set(BASE)
+
+
+def test_a_held_out_speaker_is_only_examined(folder):
+    source = RecordedDigits(RecordedDigitsConfig(str(folder), ("berta", "anna")), SpokenDigitsConfig(), CODEC)
+    assert {source.row(i).speaker for i in range(40)} == {"clara"}
+    assert [row.speaker for row in source.held_out(4)] == ["berta", "anna", "berta", "anna"]
+
+
+def test_an_utterance_is_the_same_whenever_it_is_made(folder):
+    make = lambda: RecordedDigits(RecordedDigitsConfig(str(folder), ("berta",)), SpokenDigitsConfig(reuse=2), CODEC, seed=3)  # noqa: E731
+    first, second = make(), make()
+    rows = [first.row(i) for i in range(5)]
+    for i in (4, 0, 2):
+        again = second.row(i)
+        assert again.turns[0].question_text == rows[i].turns[0].question_text
+        assert torch.equal(again.turns[0].question_audio.samples, rows[i].turns[0].question_audio.samples)
+    assert first.repeats and first.identity(0) == first.identity(1024) != first.identity(1)
+
+
+def test_speed_changes_length_and_pitch(folder):
+    slow, fast = (
+        RecordedDigits(RecordedDigitsConfig(str(folder), (), speed=(s, s), silence=(0, 0)), SpokenDigitsConfig(), CODEC).row(5)
+        for s in (0.8, 1.25)
+    )
+    lengths = [len(row.turns[0].question_audio.load(16000)) for row in (slow, fast)]
+    assert lengths[0] / lengths[1] == pytest.approx(1.25 / 0.8, rel=0.01)
+
+
+def test_quiet_edges_are_cut_at_the_level_that_is_asked(folder):
+    steps = [0.001, 0.03, 0.3, 0.03, 0.001]  # 60, 30 and 10 dB below 1
+    frames = torch.cat([torch.full((160,), level) for level in (*steps[:3], 1.0, *steps[2:])])
+    assert [len(trimmed(frames, db)) // 160 for db in (-70.0, -50.0, -20.0, -5.0, 0.0)] == [7, 5, 3, 1, 1]
+    assert torch.equal(trimmed(frames, -5.0), torch.ones(160))
+    plain, cut = (
+        RecordedDigits(
+            RecordedDigitsConfig(str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), trim_db=trim),
+            SpokenDigitsConfig(),
+            CODEC,
+        )
+        for trim in (None, (-0.01, 0.0))
+    )
+    lengths = [[len(s.row(i).turns[0].question_audio.samples) for i in range(8)] for s in (plain, cut)]
+    assert all(b < a for a, b in zip(*lengths, strict=True))
+    same = [[len(row.turns[0].question_audio.samples) for row in s.held_out(8)] for s in (plain, cut)]
+    assert same[0] == same[1]  # who is examined is heard as recorded
+
+
+def beside_the_tone(samples: torch.Tensor) -> torch.Tensor:
+    """Power spectrum [2001] of a digit's 4,000 samples without its strongest frequency."""
+    spectrum = torch.fft.rfft(samples * torch.hann_window(4000)).abs().square()
+    peak = int(spectrum.argmax())
+    spectrum[max(0, peak - 4) : peak + 5] = 0
+    return spectrum
+
+
+def test_a_recorders_noise_lies_under_the_digits_and_not_in_the_pauses(folder):
+    clean = RecordedDigitsConfig(
+        str(folder), ("anna",), pause=(0.3, 0.3), silence=(0.1, 0.1), floor_db=(-120, -120), speed=(1, 1), level_db=(0, 0)
+    )
+    noisy, some = (
+        RecordedDigits(replace(clean, noise_db=(-30.0, -30.0), noisy=share), SpokenDigitsConfig(question_rate=8000), CODEC)
+        for share in (1.0, 0.4)
+    )
+    for i in range(6):
+        sound = noisy.row(i).turns[0].question_audio.load(16000)
+        digit = sound[1600:5600]
+        spectrum = beside_the_tone(digit)
+        low, high = float(spectrum[:1000].sum()), float(spectrum[1050:].sum())  # below and above 4 kHz
+        power = 2 * (low + high) / 4000 / (4000 * 0.375)
+        assert 10 * math.log10(power / float(digit.abs().max()) ** 2) == pytest.approx(-30, abs=1.5)
+        assert high < 0.1 * low  # as a recording at 8 kHz has it
+        assert float(sound[:1500].abs().max()) < 1e-5 * float(sound.abs().max())
+    held = [row.turns[0].question_audio.load(16000)[1600:5600] for row in noisy.held_out(4)]
+    shares = [float(beside_the_tone(x).sum() / (x * x).sum()) for x in held]
+    assert max(shares) < 0.1  # who is examined is heard as recorded
+    drawn = [some.row(i).turns[0].question_audio.load(16000)[1600:5600] for i in range(60)]
+    shares = [float(beside_the_tone(x).sum() / (x * x).sum()) for x in drawn]
+    assert 12 <= sum(share > 0.5 for share in shares) <= 36
+
+
+def test_a_share_of_strings_is_said_by_synthetic_voices_digit_by_digit(folder):
+    config = RecordedDigitsConfig(
+        str(folder), ("anna",), pause=(0.3, 0.3), silence=(0.1, 0.1), floor_db=(-90, -90), speed=(1, 1), voices=0.5
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    rows = [source.row(i) for i in range(60)]
+    spoken = [row for row in rows if row.speaker not in BASE]
+    assert 15 < len(spoken) < 45 and {row.speaker.partition("+")[2] for row in spoken} == {"f1", "m1"}
+    for row in spoken[:12]:
+        sound = row.turns[0].question_audio.load(16000)
+        loud = torch.nn.functional.avg_pool1d(sound.square()[None, None], 160)[0, 0] > sound.square().max() * 1e-4
+        gaps = "".join("x" if frame else "." for frame in loud.tolist()).strip(".")
+        assert gaps.count("." * 25) >= len(row.turns[0].answer_text.split()) - 1
+        assert row.source == f"recorded-digits/{row.speaker}"
+    again = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    for i in (7, 3):
+        assert torch.equal(again.row(i).turns[0].question_audio.samples, rows[i].turns[0].question_audio.samples)
+
+
+def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch):
+    from train.data.sources import recorded_digits as recorded
+
+    asked = []
+    monkeypatch.setattr(
+        recorded, "synthesise", lambda text, voice, *rest: asked.append((voice, text)) or synthesise(text, voice)
+    )
+    spelled = "siro uan tu tri for faif siks seven eit nain"
+    config = RecordedDigitsConfig(str(folder), ("anna",), voices=1.0, accents={"es": spelled}, accented=0.5)
+    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1", "m1"), rare=0.0), CODEC)
+    accented = 0
+    for i in range(40):
+        row = source.row(i)
+        foreign = row.speaker.startswith("es+")
+        words = spelled.split() if foreign else NUMBERS
+        wanted = [(row.speaker, words[NUMBERS.index(word)]) for word in row.turns[0].question_text.split()]
+        assert asked == wanted  # said as it is spelled, and written as in English
+        accented += foreign
+        asked.clear()
+    assert 10 < accented < 30
+
+
+def test_words_are_also_said_otherwise(folder, monkeypatch):
+    from train.data.sources import recorded_digits as recorded
+
+    asked = []
+
+    def say(text, voice, *rest):
+        asked.append(text)
+        return (torch.zeros(800), 0) if text == "un" else synthesise(text, voice)
+
+    monkeypatch.setattr(recorded, "synthesise", say)
+    config = RecordedDigitsConfig(
+        str(folder),
+        ("anna",),
+        voices=1.0,
+        digit_weights=(0, 1, 0, 0, 0, 0, 3, 0, 0, 0),
+        english="zero one|un two three four five six|icks|ick seven eight nine",
+        otherwise=0.5,
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(variants=("f1",), rare=0.0), CODEC)
+    written = [word for i in range(100) for word in source.row(i).turns[0].question_text.split()]
+    said = {word: asked.count(word) for word in ("one", "un", "six", "icks", "ick")}
+    ones, sixes = written.count("one"), written.count("six")
+    assert ones + sixes == len(written) and 2.2 < sixes / ones < 4.2
+    assert said["one"] == ones and 0.3 < said["un"] / ones < 0.7  # a voice that keeps silent says it as usual
+    assert said["six"] + said["icks"] + said["ick"] == sixes and min(said["icks"], said["ick"]) > 0.15 * sixes
+    asked_of = {digit for row in source.held_out(40) for digit in row.turns[0].question_text.split()}
+    assert asked_of == set(NUMBERS[:10])  # who is examined says every digit equally often
+
+
+def test_voices_of_other_programs_say_their_share(folder, tmp_path):
+    script, calls = tmp_path / "say.py", tmp_path / "calls"
+    script.write_text(
+        "import sys, numpy, soundfile\n"
+        f"open({str(calls)!r}, 'a').write(sys.argv[1] + chr(10))\n"
+        "tone = numpy.sin(numpy.arange(6000) * 0.1 * len(sys.argv[1]))\n"
+        "soundfile.write(sys.argv[2], numpy.concatenate([numpy.zeros(9000), tone, numpy.zeros(9000)]), 22050)\n"
+    )
+    program = f"command:{sys.executable} {script} {{text}} {{out}}"
+    config = RecordedDigitsConfig(
+        str(folder),
+        ("anna",),
+        pause=(0, 0),
+        silence=(0, 0),
+        speed=(1, 1),
+        voices=0.25,
+        more_voices={"en": (program,)},
+        more=0.5,
+    )
+    source = RecordedDigits(config, SpokenDigitsConfig(), CODEC)
+    rows = [source.row(i) for i in range(80)]
+    theirs = [row for row in rows if row.speaker == program]
+    assert 25 < len(theirs) < 55 and 8 < sum(row.speaker in BASE for row in rows) < 35
+    for row in theirs:  # without the silence around each digit
+        seconds = 6000 / 22050 * len(row.turns[0].answer_text.split())
+        assert row.turns[0].question_audio.load(16000).shape[0] / 16000 == pytest.approx(
+            seconds, abs=0.03 * len(row.turns[0].answer_text.split())
+        )
+    said = calls.read_text().split()
+    assert len(said) == len(set(said)) and set(said) <= set(NUMBERS)  # each digit once
+    calls.unlink()
+    spelled = "null ains zwo droi fier fumf segs sibn agt noin"
+    foreign = replace(config, accents={"de": spelled}, more_voices={"de": (program + " foreign",)}, voices=0, more=1.0)
+    row = RecordedDigits(foreign, SpokenDigitsConfig(), CODEC).row(0)
+    assert calls.read_text().split()[0] == spelled.split()[NUMBERS.index(row.turns[0].answer_text.split()[0])]
+
+
+def test_synthetic_voices_also_say_other_words(folder, tmp_path, monkeypatch):
+    from train.data.sources import recorded_digits as recorded
+
+    asked = []
+
+    def say(text, voice, *rest):
+        asked.append((text, voice))
+        return synthesise(text, voice)
+
+    monkeypatch.setattr(recorded, "synthesise", say)
+    script = tmp_path / "say.py"
+    script.write_text(
+        "import sys, numpy, soundfile\n"
+        "soundfile.write(sys.argv[2], numpy.sin(numpy.arange(6000) * 0.01 * len(sys.argv[1])), 22050)\n"
+    )
+    english, foreign = (f"command:{sys.executable} {script} {{text}} {{out}}{end}" for end in ("", " foreign"))
+    plain = RecordedDigitsConfig(
+        str(folder),
+        ("anna",),
+        voices=0.3,
+        more=0.4,
+        accented=1.0,
+        accents={"de": "null ains zwo droi fier fumf segs sibn agt noin"},
+        more_voices={"en": (english,), "de": (foreign,)},
+    )
+    source = RecordedDigits(replace(plain, words="window dog", wordy=0.5), SpokenDigitsConfig(), CODEC)
+    rows = [source.row(i) for i in range(120)]
+    wordy = [row for row in rows if row.task]
+    assert 25 <= len(wordy) <= 60 and {row.task for row in wordy} == {"A1T1"}
+    assert {word for row in wordy for word in row.turns[0].question_text.split()} == {"window", "dog"}
+    assert not any(row.speaker in BASE or row.speaker == foreign or row.speaker.startswith("de+") for row in wordy)
+    assert {row.speaker == english for row in wordy} == {True, False}
+    assert all(row.turns[0].lacks(find_task("A1T1")) is None for row in wordy)
+    said = [word for row in wordy if row.speaker != english for word in row.turns[0].question_text.split()]
+    assert [text for text, _ in asked if text in ("window", "dog")] == said
+    for row in (row for row in rows if not row.task):
+        assert set(row.turns[0].question_text.split()) <= set(NUMBERS)
+    without = RecordedDigits(replace(plain, words="window dog"), SpokenDigitsConfig(), CODEC)
+    assert not any(without.row(i).task for i in range(40))
+
+
+def test_a_voice_that_keeps_silent_is_named(folder, tmp_path):
+    script = tmp_path / "say.py"
+    script.write_text("import sys, numpy, soundfile\nsoundfile.write(sys.argv[2], numpy.zeros(9000), 22050)\n")
+    program = f"command:{sys.executable} {script} {{text}} {{out}}"
+    config = RecordedDigitsConfig(str(folder), more_voices={"en": (program,)}, more=1.0)
+    with pytest.raises(UserError, match=rf"say.py .* is silent where '({'|'.join(NUMBERS[:10])})' is to be said"):
+        RecordedDigits(config, SpokenDigitsConfig(), CODEC).row(0)
+
+
+def test_validation_asks_the_held_out_speaker_alone(folder):
+    people = SourceConfig("recorded-digits", recorded=RecordedDigitsConfig(str(folder), ("anna",)))
+    voices = SourceConfig("spoken-digits", digits=SpokenDigitsConfig(arithmetic=0.0, examined=False))
+    config = DataConfig((people, voices), alignment="words")
+    rows = held_out_rows(config, CODEC, 6)
+    assert {row.source for row in rows} == {"recorded-digits/anna"} and len(rows) == 6
+    alignment = build_alignment(config, Tokenizer.bytes())
+    assert alignment.size > len(NUMBERS[:10])
+
+
+def test_the_numbers_order_the_recordings(folder):
+    names = [path.name for path in find_recordings(str(folder))["anna"][7]]
+    assert names == ["7_anna_0.wav", "7_anna_1.wav", "7_anna_10.wav"]
+
+
+def test_mistakes_are_named(folder, tmp_path):
+    def build(**changes):
+        return RecordedDigits(RecordedDigitsConfig(**{"folder": str(folder), **changes}), SpokenDigitsConfig(), CODEC)
+
+    german, words = {"de": ("espeak",)}, {"de": "a b c d e f g h i j"}
+    for changes, text in (
+        ({"folder": ""}, "recorded.folder is empty"),
+        ({"folder": str(tmp_path / "nowhere")}, "does not exist: git clone"),
+        ({"folder": str(tmp_path)}, "holds no files such as 7_jackson_12.wav"),
+        ({"held_out": ("dora",)}, "'dora', but .* has anna, berta, clara"),
+        ({"held_out": ("anna", "berta", "clara")}, "keeps every speaker"),
+        ({"pause": (0.3, 0.1)}, "recorded.pause is 0.3 to 0.1"),
+        ({"lengths": ()}, "recorded.lengths"),
+        ({"trim_db": (-10.0, 3.0)}, "recorded.trim_db is -10.0 to 3.0"),
+        ({"noise_db": (-10.0, -30.0)}, "recorded.noise_db is -10.0 to -30.0"),
+        ({"noisy": 2.0}, "recorded.noisy is 2.0"),
+        ({"wordy": 1.5}, "recorded.wordy is 1.5"),
+        ({"wordy": 0.5, "words": "  ", "voices": 0.5}, "recorded.words has none"),
+        ({"words": "dog ca|t"}, r"recorded.words has 'ca\|t': write words of letters"),
+        ({"words": "dog -"}, "recorded.words has '-': write words of letters"),
+        ({"wordy": 0.5, "words": "dog"}, "synthetic voices say nothing: raise recorded.voices or more"),
+        ({"accents": words, "more_voices": {"en": ("espeak",), "de": ("espeak",)}}, "'espeak', which is there already"),
+        ({"wordy": 0.5, "words": "dog", "more": 0.5, "more_voices": german, "accents": words}, "more_voices.en names no voice"),
+        ({"voices": 1.5}, "recorded.voices is 1.5"),
+        ({"voices": 0.6, "more": 0.5, "more_voices": {"en": ("espeak",)}}, "0.6 and recorded.more 0.5 are shares of one whole"),
+        ({"accented": 0.5}, "recorded.accents has no language"),
+        ({"accents": {"es": "uno dos"}}, "recorded.accents.es has 2 words: write zero to nine"),
+        ({"accents": {"es": "a b|| c d e f g h i j"}}, r"recorded.accents.es has 'b\|\|': write a word before, between"),
+        ({"english": "zero one"}, "recorded.english has 2 words"),
+        ({"digit_weights": (1.0,) * 9}, "recorded.digit_weights .* give ten weights"),
+        ({"otherwise": -0.1}, "recorded.otherwise is -0.1; it is a share"),
+        ({"accents": {"xx": "a b c d e f g h i j"}}, "xx"),
+        ({"more": 0.5}, "recorded.more_voices names no voice"),
+        ({"more": 0.5, "more_voices": {"en": ()}}, "recorded.more_voices names no voice"),
+        ({"more_voices": {"de": ("espeak",)}}, "recorded.more_voices.de: write zero to nine .* as recorded.accents.de"),
+        ({"more_voices": {"en": ("flute",)}}, "voice 'flute' is unknown"),
+    ):
+        with pytest.raises(UserError, match=text):
+            build(**changes)
+    (tmp_path / "3_dora_0.wav").write_bytes(b"")
+    with pytest.raises(UserError, match="dora never says zero"):
+        build(folder=str(tmp_path))
+    with pytest.raises(UserError, match="names no speaker"):
+        build().held_out(3)
+
+
+def test_questions_of_a_telephone_lack_its_missing_half():
+    from train.data.sources.spoken_digits import SpokenDigits
+
+    above = []
+    for rate in (8000, 16000):
+        row = SpokenDigits(SpokenDigitsConfig(question_rate=rate), CODEC, seed=2).row(1)
+        power = torch.fft.rfft(row.turns[0].question_audio.load(16000)).abs().square()
+        above.append(float(power[int(len(power) * 0.65) :].sum() / power.sum()))
+    assert above[1] > 20 * above[0]
+    with pytest.raises(UserError, match="question_rate"):
+        SpokenDigitsConfig(question_rate=100)

@@ -1,0 +1,232 @@
+"""Spoken digits: the answers are right, the held-out voices are strangers, and every utterance can be made again."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from omni.audio.io import resample
+from omni.errors import UserError
+from tests.train.data.toys import ToyCodec
+from train.data.seeding import dice
+from train.data.sources.config import NUMBERS, SpokenDigitsConfig
+from train.data.sources.spoken_digits import SpokenDigits, draw_question, draw_questions, spoken_number, vocabulary
+from train.data.tts.espeak import synthesise
+
+CODEC = ToyCodec((12, 12, 6, 8))
+
+
+def slow_answer(text: str) -> tuple[str, str]:
+    """Kind and answer of a question, worked out from its words."""
+    numbers = [NUMBERS.index(word) for word in text.split() if word in NUMBERS]
+    if "plus" in text.split():
+        return "arithmetic", str(numbers[0] + numbers[1])
+    if "minus" in text.split():
+        return "arithmetic", str(numbers[0] - numbers[1])
+    return "digits", "".join(map(str, numbers))
+
+
+def in_digits(words: str, kind: str) -> str:
+    """A spoken answer in digits."""
+    if kind == "arithmetic":
+        return words.replace("minus ", "-").replace(words.split()[-1], str(NUMBERS.index(words.split()[-1])))
+    return "".join(str(NUMBERS.index(word)) for word in words.split())
+
+
+@pytest.mark.parametrize("arithmetic", [0.0, 0.5, 1.0])
+def test_answers_are_right_and_questions_as_varied_as_asked(arithmetic):
+    config = SpokenDigitsConfig(arithmetic=arithmetic, lengths=(1.0, 0.0, 1.0))
+    drawn = [draw_question(config, dice(i)) for i in range(2000)]
+    for question in drawn:
+        assert slow_answer(question.text) == (question.kind, question.digits)
+        assert in_digits(question.words, question.kind) == question.digits
+        assert set(question.text.split()) <= set(vocabulary(config))
+    kinds = Counter(question.kind for question in drawn)
+    assert abs(kinds["arithmetic"] / 2000 - arithmetic) < 0.05
+    if arithmetic > 0:
+        assert {q.digits for q in drawn if q.kind == "arithmetic"} == {str(n) for n in range(-9, 19)}
+    if arithmetic < 1:
+        assert {len(q.digits) for q in drawn if q.kind == "digits"} == {1, 3}
+    assert {question.words for question in drawn} <= set(SpokenDigits(config, CODEC).answers())
+
+
+def test_follow_ups_double_the_result_or_say_the_answer_again():
+    config = SpokenDigitsConfig(turns=(0, 0, 0, 1), follow_ups=0.6)
+    source, kinds, results = SpokenDigits(config, CODEC), Counter(), set()
+    answers = set(source.answers())
+    for i in range(600):
+        asked = draw_questions(config, dice(i), 4)
+        assert asked[0].kind in ("arithmetic", "digits")
+        for before, question in itertools.pairwise(asked):
+            kinds[question.kind] += 1
+            if question.kind == "again":
+                assert question.text in config.again_phrases
+                assert (question.words, question.digits) == (before.words, before.digits)
+            elif question.kind == "twice":
+                assert question.text in config.twice_phrases and before.kind != "digits"
+                said, doubled = (int(n) for n in re.fullmatch(r"twice (-?\d+) is (-?\d+)", question.digits).groups())
+                assert said == int(before.digits.split()[-1]) and doubled == 2 * said == question.number
+                assert question.words == f"twice {spoken_number(said)} is {spoken_number(doubled)}"
+                results.add(doubled)
+            else:
+                assert slow_answer(question.text) == (question.kind, question.digits)
+            assert question.words in answers and set(question.text.rstrip("?").split()) <= set(vocabulary(config))
+    assert abs(kinds["again"] + kinds["twice"] - 0.6 * 1800) < 90 and 0.2 < kinds["twice"] / kinds["again"] < 0.6
+    assert -18 <= min(results) < -10 and 28 < max(results) <= 36
+    row = source.row(3)
+    assert [turn.question_text for turn in row.turns] == [
+        turn.question_text for turn in SpokenDigits(config, CODEC).row(3).turns
+    ]
+    plain = SpokenDigits(SpokenDigitsConfig(), CODEC)
+    assert "that" in vocabulary(config) and "that" not in vocabulary(plain.config)
+    assert answers - {*plain.answers()} == {f"twice {spoken_number(n)} is {spoken_number(2 * n)}" for n in range(-9, 19)}
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "zero"), (-9, "minus nine"), (19, "nineteen"), (20, "twenty"), (-18, "minus eighteen"), (36, "thirty six")],
+)
+def test_numbers_are_spoken(number, words):
+    assert spoken_number(number) == words
+
+
+def test_it_is_known_when_each_word_of_an_answer_is_said():
+    turn = SpokenDigits(SpokenDigitsConfig(arithmetic=0.0, lengths=(0, 0, 1)), CODEC).row(0).turns[0]
+    assert [word.text for word in turn.words] == turn.answer_text.split() and {word.who for word in turn.words} == {"model"}
+    assert turn.words[0].start == 0 and all(a.end == b.start for a, b in itertools.pairwise(turn.words))
+    assert turn.words[-1].end * CODEC.frame_rate == turn.answer_codes.frames.shape[1]
+    assert SpokenDigits(SpokenDigitsConfig(answer_speech="phrase"), CODEC).row(0).turns[0].words == ()
+
+
+def test_held_out_conversations_are_fixed_and_follow_ups_are_known():
+    config = SpokenDigitsConfig(follow_ups=0.5)
+    source = SpokenDigits(config, CODEC, seed=1)
+    rows, again = source.conversations(6), SpokenDigits(config, CODEC, seed=2).conversations(6)
+    for row, other in zip(rows, again, strict=True):
+        assert len(row.turns) == 4 and row.speaker in config.held_out
+        assert [turn.question_text for turn in row.turns] == [turn.question_text for turn in other.turns]
+        for turn in row.turns:
+            assert source.follows(turn) == (not any(word in NUMBERS for word in turn.question_text.split()))
+    assert len({row.speaker for row in rows}) == 3 and not any(source.follows(row.turns[0]) for row in rows)
+    assert any(source.follows(turn) for row in rows for turn in row.turns)
+
+
+def test_an_utterance_is_the_same_whenever_it_is_made():
+    a, b = SpokenDigits(SpokenDigitsConfig(), CODEC, seed=4), SpokenDigits(SpokenDigitsConfig(), CODEC, seed=4)
+    rows = [a.row(i) for i in range(6)]
+    for i in (3, 0, 5):
+        again = b.row(i)
+        assert replace(again, turns=()) == replace(rows[i], turns=())
+        (turn,), (wanted,) = again.turns, rows[i].turns
+        assert torch.equal(turn.question_audio.samples, wanted.question_audio.samples)
+        assert torch.equal(turn.answer_codes.frames, wanted.answer_codes.frames)
+        assert (turn.question_text, turn.answer_text) == (wanted.question_text, wanted.answer_text)
+    assert len({row.turns[0].question_text + row.speaker for row in rows}) > 4
+    other = SpokenDigits(SpokenDigitsConfig(), CODEC, seed=5)
+    assert any(other.row(i).turns[0].question_text != rows[i].turns[0].question_text for i in range(6))
+
+
+def test_questions_are_spoken_as_configured():
+    config = SpokenDigitsConfig(silence=(0.05, 0.1), peak=0.25, turns=(0, 1), answer_text="digits")
+    row = SpokenDigits(config, CODEC).row(1)
+    assert len(row.turns) == 2
+    for turn in row.turns:
+        audio = turn.question_audio.load(16000)
+        assert audio.abs().max() == pytest.approx(0.25) and not audio[:800].any() and not audio[-800:].any()
+        assert 8000 < len(audio) < 80000
+        assert re.fullmatch(r"-?\d+", turn.answer_text)
+        assert slow_answer(turn.question_text)[1] == turn.answer_text
+
+
+@pytest.mark.parametrize("speech", ["words", "phrase"])
+def test_answers_are_spoken_by_one_voice_through_the_codec(speech):
+    config = SpokenDigitsConfig(answer_speech=speech, answer_voice="en-us+m1", answer_rate=200)
+    source = SpokenDigits(config, CODEC)
+
+    def encoded(words: str) -> torch.Tensor:
+        audio, rate = synthesise(words, "en-us+m1", 200, 50)
+        return CODEC.encode(resample(audio, rate, 8000))
+
+    wanted = torch.cat([encoded("minus"), encoded("two")], dim=1) if speech == "words" else encoded("minus two")
+    assert torch.equal(source.answer_codes("minus two"), wanted)
+    assert torch.equal(source.answer_codes("minus two"), wanted)  # from the cache
+    row = source.row(0)
+    assert torch.equal(row.turns[0].answer_codes.for_codec(CODEC), source.answer_codes(row.turns[0].answer_text))
+
+
+def test_held_out_voices_are_strangers_to_training():
+    config = SpokenDigitsConfig()
+    source = SpokenDigits(config, CODEC)
+    taught = {voice.partition("+")[2] for voice in (*source.voices, *source.rare_voices)}
+    held = {voice.partition("+")[2] for voice in config.held_out}
+    assert not taught & held
+    accents = {voice.partition("+")[0] for voice in config.held_out}
+    assert len(config.held_out) >= 4 and len(accents) >= 2 and {v[0] for v in held} == {"f", "m"}
+    assert {source.row(i).speaker for i in range(40)} <= {*source.voices, *source.rare_voices}
+
+
+def test_the_evaluation_set_is_fixed_and_balanced():
+    source = SpokenDigits(SpokenDigitsConfig(), CODEC, seed=1)
+    rows = source.held_out(48)
+    again = SpokenDigits(SpokenDigitsConfig(), CODEC, seed=2).held_out(48)
+    for a, b in zip(rows, again, strict=True):
+        assert a.turns[0].question_text == b.turns[0].question_text and a.speaker == b.speaker
+        assert torch.equal(a.turns[0].question_audio.samples, b.turns[0].question_audio.samples)
+    assert Counter(row.source for row in rows) == {"spoken-digits/arithmetic": 24, "spoken-digits/digits": 24}
+    assert set(Counter((row.source, row.speaker) for row in rows).values()) == {3}
+    assert len({row.turns[0].question_text for row in rows}) == 48
+    for row in rows:
+        kind, answer = slow_answer(row.turns[0].question_text)
+        assert row.source.endswith(kind) and in_digits(row.turns[0].answer_text, kind) == answer
+    assert source.held_out(8, seed=9)[0].turns[0].question_text != rows[0].turns[0].question_text
+
+
+@pytest.mark.parametrize(("reuse", "distance"), [(1, 8), (3, 8), (4, 6)])
+def test_utterances_return_after_a_distance_and_to_the_same_lane(reuse, distance):
+    source = SpokenDigits(SpokenDigitsConfig(reuse=reuse, reuse_distance=distance), CODEC)
+    block = reuse * distance
+    numbers = [source.identity(n) for n in range(3 * block)]
+    assert Counter(numbers) == dict.fromkeys(range(3 * distance), reuse)
+    for n in range(3 * block):
+        if n % block + distance < block:
+            assert numbers[n] == numbers[n + distance]
+    for lanes in (2, distance // 2):
+        if distance % lanes == 0:
+            assert all(len({n % lanes for n in range(len(numbers)) if numbers[n] == u}) == 1 for u in set(numbers))
+    assert source.repeats is (reuse > 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (dict(held_out=("en-us+f1",)), "held_out names 'en-us\\+f1', but its variant speaks in training"),
+        (dict(held_out=()), "digits.held_out is empty"),
+        (dict(arithmetic=1.5), "digits.arithmetic is 1.5"),
+        (dict(lengths=()), "digits.lengths"),
+        (dict(turns=(0.0,)), "digits.turns"),
+        (dict(follow_ups=-0.1), "digits.follow_ups is -0.1"),
+        (dict(again_phrases=()), "digits.again_phrases is empty"),
+        (dict(arithmetic_phrases=("what is",)), "'what is' must hold {} once"),
+        (dict(digit_phrases=()), "digits.digit_phrases"),
+        (dict(rate=(200, 100)), "digits.rate is 200 to 100"),
+        (dict(silence=(-1.0, 0.0)), "digits.silence is -1.0"),
+        (dict(peak=0.0), "digits.peak is 0.0"),
+        (dict(answer_text="roman"), "digits.answer_text 'roman'"),
+        (dict(answer_speech="sung"), "digits.answer_speech 'sung'"),
+        (dict(reuse=0), "digits.reuse 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong, named):
+    with pytest.raises(UserError, match=named) as error:
+        SpokenDigitsConfig(**wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_voices_are_named_before_training_begins():
+    with pytest.raises(UserError, match=r"did you mean en-us\+m8"):
+        SpokenDigits(SpokenDigitsConfig(variants=("m88",)), CODEC)

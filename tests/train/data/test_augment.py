@@ -1,0 +1,258 @@
+"""Augmentation is a pure function of sound, configuration and seed, and does as much as it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from omni.audio.io import write_wav
+from omni.audio.mel import log_mel
+from omni.errors import UserError
+from train.data.augment.audio import add_noise, augment_audio, augment_mel, change_speed, coloured_noise
+from train.data.augment.config import AugmentConfig
+from train.data.augment.features import shape
+
+OFF = AugmentConfig()
+MILD = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(10, 30), freq_masks=1, time_masks=2)
+HARSH = AugmentConfig(
+    speed=(0.5, 2.0),
+    noise_snr_db=(-5, 5),
+    noise_colour=(0.0, 2.0),
+    noise_probability=0.7,
+    gain_db=(-20, 10),
+    freq_masks=3,
+    time_masks=4,
+    time_fraction=0.5,
+)
+
+
+def seeded(seed: int) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+def speech(samples: int = 8000) -> Tensor:
+    return torch.randn(samples, generator=seeded(9)) * torch.linspace(0.01, 0.3, samples)
+
+
+def mel(frames: int = 200) -> Tensor:
+    return torch.randn(80, frames, generator=seeded(8))
+
+
+WARPED = AugmentConfig(
+    warp_speed=(0.8, 1.2), warp_bands=(0.9, 1.1), feature_noise=(-6, -1), feature_gain_db=(-16, 8), time_masks=1
+)
+
+
+@pytest.mark.parametrize("config", [MILD, HARSH, WARPED], ids=["mild", "harsh", "warped"])
+def test_same_seed_same_result_other_seed_another(config: AugmentConfig) -> None:
+    for function, given in ((augment_audio, speech()), (augment_mel, mel())):
+        if config is WARPED and function is augment_audio:
+            continue
+        before = given.clone()
+        for seed in range(5):
+            first, second = function(given, config, seeded(seed)), function(given, config, seeded(seed))
+            assert torch.equal(first, second)
+            other = function(given, config, seeded(seed + 100))
+            assert first.shape != other.shape or not torch.equal(first, other)
+        assert torch.equal(given, before)  # nothing is changed in place
+
+
+def test_off_changes_nothing_and_draws_nothing() -> None:
+    generator = seeded(0)
+    state = generator.get_state()
+    assert torch.equal(augment_audio(speech(), OFF, generator), speech())
+    assert torch.equal(augment_mel(mel(), OFF, generator), mel())
+    assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize("factor", [0.8, 0.93, 1.0, 1.17, 2.0])
+def test_speed_changes_length_and_pitch(factor: float) -> None:
+    hertz, seconds = 400.0, 1.0
+    tone = torch.sin(2 * torch.pi * hertz * torch.arange(int(16000 * seconds)) / 16000)
+    fast = change_speed(tone, factor)
+    assert abs(len(fast) - len(tone) / factor) <= 1
+    spectrum = torch.fft.rfft(fast).abs()
+    assert float(spectrum.argmax()) * 16000 / len(fast) == pytest.approx(hertz * factor, abs=2)
+
+
+@pytest.mark.parametrize("snr_db", [-5.0, 0.0, 20.0])
+@pytest.mark.parametrize("colour", [0.0, 1.0, 2.0])
+def test_noise_is_as_loud_as_asked(snr_db: float, colour: float) -> None:
+    clean = speech()
+    added = add_noise(clean, coloured_noise(len(clean), colour, seeded(1)), snr_db) - clean
+    measured = 10 * torch.log10(clean.square().mean() / added.square().mean())
+    assert float(measured) == pytest.approx(snr_db, abs=0.05)
+    config = AugmentConfig(noise_snr_db=(snr_db, snr_db), noise_colour=(colour, colour))
+    added = augment_audio(clean, config, seeded(2)) - clean
+    measured = 10 * torch.log10(clean.square().mean() / added.square().mean())
+    assert float(measured) == pytest.approx(snr_db, abs=0.05)
+
+
+@pytest.mark.parametrize("colour", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("samples", [60000, 65536])
+def test_noise_has_its_colour(colour: float, samples: int) -> None:
+    noise = coloured_noise(samples, colour, seeded(3))
+    assert noise.shape == (samples,)
+    if colour <= 1:  # above, a few slow swings hold most of the power
+        assert float(noise.square().mean()) == pytest.approx(1.0, rel=0.2)
+    power = torch.fft.rfft(noise * torch.hann_window(samples)).abs().square()
+    low, high = power[200:400].mean(), power[6400:12800].mean()  # five octaves apart
+    assert float(torch.log2(low / high)) / 5 == pytest.approx(colour, abs=0.1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 17, 1023, 33000])
+def test_noise_of_any_length(samples: int) -> None:
+    assert coloured_noise(samples, 1.0, seeded(0)).shape == (samples,)
+
+
+@pytest.mark.parametrize("config", [MILD, HARSH])
+def test_silence_stays_finite(config: AugmentConfig) -> None:
+    out = augment_audio(torch.zeros(4000), config, seeded(0))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_probability_and_gain() -> None:
+    clean = speech(2000)
+    noisy = replace(OFF, noise_snr_db=(10.0, 10.0), noise_probability=0.3)
+    hits = sum(not torch.equal(augment_audio(clean, noisy, seeded(seed)), clean) for seed in range(400))
+    assert 80 < hits < 160
+    louder = augment_audio(clean, replace(OFF, gain_db=(6.0, 6.0)), seeded(0))
+    torch.testing.assert_close(louder, clean * 10 ** (6 / 20))
+
+
+def test_noise_files(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    tone = torch.sin(2 * torch.pi * 1000 * torch.arange(1600) / 16000)
+    write_wav(tmp_path / "deep" / "hum.wav", tone * 0.5, 16000)
+    config = AugmentConfig(noise_snr_db=(0, 0), noise_folder=str(tmp_path), noise_file_probability=1.0)
+    clean = speech(8000)
+    added = augment_audio(clean, config, seeded(4)) - clean  # the file is shorter: it is repeated
+    spectrum = torch.fft.rfft(added).abs()
+    assert int(spectrum.argmax()) == 500 and float(added.std()) == pytest.approx(float(clean.std()), rel=0.05)
+
+
+def test_bad_noise_folders(tmp_path: Path) -> None:
+    for folder, said in ((tmp_path, "holds no"), (tmp_path / "none", "is not a folder")):
+        config = AugmentConfig(noise_snr_db=(0, 0), noise_folder=str(folder), noise_file_probability=1.0)
+        with pytest.raises(UserError, match=said):
+            augment_audio(speech(), config, seeded(0))
+
+
+@pytest.mark.parametrize("speed", [0.8, 1.0, 1.25])
+def test_features_warped_in_time_are_those_of_faster_sound(speed: float) -> None:
+    sweep = torch.sin(2 * torch.pi * 300 * (torch.arange(32000) / 16000) ** 2)
+    config = replace(OFF, warp_speed=(speed, speed))
+    warped = augment_mel(log_mel(sweep), config, seeded(0))
+    assert warped.shape == (80, int(200 / speed))
+    # The sweep's rising band is reached `speed` times as early.
+    band = log_mel(sweep)[:, 150].argmax()
+    assert abs(int(warped[:, int(150 / speed)].argmax()) - int(band)) <= 1
+    if speed == 1.0:
+        torch.testing.assert_close(warped, log_mel(sweep), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gain_db", [-20.0, 6.0])
+def test_gain_of_features_is_gain_of_sound(gain_db: float) -> None:
+    sound = speech()
+    louder = augment_mel(log_mel(sound), replace(OFF, feature_gain_db=(gain_db, gain_db)), seeded(0))
+    torch.testing.assert_close(louder, log_mel(sound * 10 ** (gain_db / 20)), rtol=1e-4, atol=1e-4)
+
+
+def test_noise_of_features_has_its_power() -> None:
+    silence = log_mel(torch.zeros(32000), floor="fixed")
+    for level in (-2.0, 0.0):
+        config = replace(OFF, feature_noise=(level, level), feature_noise_probability=1.0)
+        middle = augment_mel(silence, config, seeded(0))[39:41]  # where the noise has its level, whatever its tilt
+        assert float((10 ** (4 * middle - 4)).mean()) == pytest.approx(10**level, rel=0.2)
+
+
+def test_the_echo_of_features_is_that_of_a_room() -> None:
+    """Against noise that falls exponentially, convolved with the sound: a diffuse room's response."""
+    frames, decibels = 40.0, -6.0
+    sound = torch.zeros(16000)
+    sound[4000:4400] = torch.randn(400, generator=seeded(0))
+    fall = 10 ** (-3.0 * torch.arange(12000) / (frames * 160))  # of the amplitude
+    powers = []
+    for seed in range(40):
+        room = torch.randn(12000, generator=seeded(seed)) * fall
+        room *= 10 ** (decibels / 20) / float(room.square().sum().sqrt())
+        heard = sound + torch.nn.functional.conv1d(sound[None, None], room.flip(0)[None, None], padding=11999)[0, 0, :16000]
+        powers.append(10 ** (4 * log_mel(heard, floor="fixed") - 4))
+    config = replace(OFF, feature_echo=(frames, frames), feature_echo_db=(decibels, decibels), feature_echo_probability=1.0)
+    ours = 10 ** (4 * augment_mel(log_mel(sound, floor="fixed"), config, seeded(0)) - 4)
+    theirs = torch.stack(powers).mean(0)
+    for part in (slice(0, 24), slice(24, 31), slice(31, 45), slice(45, 65)):
+        assert float(ours[:, part].sum()) == pytest.approx(float(theirs[:, part].sum()), rel=0.25, abs=1e-4)
+
+
+def test_the_range_of_features_ends_at_a_floor() -> None:
+    given = mel()
+    out = augment_mel(given, replace(OFF, feature_range=(1.0, 1.0)), seeded(0))
+    torch.testing.assert_close(out, given.clamp_min(float(given.max()) - 0.25))
+
+
+@pytest.mark.parametrize("frames", [None, 120])
+def test_masks_are_runs_of_the_mean_within_the_sound(frames: int | None) -> None:
+    config = replace(OFF, freq_masks=2, freq_width=10, time_masks=2, time_width=30, time_fraction=0.1)
+    given = mel()
+    sound = given[:, :frames]
+    widths = set()
+    for seed in range(60):
+        out = augment_mel(given, config, seeded(seed), frames=frames)
+        assert out.shape == given.shape
+        assert torch.equal(out[:, sound.shape[1] :], given[:, sound.shape[1] :])
+        changed = out[:, : sound.shape[1]] != sound
+        assert torch.equal(out[:, : sound.shape[1]][changed], sound.mean().expand(int(changed.sum())))
+        bands, times = changed.all(dim=1), changed.all(dim=0)
+        assert torch.equal(changed, bands[:, None] | times[None, :])
+        assert int(bands.sum()) <= 20 and int(times.sum()) <= 2 * int(0.1 * sound.shape[1])
+        widths.add(int(times.sum()))
+    assert len(widths) > 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"speed": (1.1, 0.9)}, "speed"),
+        ({"speed": (0.0, 1.0)}, "speed"),
+        ({"noise_snr_db": (5, float("nan"))}, "noise_snr_db"),
+        ({"noise_snr_db": (5,)}, "noise_snr_db"),
+        ({"gain_db": (-500, 0)}, "gain_db"),
+        ({"warp_speed": (0.0, 1.0)}, "warp_speed"),
+        ({"warp_bands": (0.9, 9.0)}, "warp_bands"),
+        ({"feature_noise": (1, 0)}, "feature_noise"),
+        ({"feature_echo": (0, 5)}, "feature_echo"),
+        ({"feature_echo_probability": 2.0}, "feature_echo_probability=2.0"),
+        ({"feature_range": (3, 9)}, "feature_range"),
+        ({"noise_probability": 1.5}, "noise_probability=1.5"),
+        ({"time_fraction": -0.1}, "time_fraction=-0.1"),
+        ({"freq_masks": -1}, "freq_masks=-1"),
+        ({"noise_folder": "noise"}, "without noise_snr_db"),
+    ],
+)
+def test_bad_configurations(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        replace(OFF, **change)
+
+
+def test_the_shape_of_features_is_a_smooth_filter_of_the_sound() -> None:
+    """The same for every frame, zero in the mean, as strong as asked; a filter of the sound, seen band by band."""
+    before = log_mel(speech())
+    changes = []
+    for seed in range(200):
+        after = shape(before, 6.0, seeded(seed))
+        change = (after - before)[:, :1]
+        torch.testing.assert_close(after, before + change)
+        assert float(change.diff(dim=0).abs().max()) < 0.1 and abs(float(change.mean())) < 1e-5
+        changes.append(change * 40)
+    assert float(torch.cat(changes, 1).square().mean().sqrt()) == pytest.approx(6.0, rel=0.1)
+    config = replace(OFF, feature_shape_db=8.0)
+    assert not torch.equal(augment_mel(before, config, seeded(0)), before)
+    assert torch.equal(augment_mel(before, config, seeded(0), frames=20), before)
+    with pytest.raises(UserError, match="feature_shape_db=-1"):
+        AugmentConfig(feature_shape_db=-1)

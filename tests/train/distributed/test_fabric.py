@@ -1,0 +1,299 @@
+"""Laws of several processes (gloo, CPU): they learn what one learns, and resume, sharded or not, on another number."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from _thread import start_new_thread
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
+from train.checkpoint import retention as shelf
+from train.config.run import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
+from train.distributed import fabric as parallel
+from train.distributed.fabric import build_fabric, compile_blocks, placement
+from train.trainer.logs import METRICS, VALIDATION, read_table
+
+LINES = {
+    "log": LogConfig(every=1, progress="off"),
+    "checkpoint": CheckpointConfig(every_steps=3, every_minutes=None, metric="loss"),
+}
+
+VALIDATED = ValidationConfig(every_steps=2, at_end=False)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC", "LOCAL_", "MASTER_"))}
+    return {**clean, "OMP_NUM_THREADS": "1", **variables}
+
+
+def start(options: dict[str, Any], env: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.train.toys", json.dumps(options)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def two_processes(options: dict[str, Any], launcher: str, seconds: float = 120) -> list[int]:
+    """Run it as torchrun or srun would start it; both exit codes. What takes longer hangs, and is ended."""
+    main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = []
+    for rank in ("0", "1"):
+        if launcher == "torchrun":
+            variables = {
+                "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": "0",
+            }  # fmt: skip
+        else:
+            variables = {
+                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
+                "SLURM_JOB_ID": "7", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0",
+            }  # fmt: skip
+        processes.append(start(options, environment(**main, **variables)))
+    try:
+        for process in processes:
+            process.communicate(timeout=seconds)
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes]
+
+
+def losses(folder: Path, *names: str) -> torch.Tensor:
+    return torch.tensor(
+        [[row[n] for n in names or ("loss", "loss/audio0", "loss/text")] for row in read_table(folder / METRICS)]
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs of eight steps; those that are stopped, and the one of one process, validate every two. Most
+    are in one launch of two processes (by Fabric's own launcher)."""
+    top = tmp_path_factory.mktemp("runs")
+    toy_fit(toy_config(top / "one", **LINES, validation=VALIDATED))
+    stop, validated = {"kill": ["SIGTERM", 3]}, {"validate": VALIDATED.every_steps}
+    for name in ("one-then-two", "one-then-sharded"):
+        interrupt = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
+        toy_fit(toy_config(top / name, **LINES), toy_parts(interrupt))
+    ddp, fsdp = ({"devices": 2, "strategy": strategy} for strategy in ("ddp", "fsdp"))
+    together = [
+        {"folder": str(top / "ddp"), "fabric": ddp},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **stop, **validated},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, "kill": ["SIGINT", 5], **validated},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **validated},
+        {"folder": str(top / "fsdp"), "fabric": fsdp},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **stop, **validated},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, "kill": ["SIGINT", 5], **validated},
+        {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **validated},
+        {"folder": str(top / "sharded-then-one"), "fabric": fsdp, **stop},
+        {"folder": str(top / "one-then-two"), "fabric": ddp},
+        {"folder": str(top / "one-then-sharded"), "fabric": fsdp},
+    ]
+    for name, fabric in (("ddp", ddp), ("fsdp", fsdp)):  # rows of the log that a stop cuts through
+        together += [
+            {"folder": str(top / f"{name}-rows"), "fabric": fabric, "rows": 4},
+            {"folder": str(top / f"{name}-rows-stopped"), "fabric": fabric, "rows": 4, **stop},
+            {"folder": str(top / f"{name}-rows-stopped"), "fabric": fabric, "rows": 4, "kill": ["SIGINT", 5]},
+            {"folder": str(top / f"{name}-rows-stopped"), "fabric": fabric, "rows": 4},
+        ]
+    adapted = toy_lora()
+    toy_fit(toy_config(top / "lora-one", lora=adapted, **LINES), adapted_parts(adapted))
+    together += [
+        {"folder": str(top / "lora-ddp"), "fabric": ddp, "lora": True},
+        {"folder": str(top / "lora-fsdp"), "fabric": fsdp, "lora": True, **stop},
+        {"folder": str(top / "lora-fsdp"), "fabric": fsdp, "lora": True},
+    ]
+    process = start({"runs": together}, environment())
+    _, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    toy_fit(toy_config(top / "sharded-then-one", **LINES))
+    return top
+
+
+@pytest.mark.parametrize("lora", ["", "lora-"], ids=["whole", "adapters"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_learns(runs: Path, strategy: str, lora: str) -> None:
+    """Lanes supervise different numbers of positions: only a division by the global counts gives this."""
+    one, two = losses(runs / f"{lora}one"), losses(runs / f"{lora}{strategy}")
+    assert one.shape == (8, 3)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+    ours, theirs = final_tensors(runs / f"{lora}{strategy}"), final_tensors(runs / f"{lora}one")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    if lora:
+        assert_adapters_learn(runs / f"{lora}{strategy}", toy_lora())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_measure_the_held_out_loss_that_one_measures(runs: Path, strategy: str) -> None:
+    """Of five batches one process has three and the other two: only sums over counts of all of them give this."""
+    one, two = (read_table(runs / name / VALIDATION) for name in ("one", f"{strategy}-stopped"))
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [2, 4, 6, 8]
+    names = ["loss", "loss/text", "loss/audio", "loss/audio0", "loss/A1A2", "loss/T1T2"]
+    for ours, theirs in zip(two, one, strict=True):
+        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_stopped_processes_end_bitwise_where_undisturbed_ones_end(runs: Path, strategy: str) -> None:
+    """The undisturbed ones do not validate either: the running average stands in for the weights, and goes again."""
+    stopped, whole = final_tensors(runs / f"{strategy}-stopped"), final_tensors(runs / strategy)
+    for name, tensor in whole.items():
+        assert tensor.equal(stopped[name]), name
+    assert losses(runs / f"{strategy}-stopped").shape == (8, 3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_stopped_processes_log_bitwise_what_undisturbed_ones_log(runs: Path, strategy: str) -> None:
+    """Each row of the log sums four steps, some before a stop and some after it; only times differ."""
+    times = {"seconds", "tokens_per_second"}
+    stopped, whole = (
+        [{k: v for k, v in row.items() if k not in times} for row in read_table(runs / name / METRICS)]
+        for name in (f"{strategy}-rows-stopped", f"{strategy}-rows")
+    )
+    assert [row["step"] for row in whole] == [4, 8] and "gradient_norm" in whole[0]
+    assert stopped == whole
+
+
+def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:
+    folder = shelf.newest(runs / "fsdp" / "checkpoints")
+    assert folder is not None and len(list((folder / "tensors").glob("*.safetensors"))) == 2
+    assert shelf.read_state(folder)["processes"] == 2
+    assert set(shelf.read_state(folder)["lanes"]) == {"0.0", "1.0", "2.0", "3.0"}
+
+
+@pytest.mark.parametrize("name", ["sharded-then-one", "one-then-two", "one-then-sharded"])
+def test_a_run_goes_on_with_another_number_of_processes(runs: Path, name: str) -> None:
+    torch.testing.assert_close(losses(runs / name), losses(runs / "one"), rtol=1e-4, atol=1e-4)
+    ours = final_tensors(runs / name)
+    for key, tensor in final_tensors(runs / "one").items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
+    strategies = ("ddp", "fsdp")
+    process = start(
+        {
+            "runs": [
+                {"folder": str(tmp_path / f"{strategy}-{guard}"), "fabric": {"devices": 2, "strategy": strategy}, "steps": 3}
+                | ({"guard": True} if guard else {})
+                for strategy in strategies
+                for guard in (0, 1)
+            ]
+        },
+        environment(),
+    )
+    out, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert (out + said).count("finished: 3 steps") == 4 and "guard, step" not in out + said
+    for strategy in strategies:
+        guarded = final_tensors(tmp_path / f"{strategy}-1")
+        for name, tensor in final_tensors(tmp_path / f"{strategy}-0").items():
+            assert tensor.equal(guarded[name]), name
+
+
+def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> None:
+    """kill -9 of one in step 5: the other notices. Started under torchrun, gone on with under srun."""
+    options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}}
+    codes = two_processes({**options, "kill": ["SIGKILL", 5]}, "torchrun")
+    assert codes[0] == -signal.SIGKILL and codes[1] not in (0, -signal.SIGKILL)
+    assert shelf.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
+    assert two_processes(options, "srun") == [0, 0]
+    resumed, whole = final_tensors(tmp_path), final_tensors(runs / "ddp")
+    for name, tensor in whole.items():
+        assert tensor.equal(resumed[name]), name
+
+
+@pytest.mark.parametrize("block", [".step-00000006.writing", "last"])
+def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, block: str) -> None:
+    """At its beginning or at its end, where only the first process writes: the other must not wait for hours."""
+    options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}, "block": [block, 4]}
+    assert two_processes(options, "torchrun", seconds=60) == [2, 2]
+    newest = shelf.newest(tmp_path / "checkpoints")
+    assert newest is not None and shelf.read_state(newest)["step"] == int(newest.name[5:])
+
+
+def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the interpreter's lock when the group ends gets it before the process goes on to its end."""
+    ended: list[str] = []
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel.dist, "destroy_process_group", lambda: ended.append("group"))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # nobody gets the lock but from one who waits
+    try:
+        start_new_thread(lambda: ended.append("thread"), ())
+        parallel.leave()
+    finally:
+        sys.setswitchinterval(before)
+    assert ended == ["group", "thread"]
+
+
+def test_only_the_decoders_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder's would be compiled anew for every batch."""
+    from tests.train.data.toys import MODELS
+
+    for config in (MODELS["codec2"], replace(MODELS["codec2"], decoder=replace(MODELS["codec2"].decoder, post_layers=1))):
+        module = torch.nn.ModuleDict({"model": SpeechModel(config)})
+        compiled: list[torch.nn.Module] = []
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda self, compiled=compiled: compiled.append(self))
+        compile_blocks(module)
+        decoder = module["model"].decoder
+        assert compiled == [*decoder.blocks, *(decoder.post_blocks if config.decoder.post_layers else [])]
+
+
+def test_placement_follows_who_started_the_processes() -> None:
+    alone, torchrun = {}, {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
+    srun = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_JOB_NAME": "train"}
+    assert placement(FabricConfig(), alone) == ("auto", 1)
+    assert placement(FabricConfig(devices="2", num_nodes=2), alone) == (2, 2)
+    assert placement(FabricConfig(), torchrun) == (4, 2)
+    assert placement(FabricConfig(devices=4, num_nodes=2), torchrun) == (4, 2)
+    assert placement(FabricConfig(), srun) == (2, 3)
+    assert placement(FabricConfig(), {**srun, "SLURM_JOB_NAME": "interactive"}) == ("auto", 1)
+    with pytest.raises(UserError, match=r"fabric\.devices is 8, but torchrun has started 4"):
+        placement(FabricConfig(devices=8), torchrun)
+
+
+def test_impossible_combinations_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"fabric: accelerator tpu9, devices 1, .* cannot be had here: "):
+        build_fabric(FabricConfig(accelerator="tpu9", devices=1))
+    monkeypatch.setenv("LT_CLI_USED", "1")
+    monkeypatch.setenv("LT_DEVICES", "2")
+    with pytest.raises(UserError, match=r"give each setting once: to `fabric run` or in the configuration"):
+        build_fabric(FabricConfig(accelerator="cpu", devices=1))
+    monkeypatch.setenv("LT_DEVICES", "1")
+    assert build_fabric(FabricConfig(accelerator="cpu")).world_size == 1
+    monkeypatch.setenv("LT_PRECISION", "bf16-true")
+    with pytest.raises(UserError, match=r"`fabric run --precision bf16-true` .*: leave it out there, and set fabric.precision"):
+        build_fabric(FabricConfig(accelerator="cpu", precision="bf16-true"))
+    monkeypatch.delenv("LT_PRECISION")
+    with pytest.raises(UserError, match=r"4 micro-batches a step cannot be shared by 3"):
+        from train.data.batching.loader import process_lanes
+
+        process_lanes(4, 0, 3)
+
+
+def test_muon_refuses_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon needs whole matrices; the error names the way out."""
+    from tests.train.toys import ToyModel
+    from train.optim import optimizer as optim
+
+    monkeypatch.setattr(optim, "DTensor", torch.nn.Parameter)
+    with pytest.raises(UserError, match=r"use optimizer\.name adamw, or strategy ddp"):
+        optim.parameter_groups(list(ToyModel().named_parameters()), OptimizerConfig(name="muon"))

@@ -1,0 +1,58 @@
+"""Two runs side by side whose questions stand at different places: the same ones are found, and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni.errors import UserError
+from tests.train.eval.test_eval import run
+from tests.train.eval.toys import QUICK, read_lines, save_model, write_librispeech
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.prepare import prepare
+from train.eval.compare import _matched, compare
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+
+def test_a_folder_and_the_rows_prepared_of_it(tmp_path: Path) -> None:
+    """One recording is missing, so that all rows after it stand elsewhere."""
+    raw = write_librispeech(tmp_path / "libri")
+    prepare(raw, tmp_path / "rows", PrepareConfig(workers=0))
+    model, a, b = save_model(tmp_path / "model"), tmp_path / "a", tmp_path / "b"
+    assert run(model, raw, "--out", a, *QUICK) == run(model, tmp_path / "rows", "--out", b, *QUICK) == 0
+    found = compare(a, b)
+    assert found.common == 10 == found.changes["wer"].difference.questions
+    moved = "5 of the questions stand elsewhere in B's data than in A's: matched by id, question and reference"
+    assert moved in found.notes and not any("left out" in note for note in found.notes)
+    said = [{r["id"]: r["response"] for r in read_lines(out / "answers.jsonl") if "broken" not in r} for out in (a, b)]
+    assert said[0].keys() == said[1].keys()
+    file = b / "answers.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({**line, "reference": f"not {line['reference']}"}) + "\n" for line in lines))
+    with pytest.raises(UserError, match="no answered question in common"):
+        compare(a, b)
+
+
+def record(index: int, name: str, question: str | None = "what?", reference: str | None = None) -> dict[str, Any]:
+    return {"index": index, "id": name, "question": question, "reference": reference}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ([record(0, "x"), record(1, "y")], [record(0, "y"), record(3, "x")], {0: 1, 3: 0}),
+        ([record(0, "x"), record(1, "x")], [record(1, "x"), record(2, "x")], {1: 1}),  # asked twice: by its place alone
+        ([record(0, "x"), record(1, "x")], [record(2, "x")], {}),
+        ([record(4, "x")], [record(2, "x"), record(3, "x")], {}),
+        ([record(0, "x", None)], [record(1, "x", None)], {}),  # an id alone may be a number
+        ([record(1, "x", None)], [record(1, "x", None)], {1: 1}),
+        ([record(0, "", None, "one")], [record(1, "", None, "one")], {1: 0}),
+        ([record(0, "x", "what?", "one")], [record(1, "x", "what?", "two")], {}),
+    ],
+)
+def test_what_is_taken_for_the_same_question(a: list[Any], b: list[Any], same: dict[int, int]) -> None:
+    assert _matched(a, b) == same

@@ -1,0 +1,364 @@
+"""`python -m train eval`: forms of data, interruption, refusals, VoiceBench's answers, two runs side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jiwer
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import whisper
+
+from omni.errors import UserError
+from omni.generate.speech_lm import SpeechLM
+from tests.train.eval.toys import QUICK, noise, read_lines, save_model, voicebench, write_librispeech, write_voicebench
+from train.commands.eval import main
+from train.data.readers import Broken
+from train.data.rows.parquet import write_rows
+from train.data.rows.row import Codes, Row, RowTurn, Sound, features, to_plain
+from train.data.tts.espeak import synthesise
+from train.eval.config import EvalConfig
+from train.eval.held_out import normalise
+from train.eval.journal import Journal, alone
+from train.eval.questions import Questions, open_data, readable
+from train.scoring.hearers import open_ear, transcript
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_librispeech(tmp_path_factory.mktemp("data") / "libri")
+
+
+def run(*arguments: Any) -> int:
+    return main([str(a) for a in arguments])
+
+
+def report(out: Path) -> dict[str, Any]:
+    return json.loads((out / "report.json").read_text())
+
+
+# --- forms of data ----------------------------------------------------------------------------------------------------
+
+
+def test_librispeech_is_transcribed(model: Path, speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run(model, speech, "--out", out, *QUICK) == 0
+    lines = read_lines(out / "answers.jsonl")
+    assert [r["index"] for r in lines] == list(range(11))
+    answered = [r for r in lines if "broken" not in r]
+    found = report(out)
+    assert found["task"] == "A1T1" and found["answered"] == 10 and len(found["broken"]) == 1
+    assert "7-1-0099.flac" in found["broken"][0]["why"] and "7-1.trans.txt line 6" in found["broken"][0]["where"]
+    references, said = [normalise(r["reference"]) for r in answered], [normalise(r["response"]) for r in answered]
+    assert found["figures"]["wer"]["value"] == pytest.approx(jiwer.wer(references, said))
+    assert found["figures"]["first_text"]["questions"] == 2 and "first_audio" not in found["figures"]
+    lm = SpeechLM.from_pretrained(model)
+    alone = lm.generate(torch.from_numpy(noise(21)), "A1T1", max_tokens=10)
+    near = next(r for r in answered if r["id"] == "7-2-0001")
+    assert (near["reference"], near["response"]) == ("TWO", alone.text)
+    printed = capsys.readouterr().out
+    assert "word error rate" in printed and "broken rows left out: 1" in printed
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    table = (out / "report.md").read_text()
+    assert "| word error rate |" in table and "basic: NFKC" in table and "7/1/7-1.trans.txt line 6" in table
+
+
+@pytest.mark.parametrize("name", ["set.parquet", "set.jsonl"])
+def test_voicebench_gets_its_fields_back_in_order(model: Path, tmp_path: Path, name: str) -> None:
+    rows = voicebench()
+    data = write_voicebench(tmp_path / "data" / name, rows)
+    out = tmp_path / "out"
+    assert run(model, data, "--out", out, *QUICK, "--timed", "1") == 0
+    found = report(out)
+    assert (found["task"], found["format"], found["answered"], len(found["broken"])) == ("A1A2", "voicebench", 4, 1)
+    assert {"wer", "exact_match", "ended", "first_audio", "real_time_factor"} <= set(found["figures"])
+    answers = [r for r in read_lines(out / "answers.jsonl") if "broken" not in r]
+    kept = [row for i, row in enumerate(rows) if i != 1]
+    fields = ("prompt", "reference", "key", "instruction_id_list", "kwargs")
+    assert read_lines(out / "voicebench.jsonl") == [
+        {**{field: row[field] for field in fields}, "response": record["response"]}
+        for row, record in zip(kept, answers, strict=True)
+    ]
+    assert [r["reference"] for r in answers] == [row["reference"] for row in kept]
+
+
+def test_a_set_without_references_and_a_named_column(model: Path, tmp_path: Path) -> None:
+    rows = [{k: v for k, v in row.items() if k != "reference"} | {"gold": "six"} for row in voicebench(3)]
+    data = write_voicebench(tmp_path / "bare.parquet", rows)
+    assert run(model, data, "--out", tmp_path / "a", *QUICK, "--timed", "0", "--task", "A1T2") == 0
+    assert set(report(tmp_path / "a")["figures"]) == {"ended"}
+    columns = ("--read.columns", "{answer_text: gold}")
+    assert run(model, data, "--out", tmp_path / "b", *QUICK, "--timed", "0", "--task", "A1T2", *columns) == 0
+    assert {r["reference"] for r in read_lines(tmp_path / "b" / "answers.jsonl") if "broken" not in r} == {"six"}
+
+
+def test_our_rows_have_code_references_and_a_text_only_score(model: Path, tmp_path: Path) -> None:
+    codes = Codes("codec2", torch.ones(4, 5, dtype=torch.long))
+    sound = Sound(torch.from_numpy(noise(0)), 16000)
+    rows = [Row((RowTurn(f"what {i}", sound, "that", None, codes),), id=str(i)) for i in range(4)]
+    rows.append(Row((RowTurn("too long for the model", Sound(torch.zeros(16000 * 3), 16000), "x"),)))
+    write_rows(tmp_path / "rows.parquet", rows)
+    other = save_model(tmp_path / "other", seed=9)
+    out = tmp_path / "out"
+    assert run(model, tmp_path / "rows.parquet", "--out", out, *QUICK, "--text_before", other) == 0
+    found = report(out)
+    assert found["figures"]["code_accuracy"]["questions"] == 4
+    assert "hears 2 s at once" in found["broken"][0]["why"]
+    change = found["text_change"]["text_perplexity"]
+    assert change["difference"]["value"] == pytest.approx(change["after"]["value"] - change["before"]["value"])
+    assert change["before"]["questions"] == 5 and change["before"]["value"] != change["after"]["value"]
+    # its own score is the other's before: the same model on both sides changes nothing
+    again = tmp_path / "again"
+    assert run(model, tmp_path / "rows.parquet", "--out", again, *QUICK, "--timed", "0", "--text_before", model) == 0
+    for same in report(again)["text_change"].values():
+        assert same["difference"]["value"] == same["difference"]["low"] == same["difference"]["high"] == 0
+
+
+def test_a_key_of_another_name_is_told_and_stored_settings_keep_theirs(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("questions: 3\n")
+    with pytest.raises(UserError, match="eval: questions is now called limit: give that instead"):
+        main(["m", "d", "--out", str(tmp_path / "out"), "--config", str(tmp_path / "old.yaml")])
+    assert EvalConfig(limit=3).deciding()["questions"] == 3 and "limit" not in EvalConfig().deciding()
+
+
+@pytest.mark.parametrize("count", [1, 4, 11, 50, None])
+def test_questions_are_spread_evenly_and_can_be_entered_anywhere(speech: Path, count: int | None) -> None:
+    from train.data.readers import Options
+
+    questions = Questions.spread(open_data(speech, Options()), count)
+    size = min(count or 11, 11)
+    whole = list(questions.iterate())
+    assert [index for index, _ in whole] == [i * 11 // size for i in range(size)]
+    for start in range(size + 1):
+        assert [index for index, _ in questions.iterate(start)] == [index for index, _ in whole[start:]]
+
+
+# --- interruption and refusals ----------------------------------------------------------------------------------------
+
+
+class Pulled(Exception):
+    """The plug."""
+
+
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_interrupted_and_gone_on_with_is_undisturbed(
+    model: Path, speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    drawn = ("--temperature", "1.0", "--timed", "0")
+    assert run(model, speech, "--out", tmp_path / "whole", *QUICK, *drawn) == 0
+    append, left = Journal.append, batches
+
+    def until(self: Journal, records: Any) -> None:
+        nonlocal left
+        if left == 0:
+            with self.file.open("a") as handle:  # what a killed process may leave: a record, and half of one
+                handle.write(json.dumps(records[0]) + '\n{"index": 7, "whe')
+            raise Pulled
+        left -= 1
+        append(self, records)
+
+    monkeypatch.setattr(Journal, "append", until)
+    with pytest.raises(Pulled):
+        run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn)
+    monkeypatch.setattr(Journal, "append", append)
+    assert run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn) == 0
+    for name in ("answers.jsonl", "report.json", "report.md"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    monkeypatch.setattr(Journal, "append", until)  # nothing is left to do: nothing is asked again
+    assert run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn) == 0
+
+
+def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quick = (*QUICK, "--timed", "0", "--limit", "3")
+    assert run(model, speech, "--out", out, *quick) == 0
+    kept = (out / "answers.jsonl").read_bytes()
+    other = save_model(tmp_path / "other", seed=4)
+    with pytest.raises(UserError, match=r"was started with model \".*model\", this start has .*other"):
+        run(other, speech, "--out", out, *quick)
+    with pytest.raises(UserError, match=r"was started with settings"):
+        run(model, speech, "--out", out, *quick, "--max_tokens", "11")
+    with pytest.raises(UserError, match=r"was started with settings folder \"\", this start has \".*libri\""):
+        run(model, speech, "--out", out, *quick, "--read.folder", speech)
+    with pytest.raises(UserError, match=r"was started with settings prefix \"\", this start has \"/mnt\""):
+        run(model, speech, "--out", out, *quick, "--read.prefix", "/mnt")
+    with pytest.raises(UserError, match="was started with data"):
+        run(model, write_librispeech(tmp_path / "more", 4), "--out", out, *quick)
+    assert (out / "answers.jsonl").read_bytes() == kept
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds 'thesis.txt', but no run.json"):
+        run(model, speech, "--out", tmp_path / "used", *quick)
+
+
+def test_an_output_is_locked_while_it_is_written_and_no_longer(tmp_path: Path) -> None:
+    with alone(tmp_path):
+        with pytest.raises(UserError, match="another evaluation writes into"), alone(tmp_path):
+            pass
+        assert list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_work_is_said_at_once(model: Path, speech: Path, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out")
+    for arguments, message in [
+        ((model, tmp_path / "nothing", *out), "does not exist: name a file or folder of one of voicebench, .*, rows"),
+        ((model, speech, *out, "--task", "A1A9"), "task 'A1A9' is unknown; did you mean"),
+        ((model, speech, *out, "--batch", "0"), "batch is 0; it must be at least 1"),
+        ((model, speech, *out, "--ear", tmp_path / "none.pt", "--task", "A1A2"), "the ear .* does not exist"),
+        ((model, speech, *out, "--ear", "sphinx"), "the ear sphinx needs the words"),
+        ((model, speech, *out, "--ear", "sphinx", "--ear_words", "[one]"), "nothing for an ear to hear: A1T1 writes only"),
+        ((model, speech, *out, "--text"), "the text-only score needs rows with a question's text and a reference"),
+        ((model, speech, "--out", speech / "results"), "lies in the data"),
+        ((model, speech, *out, "--colour", "red"), "eval: .*colour"),
+        ((model, speech, *out, "--task", "T1T2", "--read.format", "nonsense"), "--read.format 'nonsense' is unknown"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run(*arguments)
+    assert not (tmp_path / "out" / "answers.jsonl").exists()
+    rows = [row | {"audio": {"bytes": b"?", "path": None}} for row in voicebench(2)]
+    with pytest.raises(UserError, match="none of the 2 questions could be asked; the first: .*row 0"):
+        run(model, write_voicebench(tmp_path / "bad.parquet", rows), *out, *QUICK)
+
+
+def broken_rows(file: Path) -> Path:
+    """Four of our own rows: codes whose streams are of two lengths, codes with a null, a path with NUL, and a sound one."""
+    sound = Sound(torch.from_numpy(noise(0)), 16000).plain()
+    codes = {"codec": "codec2", "order": "streams", "frames": [[1], [1, 2], [1], [1]]}
+    rows = [to_plain(Row((RowTurn(f"what {i}", None, "that"),), id=str(i))) for i in range(4)]
+    for row in rows:
+        row["turns"][0]["question_audio"] = sound
+    rows[0]["turns"][0]["answer_codes"] = codes
+    rows[1]["turns"][0]["answer_codes"] = {**codes, "frames": [[1], [None], [1], [1]]}
+    rows[2]["turns"][0]["question_audio"] = {"bytes": None, "path": "a\0b"}
+    pq.write_table(pa.Table.from_pylist(rows, schema=features().arrow_schema), file)
+    return file
+
+
+def test_stored_rows_that_break_the_format_are_left_out(model: Path, tmp_path: Path) -> None:
+    data, out = broken_rows(tmp_path / "rows.parquet"), tmp_path / "out"
+    for _ in range(2):  # and gone on with
+        assert run(model, data, "--out", out, *QUICK, "--timed", "0", "--task", "A1T2") == 0
+    found = report(out)
+    assert found["answered"] == 1 and [r["where"] for r in found["broken"]] == [f"{data} row {i}" for i in range(3)]
+    whys = [r["why"] for r in found["broken"]]
+    assert "expected sequence of length 1 at dim 1 (got 2)" in whys[0] and "NoneType" in whys[1]
+
+
+def test_half_a_surrogate_pair_costs_its_row(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row for i, row in enumerate(voicebench()) if i != 1]
+    rows[1]["prompt"] = "what \ud83d"
+    rows[2]["kwargs"] = [{"n": "\ud83d"}]  # only kept, for VoiceBench's judges
+    data, out = write_voicebench(tmp_path / "data" / "set.jsonl", rows), tmp_path / "out"
+    for _ in range(2):
+        assert run(model, data, "--out", out, *QUICK, "--timed", "0", "--batch", "1") == 0
+    found = report(out)
+    assert found["answered"] == 3 and [r["where"] for r in found["broken"]] == [f"{data} line 2"]
+    assert "half" in found["broken"][0]["why"] and "broken rows left out: 1" in capsys.readouterr().out
+    assert read_lines(out / "voicebench.jsonl")[1]["kwargs"] == rows[2]["kwargs"]
+    item = readable(Row((RowTurn("a", None, "b\udc00"),), where="here row 3"))
+    assert item == Broken("here row 3", "its answer_text holds U+DC00, half of a surrogate pair: mend or drop the row")
+
+
+# --- ears, and two runs -----------------------------------------------------------------------------------------------
+
+
+def save_whisper(file: Path) -> whisper.Whisper:
+    """A tiny random Whisper in OpenAI's format."""
+    torch.manual_seed(0)
+    sizes = whisper.ModelDimensions(80, 1500, 16, 2, 1, 51865, 12, 16, 2, 1)
+    made = whisper.Whisper(sizes).eval()
+    torch.save({"dims": vars(sizes), "model_state_dict": made.state_dict()}, file)
+    return made
+
+
+def test_a_whisper_hears_as_openai_s_own_call(tmp_path: Path) -> None:
+    made = save_whisper(tmp_path / "ear.pt")
+    ear = open_ear(str(tmp_path / "ear.pt"), [], 4, "cpu")
+    assert ear is not None
+    sound = torch.from_numpy(noise(1, 1.0))
+    plain = {"temperature": 0.0, "fp16": False, "no_speech_threshold": None, "condition_on_previous_text": False}
+    wanted = whisper.transcribe(made, sound.numpy(), language="en", **plain)
+    assert transcript(ear, sound, 16000, "en-GB") == str(wanted["text"]).strip()
+    assert transcript(ear, torch.zeros(16000), 16000, "en") == transcript(ear, None, 16000, "en") == ""
+
+
+def test_sphinx_hears_alike_in_any_order() -> None:
+    sounds = [synthesise(text) for text in ("one three", "two", "three two one")]
+    loud = 0.9 * torch.from_numpy(noise(3, 1.0))
+
+    def heard(order: list[int], before: bool) -> dict[int, str]:
+        ear = open_ear("sphinx", ["one", "two", "three"], 3, "cpu")
+        assert ear is not None
+        if before:
+            transcript(ear, loud, 16000, "en")
+        return {i: transcript(ear, *sounds[i], "en") for i in order}
+
+    assert heard([0, 1, 2], before=False) == heard([2, 1, 0], before=True)
+
+
+def test_spoken_answers_are_heard(model: Path, tmp_path: Path) -> None:
+    data = write_voicebench(tmp_path / "set.parquet", voicebench(3))
+    out = tmp_path / "out"
+    ear = ("--ear", "sphinx", "--ear_words", "[one, two, three]", "--ear_longest", "2")
+    assert run(model, data, "--out", out, *QUICK, "--timed", "0", *ear) == 0
+    found = report(out)
+    answers = [r for r in read_lines(out / "answers.jsonl") if "broken" not in r]
+    written, heard = [[normalise(r[name]) for r in answers] for name in ("response", "heard")]
+    assert set(" ".join(heard).split()) <= {"one", "two", "three"}
+    errors = sum(
+        jiwer.process_words(w, h).wer * len(w.split()) if w else len(h.split()) for w, h in zip(written, heard, strict=True)
+    )
+    words = sum(len(w.split()) for w in written)
+    assert found["figures"]["speech_text_wer"]["value"] == pytest.approx(errors / words)
+    assert "heard by pocketsphinx" in (out / "report.md").read_text()
+
+
+def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = save_model(tmp_path / "other", seed=4)
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run(model, speech, "--out", a, *QUICK) == 0
+    assert run(other, speech, "--out", b, *QUICK, "--limit", "5") == 0
+    assert run("--compare", a, b) == 0
+    out = b / "compared_with_a"
+    found = json.loads((out / "compare.json").read_text())
+    of_b = {r["index"]: r["scores"]["wer"] for r in read_lines(b / "answers.jsonl") if "broken" not in r}
+    of_a = {r["index"]: r["scores"]["wer"] for r in read_lines(a / "answers.jsonl") if r["index"] in of_b}
+    rates = [sum(e for e, _ in side.values()) / sum(n for _, n in side.values()) for side in (of_a, of_b)]
+    change = found["changes"]["wer"]
+    assert found["common"] == len(of_b) == change["difference"]["questions"]
+    assert (change["a"]["value"], change["b"]["value"]) == pytest.approx(tuple(rates))
+    assert change["difference"]["value"] == pytest.approx(rates[1] - rates[0])
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{10 - len(of_b)} further questions of A are left out" in (out / "compare.md").read_text()
+    assert "B - A" in capsys.readouterr().out
+    with (b / "answers.jsonl").open("a") as handle:  # as a killed process leaves it
+        handle.write('{"index": 99, "whe')
+    assert run("--compare", a, b, "--out", tmp_path / "torn") == 0
+    assert (tmp_path / "torn" / "compare.json").read_bytes() == (out / "compare.json").read_bytes()
+    with (b / "answers.jsonl").open("a") as handle:
+        handle.write("\n{}\n")
+    with pytest.raises(UserError, match=r"answers.jsonl line 6 is damaged: start the same evaluation again"):
+        run("--compare", a, b)
+    assert run("--compare", a, a, "--out", tmp_path / "same") == 0
+    same = json.loads((tmp_path / "same" / "compare.json").read_text())["changes"]
+    assert all(c["difference"]["low"] == c["difference"]["high"] == 0 for c in same.values())
+    third = tmp_path / "third"
+    assert run(model, write_voicebench(tmp_path / "set.parquet", voicebench(3)), "--out", third, *QUICK) == 0
+    with pytest.raises(UserError, match="have no answered question in common"):
+        run("--compare", a, third)
+    with pytest.raises(UserError, match=r"nowhere holds no evaluation .it has no run.json"):
+        run("--compare", a, tmp_path / "nowhere")

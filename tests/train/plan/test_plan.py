@@ -1,0 +1,362 @@
+"""Laws of planning: what it says of memory is what a step takes, and its advice holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni.config import AdapterConfig, ModelConfig, preset
+from omni.errors import UserError
+from omni.model.quantize import numels, quantize
+from omni.model.speech_model import SpeechModel
+from train.commands.plan import main
+from train.config.run import BudgetConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig
+from train.config.sections import LoRASection
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.objective.objective import Objective, targets
+from train.plan.estimate import Estimate, estimate, phases_of, sharded
+from train.plan.knobs import turn_knobs
+from train.plan.parameters import count_parameters, paper_model
+from train.plan.plan import make_plan
+from train.plan.quantized import dense_bytes, packed_bytes
+from train.plan.trace import trace
+from train.plan.trial import attempt
+from train.plan.worst_batch import tasks_of, worst_batch
+
+MIB = float(1 << 20)
+
+
+def shape(width: int = 64, layers: int = 2, encoder_layers: int = 1, **decoder: Any) -> ModelConfig:
+    nano = preset("nano")
+    return replace(
+        nano,
+        encoder=replace(nano.encoder, width=64, heads=2, layers=encoder_layers),
+        adapter=AdapterConfig("mlp", hidden=64, stack=2),
+        decoder=replace(nano.decoder, width=width, layers=layers, heads=4, kv_heads=2, mlp_width=3 * width, **decoder),
+    )
+
+
+def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw", **fabric: Any) -> FitConfig:
+    return FitConfig(
+        budget=BudgetConfig(steps=100),
+        model=ModelSection(preset="nano"),
+        data=DataConfig(micro_batches=micro, packing=PackingConfig(rows=rows, length=length)),
+        optimizer=OptimizerConfig(name=optimizer),  # type: ignore[arg-type]
+        fabric=FabricConfig(**{"accelerator": "cpu", "devices": 1, **fabric}),
+    )
+
+
+# --- against a step that is really taken -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (preset("nano"), run(rows=4, length=128)),
+        (shape(width=384, layers=5), run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon")),
+    ],
+    ids=["nano", "checkpointing-muon"],
+)
+def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) -> None:
+    wanted = attempt(config, model, config.data.micro_batches, "cpu")
+    found = estimate(config, model).total
+    assert wanted.peak > 60 * MIB  # enough to be seen beside what a process holds anyway
+    assert found == pytest.approx(wanted.peak, rel=0.15), (found / MIB, wanted.peak / MIB)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(("width", "layers", "rows", "checkpointing"), [(512, 5, 2, False), (384, 4, 4, True)])
+def test_a_quantised_base_takes_what_is_said(kind: Any, width: int, layers: int, rows: int, checkpointing: bool) -> None:
+    model = shape(width=width, layers=layers)
+    config = replace(run(rows=rows, length=128, checkpointing=checkpointing), lora=LoRASection(rank=4, quantize=kind))
+    wanted, found = attempt(config, model, 1, "cpu").peak, estimate(config, model).total
+    assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("nf4", 0.5 + 1 / 64), ("int8", 1.0)])
+def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> None:
+    """What bitsandbytes really holds, every storage once."""
+    config, model = replace(run(), lora=LoRASection(rank=4, quantize=kind)), shape(width=192)
+    paper, real = paper_model(config, model), SpeechModel(model)
+    names = quantize(real, kind, ("decoder.blocks.*",))
+    held: dict[int, int] = {}
+    for linear in map(real.get_submodule, names):
+        for tensor in _tensors(linear.weight):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert packed_bytes(paper) == sum(held.values())
+    assert packed_bytes(paper) == pytest.approx(more * sum(numels(real)[f"{n}.weight"] for n in names), rel=0.04)  # and tables
+    full = count_parameters(paper_model(replace(config, lora=None), model))
+    assert [c.total for c in count_parameters(paper) if c.part != "LoRA"] == [c.total for c in full]
+    plain = phases_of(replace(config, lora=LoRASection(rank=4)), model, 1, cuda=False)["optimizer"]["weights"]
+    few = phases_of(config, model, 1, cuda=False)["optimizer"]["weights"]
+    assert plain - few == 4 * sum(numels(real)[f"{n}.weight"] for n in names) - sum(held.values())
+
+
+def _tensors(weight: Any) -> list[torch.Tensor]:
+    state = getattr(weight, "quant_state", None)
+    parts = vars(weight) if state is None else {**vars(state), **{f"2.{k}": v for k, v in vars(state.state2).items()}}
+    return [weight.data, *(v for v in parts.values() if isinstance(v, torch.Tensor))]
+
+
+def test_quantised_weights_are_whole_in_every_process() -> None:
+    config, model = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4")), shape()
+    packed, one = packed_bytes(paper_model(config, model)), phases_of(config, model, 1, cuda=False)["optimizer"]
+    spread = sharded("optimizer", one, paper_model(config, model), 4, 4, 4)
+    assert spread["weights"] == pytest.approx(packed + (one["weights"] - packed) / 4)
+    phase = estimate(config, model)
+    assert phase.total >= dense_bytes(paper_model(config, model))  # a CPU's process reads the base whole
+
+
+@pytest.mark.parametrize(("layers", "encoder_layers", "checkpointing"), [(6, 1, True), (4, 4, False)])
+def test_deep_stacks_are_continued_as_if_traced(layers: int, encoder_layers: int, checkpointing: bool) -> None:
+    config, deep = run(checkpointing=checkpointing), shape(layers=layers, encoder_layers=encoder_layers)
+    whole = trace(config, deep, worst_batch(config.data, deep), 1)
+    continued = phases_of(config, deep, 1, cuda=False)
+    fullest = max(sum(parts.values()) for parts in whole.values())
+    assert max(sum(parts.values()) for parts in continued.values()) == pytest.approx(fullest, rel=0.02)
+
+
+@pytest.mark.parametrize(("rule", "states"), [("adamw", 2), ("muon", 1)])
+def test_weights_and_state_are_counted_by_hand(rule: str, states: int) -> None:
+    config, model = run(optimizer=rule), shape()
+    config = replace(config, ema=0.99, trainable=("decoder.blocks.*",))
+    parts = phases_of(config, model, 1, cuda=False)["optimizer"]
+    paper = paper_model(config, model)
+    learning = {n: p.numel() for n, p in paper.named_parameters() if p.requires_grad}
+    matrices = sum(n for name, n in learning.items() if "norm" not in name)
+    norms = sum(learning.values()) - matrices
+    assert parts["gradients"] == pytest.approx(4 * (matrices + norms))
+    assert parts["average"] == pytest.approx(4 * (matrices + norms))
+    assert parts["optimizer"] == pytest.approx(4 * (states * matrices + 2 * norms), rel=0.01)
+    buffers = sum(b.numel() * b.element_size() for b in paper.buffers())
+    assert parts["weights"] == pytest.approx(4 * sum(p.numel() for p in paper.parameters()) + buffers, rel=0.001)
+
+
+def test_tracing_leaves_nothing_behind() -> None:
+    config, model = run(), shape()
+    estimate(config, model)
+    objective, batch = Objective(SpeechModel(model)), worst_batch(config.data, model)
+    total = objective(batch, targets(batch)).total
+    total.backward()
+    assert type(total) is torch.Tensor and bool(total.isfinite())
+
+
+# --- the worst batch ---------------------------------------------------------------------------------------------------
+
+
+def test_worst_batch_is_spelt_in_every_way() -> None:
+    model = replace(shape(), ctc=20, ctc_sounds=9)
+    batch = worst_batch(replace(run().data, alignment="words"), model)
+    for ids, frames in zip(batch.transcripts, batch.frames, strict=True):
+        assert sum(0 < i < 20 for i in ids) == sum(20 < i < 29 for i in ids) == len(ids) / 2 == max(1, frames // 4)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "heard", "spoken"), [({"A1A2": 1.0}, True, True), ({"T1T2": 1.0, "A1T1": 0.0}, False, False)]
+)
+def test_worst_batch_is_full(tasks: dict[str, float], heard: bool, spoken: bool) -> None:
+    data = replace(run(rows=3, length=100).data, sources=(SourceConfig(tasks=tasks),))
+    batch, model = worst_batch(data, shape()), shape()
+    assert batch.padding == 0 and len(tasks_of(data)) == 1
+    assert (batch.feature_index >= 0).sum() == sum(-(-n // model.adapter.stack) for n in batch.frames)
+    assert bool(batch.frames) == heard
+    predicted = [s.role == "predicted" for s in model.layout.audio]
+    expected = [300 if p and spoken else 0 for p in predicted] + [300]
+    assert [len(at) for at in batch.supervised] == expected
+
+
+@pytest.mark.parametrize("length", [8, 40, 3000])
+def test_worst_batch_of_padded_windows_runs(length: int) -> None:
+    nano = shape()
+    padded = replace(nano, encoder=replace(nano.encoder, mode="padded", hop=160, window_seconds=2.0))
+    batch = worst_batch(run(rows=1, length=length).data, padded)
+    assert set(batch.mel_lengths) == {2 * padded.encoder.positions}
+    assert int(batch.feature_index.max()) + 1 == sum(-(-n // 2) for n in batch.frames)
+
+
+# --- parameters and devices --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [shape(), shape(tie_text=True, post_layers=2), replace(preset("nano"), ctc=20)])
+def test_parameters_are_the_models(model: ModelConfig) -> None:
+    config = replace(run(), trainable=("adapter.*", "decoder.audio_head.*"))
+    counts = {c.part: c for c in count_parameters(paper_model(config, model))}
+    real = SpeechModel(model)
+    assert sum(c.total for c in counts.values()) == sum(p.numel() for p in real.parameters())
+    assert counts["encoder"].total == sum(p.numel() for p in real.encoder.parameters())
+    blocks = [*real.decoder.blocks.parameters(), *real.decoder.post_blocks.parameters()]
+    assert counts["decoder blocks"].total == sum(p.numel() for p in blocks)
+    assert counts["adapter"].trainable == counts["adapter"].total and counts["encoder"].trainable == 0
+    assert counts["heads"].trainable == real.decoder.audio_head.weight.numel()
+
+
+def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
+    """As `train.distributed.precision.AdapterPrecision` has it; the optimizer's state and the gradients follow."""
+    model, lora = shape(tie_text=True), LoRASection(rank=4, trainable=("adapter.*", "decoder.text_embedding.*"))
+    config = replace(run(precision="bf16-true"), lora=lora)
+    paper, parts = paper_model(config, model), phases_of(config, model, 1, cuda=False)["optimizer"]
+    learning = sum(p.numel() for p in paper.parameters() if p.requires_grad)
+    still = sum(t.numel() for t in paper.parameters() if not t.requires_grad)
+    buffers = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in paper.buffers())
+    assert parts["weights"] == pytest.approx(2 * still + 4 * learning + buffers, rel=0.001)
+    assert parts["gradients"] == pytest.approx(4 * learning)
+    assert parts["optimizer"] == pytest.approx(8 * learning, rel=0.01)
+    two = replace(config, fabric=replace(config.fabric, devices=2), data=replace(config.data, micro_batches=2))
+    ddp, fsdp = (estimate(replace(two, fabric=replace(two.fabric, strategy=name)), model) for name in ("ddp", "fsdp"))
+    assert ddp.parts["communication"] == 4 * learning
+    assert fsdp.parts["weights"] == pytest.approx(parts["weights"] / 2, rel=0.001)
+    root, block = (
+        sum(p.numel() * (4 if p.requires_grad else 2) for n, p in paper.named_parameters() if ("blocks." in n) == inside)
+        for inside in (False, True)
+    )
+    assert root < fsdp.parts["communication"] < root + block + 4 * learning + 1
+
+
+def test_fsdp_divides_what_is_kept_and_ddp_does_not() -> None:
+    model = shape()
+
+    def spread(devices: int, strategy: str) -> Estimate:
+        return estimate(run(micro=8, devices=devices, strategy=strategy), model)
+
+    one, ddp, two, four = spread(1, "auto"), spread(2, "auto"), spread(2, "fsdp"), spread(4, "fsdp")
+    learning = 4.0 * sum(p.numel() for p in SpeechModel(model).parameters())
+    assert ddp.total == pytest.approx(one.total + learning)
+    for part in ("weights", "optimizer"):
+        assert two.parts[part] == pytest.approx(2 * four.parts[part])
+        assert two.parts[part] == pytest.approx(one.parts[part] / 2)
+    assert two.parts["activations"] == pytest.approx(four.parts["activations"])
+    assert four.total < two.total
+
+
+def test_half_precision_halves_the_weights() -> None:
+    model = shape()
+    full, half = (estimate(run(precision=p), model, cuda=True) for p in ("32-true", "bf16-true"))
+    assert half.parts["optimizer"] == pytest.approx(full.parts["optimizer"] / 2, rel=0.01)
+    assert half.total < 0.7 * full.total
+
+
+# --- knobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
+    config, model = run(rows=4, length=128), shape(layers=2)
+    whole = estimate(config, model).total
+    alone, row = turn_knobs(config, model, 0.8 * whole, cuda=False)
+    assert any(one.fits for one in alone) and row == []
+    for one in alone:
+        assert one.total + one.saved == pytest.approx(whole) and one.saved > 0
+        assert one.fits == (one.total <= 0.8 * whole)
+        assert estimate(one.knob.config, model).total == pytest.approx(one.total)
+    assert alone[0].knob.config.data.packing.rows * alone[0].knob.config.data.micro_batches == 4
+
+
+def test_knobs_are_turned_together_where_none_is_enough() -> None:
+    config, model = run(rows=4, length=128), shape(layers=2)
+    lowest = min(one.total for one in turn_knobs(config, model, 0.0, cuda=False)[0])
+    alone, row = turn_knobs(config, model, 0.8 * lowest, cuda=False)
+    assert not any(one.fits for one in alone) and len(row) > 1
+    assert [one.fits for one in row] == [False] * (len(row) - 1) + [True]
+    assert [one.total for one in row] == sorted((one.total for one in row), reverse=True)
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "budget: {steps: 50}\n"
+        "model: {preset: nano, decoder: {layers: 1}, encoder: {layers: 1}}\n"
+        "data: {micro_batches: 2, packing: {rows: 2, length: 64},\n"
+        "       sources: [{kind: stored, path: nowhere, tasks: {A1A2: 1.0}}]}\n"
+        "fabric: {accelerator: cpu, devices: 1}\n"
+    )
+    return str(path)
+
+
+def test_command_answers_in_json_and_tables(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([file, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["pace"]["columns"] == 2 * 2 * 64 and plan["pace"]["examples"] is None
+    assert "nowhere" in plan["pace"]["source"] and plan["pace"]["steps"] == 50
+    assert plan["to_budget"] == {
+        "tokens": 50 * 2 * 2 * 64,
+        "targets": 50 * 2 * 2 * 64 * 5,
+    }  # four streams of codes, one of text
+    parts = plan["memory"]["parts"]
+    assert plan["memory"]["total"] == pytest.approx(sum(parts.values()))
+    staying = sum(parts[name] for name in ("weights", "gradients", "optimizer", "average"))
+    assert plan["kept"] == pytest.approx(0.2 * (plan["memory"]["total"] - staying)) and plan["kept"] > 0
+    assert main([file]) == 0
+    shown = capsys.readouterr().out
+    assert "with freed blocks kept, about" in shown
+    lines = {line[:24].strip(): line[24:].strip() for line in shown.splitlines()}
+    assert (lines["tokens to the budget"], lines["targets to the budget"]) == ("12.8k", "64k")
+    assert main([file, "--budget.steps", "null", "--budget.minutes", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["to_budget"] == {"tokens": None, "targets": None}
+    assert main([file, "--gpu_gib", "0.63", "--gpu=H100", "--mfu", "0.5"]) == 1
+    shown = capsys.readouterr().out
+    assert (
+        "freed blocks" not in shown
+        and "IT DOES NOT FIT" in shown
+        and "what makes it fit" in shown
+        and "--fabric.precision bf16-true" in shown
+    )
+
+
+def test_a_mac_is_estimated_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No blocks that the C library keeps, no context of CUDA's, no limit of another machine's memory."""
+
+    def planned(*options: str) -> dict[str, Any]:
+        assert main([file, "--json", "--fabric.precision", "32-true", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    cpu, mac, sized = (
+        planned(),
+        planned("--fabric.accelerator", "mps"),
+        planned("--fabric.accelerator=mps", "--gpu_gib=16", "--try"),
+    )
+    assert mac["memory"] == sized["memory"] == cpu["memory"]
+    assert (mac["kept"], mac["process"]) == (0, 0) and cpu["kept"] > 0 and cpu["process"] > 0
+    assert "mps" in mac["device"] and "as a CPU's" in mac["device"] and "mps" not in cpu["device"]
+    assert sized["limit"] == 0.75 * 16 * 2**30 and sized["fits"]
+    assert sized["measured"] == {} and "mps" in sized["not_measured"]
+    if not torch.backends.mps.is_available():
+        assert mac["limit"] is None and mac["fits"] is None and "give --gpu_gib" in mac["device"]
+
+
+def test_hours_follow_from_the_peak(file: str) -> None:
+    from train.config.parse import read_fit_config
+
+    config = read_fit_config([file])[0]
+    one, two = (make_plan(config, gpu="H100", mfu=0.5, devices=n).pace for n in (1, 2))
+    assert one.seconds is not None and two.seconds is not None and one.hours is not None
+    assert one.seconds == pytest.approx(one.flops / (0.5 * 989e12)) and two.seconds == pytest.approx(one.seconds / 2)
+    assert one.hours == pytest.approx(50 * one.seconds / 3600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "--devices is 0"),
+        (["--devices", "many"], "--devices is 'many'"),
+        (["--devices", "3"], "2 micro-batches a step cannot be shared by 3"),
+        (["--gpu_gib", "-1"], "--gpu_gib is -1"),
+        (["--gpu", "abacus"], "--gpu 'abacus' is unknown; known: H200"),
+        (["--mfu", "2"], "--mfu is 2"),
+        (["--model.preset", "nona"], "did you mean 'nano'"),
+        (["--trainable", "[nothing.*]"], "nothing"),
+        (["--optimiser.lr", "1"], "optimizer"),
+        (["--fabric.strategy", "fsdp", "--optimizer.name", "muon"], "muon"),
+    ],
+)
+def test_bad_input_is_one_clear_line(file: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        main([file, *arguments])
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,91 @@
+"""What a plan says of memory, against the command `fit` on data that fill its worst batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.commands.plan import main
+from train.data.rows.parquet import write_rows
+from train.data.rows.row import Row, RowTurn, Sound
+from train.plan.trial import KEPT, RETURNED
+
+ROOT = Path(__file__).parents[3]
+MIB = float(1 << 20)
+LENGTH = 128
+
+PROGRAM = """
+import gc, sys
+from train.commands.fit import main
+from omni.profiling import PeakMemory
+file, folder, *options = sys.argv[1:]
+assert main([file, *options, "--run_folder", folder + "/warm", "--data.packing.rows", "1"]) == 0
+gc.collect()
+with PeakMemory() as memory:
+    assert main([file, *options, "--run_folder", folder + "/run"]) == 0
+print(memory.peak)
+"""
+"""A run, after a smaller one that has loaded all libraries: its peak counts, as the plan does, what the run itself takes."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """Spoken questions that fill a row but for their transcripts."""
+    generator = torch.Generator().manual_seed(0)
+    seconds = (LENGTH - 9) / 12.5  # nano hears 12.5 columns a second
+    turns = [RowTurn("yes", Sound(0.1 * torch.randn(round(16000 * seconds), generator=generator), 16000)) for _ in range(4)]
+    write_rows(tmp_path / "rows.parquet", [Row((turn,)) for turn in turns])
+    (tmp_path / "run.yaml").write_text(
+        "budget: {steps: 3}\n"
+        "model: {preset: nano}\n"
+        f"data: {{workers: 0, packing: {{rows: 4, length: {LENGTH}, buffer: 2}},\n"
+        f"       sources: [{{kind: stored, path: {tmp_path / 'rows.parquet'}, tasks: {{A1T1: 1.0}}}}]}}\n"
+        "fabric: {accelerator: cpu, devices: 1, precision: 32-true}\n"
+        "validation: {questions: 0}\n"
+        "log: {progress: 'off'}\n"
+    )
+    return str(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--data.micro_batches", "2", "--ema", "0.9", "--fabric.checkpointing", "true", "--data.packing.rows", "8")],
+    ids=["plain", "more"],
+)
+def test_the_estimate_is_what_fit_takes(
+    file: str, tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process that gives freed blocks back, as the plan says how to, and the estimate without those counts."""
+    assert main([file, *options, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    rows, pace = (8 * 2 if options else 4), plan["pace"]
+    assert pace["source"] == "2 micro-batches of the data" and pace["examples"] == rows
+    assert 0.9 * LENGTH * rows < pace["columns"] < LENGTH * rows
+    assert pace["targets"] == 4 * rows  # y, e, s and the end
+    assert plan["to_budget"] == {"tokens": 3 * pace["columns"], "targets": 12 * rows}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, file, str(tmp_path), *options]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found, wanted = plan["memory"]["total"], int(done.stdout.split()[-1])
+    assert wanted > 80 * MIB  # of which weights and optimizer are less than half
+    assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
+
+
+def test_a_step_that_is_tried_stands_beside_the_estimate(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([file, "--try", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    measured, pace = plan["measured"], plan["pace"]
+    assert set(measured) == {RETURNED, KEPT} and plan["not_measured"] == ""
+    assert plan["memory"]["total"] == pytest.approx(measured[RETURNED]["peak"], rel=0.15)
+    assert measured[KEPT]["peak"] > 0.8 * measured[RETURNED]["peak"]
+    # Examples hear and answer one after the other, the worst batch at once.
+    assert 0.5 * measured[KEPT]["seconds"] < pace["seconds"] <= measured[KEPT]["seconds"]
+    assert pace["clock"] == "the step tried here, by the sample's share of its work"
+    assert pace["hours"] == pytest.approx(3 * pace["seconds"] / 3600)

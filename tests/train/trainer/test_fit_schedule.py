@@ -1,0 +1,61 @@
+"""The learning rate over the budget, against closed forms, and when things are due."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from omni.errors import UserError
+from train.config.run import BudgetConfig, ScheduleConfig
+from train.optim.schedule import due, learning_rate, used
+
+STEPS = BudgetConfig(steps=100)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_shapes_over_steps(name: str, final: float) -> None:
+    schedule = ScheduleConfig(name=name, warmup_steps=10, final=final, decay=0.5)
+    rates = [learning_rate(schedule, STEPS, step, 0.0) for step in range(100)]
+    assert rates[:10] == [(i + 1) / 10 for i in range(10)]
+    for step in range(10, 100):
+        x = (step - 10) / 90
+        shape = {
+            "cosine": (1 + math.cos(math.pi * x)) / 2,
+            "linear": 1 - x,
+            "wsd": min(1.0, 2 * (1 - x)),
+            "constant": 1.0,
+        }[name]
+        wanted = 1.0 if name == "constant" else final + (1 - final) * shape
+        assert rates[step] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_a_budget_in_minutes_follows_the_clock(name: str) -> None:
+    schedule, budget = ScheduleConfig(name=name, warmup_steps=4), BudgetConfig(minutes=10)
+    assert learning_rate(schedule, budget, 1, 0.0) == 0.5
+    assert learning_rate(schedule, budget, 50, 0.0) == 1.0
+    assert learning_rate(schedule, budget, 50, 300.0) == learning_rate(schedule, budget, 9000, 300.0)
+    assert learning_rate(schedule, budget, 50, 599.9) < 0.01
+    assert learning_rate(schedule, budget, 50, 700.0) == 0.0
+
+
+def test_the_first_budget_that_is_spent_counts() -> None:
+    both = BudgetConfig(steps=100, minutes=1)
+    assert used(both, 50, 15.0) == 0.5
+    assert used(both, 10, 45.0) == 0.75
+    assert used(both, 10, 90.0) == 1.0
+
+
+def test_due() -> None:
+    assert [s for s in range(1, 13) if due(s, 0.0, s - 1, 0.0, 4, None)] == [4, 8, 12]
+    assert due(13, 0.0, 7, 0.0, 4, None)  # a multiple was passed since
+    assert due(1, 61.0, 0, 0.0, None, 1.0) and not due(1, 59.0, 0, 0.0, None, 1.0)
+    assert not due(5, 1e9, 0, 0.0, None, None)
+
+
+@pytest.mark.parametrize("make", [lambda: BudgetConfig(), lambda: BudgetConfig(steps=0), lambda: BudgetConfig(minutes=-1)])
+def test_impossible_budgets(make) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match="budget"):
+        make()

@@ -1,0 +1,363 @@
+"""The graph guard in a run, and `python -m train doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from omni.errors import UserError
+from omni.layout import IGNORE, Layout
+from omni.model.projector import Adapter
+from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS, Turn, example
+from tests.train.objective.test_objective import MODELS, make_examples, pack
+from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
+from train.bench.guard import guard
+from train.bench.tables import Row
+from train.cli import main
+from train.commands.doctor import examine
+from train.config.parse import read_fit_config
+from train.config.run import LogConfig
+from train.config.sections import ObjectiveConfig
+from train.data.batching.batch import Batch, assemble
+from train.data.config import DataConfig, SourceConfig
+from train.data.sources.config import RecordedDigitsConfig
+from train.data.sources.mixture import Stage
+from train.objective.objective import Objective
+from train.plan.worst_batch import tasks_of
+from train.trainer.feed import Step
+from train.trainer.guard import SEEN, Ends, Targets, Watch, shares_of
+from train.trainer.loop import Loop
+
+SMALL = [
+    "configs/nano.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
+    "--model.encoder.layers", "1", "--objective.align_first", "0",
+]  # fmt: skip
+
+
+class Written(ToyModel):
+    """A model that scales what it has just used, in place."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        y = x.tanh()
+        y.mul_(2)  # the culprit
+        return x + y
+
+
+class Keeping(ToyModel):
+    """A model that keeps its last state, and adds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        if self.last is not None:
+            x = x + 0.1 * self.last
+        self.last = x.mean()  # the culprit
+        return x
+
+
+def line_of(word: str) -> int:
+    return next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if word in line and "culprit" in line)
+
+
+@pytest.mark.parametrize(
+    ("model", "culprit", "words"),
+    [
+        (Written, "y.mul_(2)", "was saved for backward and then changed in place"),
+        (Keeping, "self.last = x", "carries the graph of one backward call of this step into the next"),
+    ],
+)
+def test_a_run_that_fails_ends_with_the_line(tmp_path: Path, model: type[ToyModel], culprit: str, words: str) -> None:
+    torch.manual_seed(0)
+    parts = toy_parts(objective=ToyObjective(model()))
+    with pytest.raises(UserError) as caught:
+        toy_fit(toy_config(tmp_path, guard=True), parts)
+    said = str(caught.value)
+    assert words in said and f"tests/train/trainer/test_guard.py:{line_of(culprit)} in forward: {culprit}" in said
+    assert "remedy:" in said and said.startswith("step ")
+
+
+def test_a_sound_run_is_not_changed_and_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = LogConfig(every=1, progress="lines")
+    _, plain = toy_fit(toy_config(tmp_path / "plain", log=lines))
+    _, watched = toy_fit(toy_config(tmp_path / "watched", guard=True, log=lines))
+    assert all(t.equal(watched[name]) for name, t in plain.items())
+    assert "guard" not in capsys.readouterr().out
+
+
+class Deaf(ToyObjective):
+    """Half of the model never gets a gradient."""
+
+    def forward(self, batch: ToyBatch, denominators: Tensor, progress: float = 1.0):
+        with torch.no_grad():
+            kept = self.model.text_head.weight.clone()
+        losses = super().forward(batch, denominators, progress)
+        total = losses.total - self.model.text_head(torch.zeros(1, 32)).sum() * 0
+        return losses._replace(total=total.detach() + (self.model.audio_head.weight * kept.mean()).sum())
+
+
+def test_what_is_found_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    config = toy_config(tmp_path, guard=True, log=LogConfig(every=1, progress="lines"), optimizer=toy_config("x").optimizer)
+    toy_fit(config, toy_parts(objective=Deaf(ToyModel())))
+    said = "".join(capsys.readouterr())
+    assert said.count("guard, step") == 1 and "received no gradient" in said and "text_embedding.weight" in said
+
+
+# --- the cost ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both phases of a recipe that aligns first, each way timed; what a ratio is, is for a quiet machine to say."""
+    data = yaml.safe_load(Path("configs/nano.yaml").read_text())
+    data["model"] = {"preset": "nano", "decoder": {"layers": 1}, "encoder": {"layers": 1}}
+    data["data"]["packing"] = {"rows": 1, "length": 256, "buffer": 4}
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(data))
+    taken: list[tuple[float, bool, bool]] = []
+    plain = Loop.train
+
+    def train(self: Loop, step: Any) -> None:
+        taken.append((self._used(), *under_guard(self)))
+        plain(self, step)
+
+    monkeypatch.setattr(Loop, "train", train)
+    rows = guard(str(file), torch.device("cpu"), steps=1, rounds=1)
+    assert [row.name for row in rows] == [
+        f"{way}, {phase}"
+        for phase in ("aligning", "all of the model")
+        for way in ("plain step", "watched / plain step", "traced / plain step")
+    ]
+    assert all(isinstance(row, Row) and row.value > 0 for row in rows)
+    quiet, looked, traced = (False, False), (True, False), (True, True)
+    turns = [looked, quiet, looked, traced], [quiet, looked, looked, traced]
+    assert taken == [(used, *state) for used in (0.0, 0.5) for turn in turns for state in turn]
+
+
+def under_guard(loop: Loop) -> tuple[bool, bool]:
+    """Whether a guard watches the run's parameters now, and whether it traces."""
+    watched = any(p._post_accumulate_grad_hooks for p in loop.objective.parameters())
+    return watched, _get_current_dispatch_mode() is not None
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_finds_nothing_wrong_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *SMALL, "--steps", "1", "--fabric.checkpointing", "true"]) == 0
+    assert "nano: 1 steps, every operation traced: nothing found" in capsys.readouterr().out
+
+
+def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    plain = Adapter.forward
+
+    def cut(self, frames, counts):
+        return plain(self, frames, counts).detach()  # the culprit
+
+    monkeypatch.setattr(Adapter, "forward", cut)
+    assert main(["doctor", *SMALL, "--steps", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "[no_gradient]" in said and "detached from the loss by detach" in said and "adapter.project" in said
+    assert f"test_watch.py:{line_of('plain(self')}" in said
+
+
+def without(streams: slice) -> property:
+    """`Batch.supervised` without targets on these streams."""
+
+    def supervised(batch: Batch) -> list[Tensor]:
+        targets = batch.targets.clone()
+        targets[:, streams] = IGNORE
+        return [(targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(targets.shape[1])]
+
+    return property(supervised)
+
+
+def test_the_doctor_names_streams_and_tasks_without_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a stream that no task has, nor a task that is drawn rarely or never."""
+    written = [*SMALL, "--data.sources.0.tasks"]
+    assert examine(read_fit_config([*written, "{T1T2: 1.0, T1A2: 1.0e-9, A1A2: 0}"])[0], 1) == []
+    monkeypatch.setattr(Batch, "supervised", without(slice(0, 4)))
+    found = examine(read_fit_config([*written, "{T1T2: 0.5, T1A1: 0.5}"])[0], 2)
+    missed = [f for f in found if f.kind == "no_target"]
+    assert len(missed) == 1
+    assert missed[0].what.startswith("T1A1, audio0, audio1, audio2, audio3 got no target in 1 steps")
+
+
+def by_id(*args: Any) -> Batch:
+    """A collation that leaves out every target which is an end."""
+    batch, layout = assemble(*args), args[2]
+    return masked(batch, layout, range(len(layout)))
+
+
+def test_the_doctor_names_streams_whose_ends_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.data.batching.packer.assemble", by_id)
+    found = examine(read_fit_config([*SMALL, "--data.sources.0.tasks", "{T1T2: 0.5, T1A2: 0.5}"])[0], 1)
+    (what,) = [finding.what for finding in found if finding.kind == "label_end"]
+    assert what.startswith("no end is learnt on audio0, audio1, audio2, audio3, text: ")
+
+
+# --- streams and tasks without targets --------------------------------------------------------------------------------
+
+
+def some_batch(model: SpeechModel, *tasks: str) -> Batch:
+    packed = vars(pack(model, [make_examples(model, list(tasks))], 96))
+    del packed["supervised"]  # found anew
+    return Batch(**packed, examples=len(tasks), positions=96, state={})
+
+
+def looks(targets: Targets, batch: Batch, steps: int) -> list[str]:
+    """What is said of so many steps of one batch each."""
+    return [finding.what for _ in range(steps) for finding in targets.look([batch])]
+
+
+@pytest.fixture
+def model() -> SpeechModel:
+    return SpeechModel(MODELS["codec2"])
+
+
+def mixture(**tasks: float) -> DataConfig:
+    return DataConfig(sources=(SourceConfig(tasks=tasks),))
+
+
+def test_a_task_that_no_batch_has_is_missed_once(model: SpeechModel) -> None:
+    """It should have come in half of the examples: after 32 of them."""
+    batch = some_batch(model, "T1T2")
+    (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, A1T1=0.5)), batch, 100)
+    assert what == "A1T1 got no target in 32 steps (32 examples): nothing is learnt there"
+    (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, T1A2=0.5)), batch, 100)
+    assert what.startswith("T1A2, audio0, audio1, audio2, audio3 got no target")
+
+
+def test_a_stream_that_no_batch_has_targets_for_is_missed(model: SpeechModel) -> None:
+    """Without the mixture too: that the batches have its task is enough."""
+    batch = some_batch(model, "T1T2", "A1A2")
+    batch.targets[:, 0] = IGNORE
+    (what,) = looks(Targets(model.layout), batch, 100)
+    assert what.startswith("audio0 got no target in 30 steps")
+    weights = torch.ones(len(model.layout))
+    weights[0] = 0
+    assert looks(Targets(model.layout, weights), batch, 100) == []
+
+
+def test_what_is_rare_or_of_another_stage_is_not_missed(model: SpeechModel) -> None:
+    batch = some_batch(model, "T1T2", "A1T2")
+    rare = mixture(T1T2=1.0, A1T2=1.0, A1A2=0.001, T1A1=0.0)
+    assert looks(Targets(model.layout, data=rare), batch, 1000) == []
+    stages = SourceConfig(tasks={"A1A2": 1.0}, stages=(Stage(10000, {"T1T2": 1.0, "A1T2": 1.0}),))
+    assert looks(Targets(model.layout, data=DataConfig(sources=(stages,))), batch, 100) == []
+    own = mixture(A1A2=1.0)  # the rows name tasks of their own
+    assert looks(Targets(model.layout, data=own), batch, 100) == []
+
+
+def test_rows_that_name_their_own_task_are_of_the_mixture() -> None:
+    recorded = RecordedDigitsConfig(voices=0.25, more=0.25, more_voices={"en": ("espeak",)}, words="dog", wordy=0.4)
+    data = DataConfig((SourceConfig("recorded-digits", tasks={"A1A2": 1.0}, recorded=recorded),))
+    assert data.drawn == {"A1A2", "A1T1"} and [task.name for task in tasks_of(data)] == ["A1T1", "A1A2"]
+    shares = dict(zip(TASKS, shares_of(data).tolist(), strict=True))
+    assert (
+        shares["A1T1"] == pytest.approx(0.2)
+        and shares["A1A2"] == pytest.approx(0.8)
+        and sum(shares.values()) == pytest.approx(1)
+    )
+
+
+def test_nothing_is_counted_once_all_have_had_targets(model: SpeechModel) -> None:
+    targets = Targets(model.layout, data=mixture(T1T2=1.0, A1T2=1.0))
+    assert looks(targets, some_batch(model, "T1T2", "A1T2"), 1) == [] and targets.done
+    assert targets.look([None]) == [] and targets.steps == 1
+
+
+def test_a_watched_run_says_which_stream_learns_nothing(model: SpeechModel) -> None:
+    """Once, through the findings of its guard."""
+    batch = some_batch(model, "A1A2")
+    batch.targets[:, 1] = IGNORE
+    objective = Objective(model, ObjectiveConfig())
+    watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
+    said: list[str] = []
+    for number in range(1, 2 * SEEN):
+        watch.step(number, Step([batch], torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
+    assert len(said) == 1 and said[0].startswith(f"guard, step {SEEN}:\n[no_target] audio1 got no target")
+    assert [finding.kind for finding in watch.guard.findings] == ["no_target"]
+
+
+# --- ends that are masked ---------------------------------------------------------------------------------------------
+
+
+def masked(batch: Batch, layout: Layout, streams: Iterable[int], most: int = 10**6) -> Batch:
+    """Without the targets that are an end on these streams, or without the first ones of each."""
+    for k in streams:
+        rows, columns = (batch.targets[:, k] == layout.ids("end")[k]).nonzero(as_tuple=True)
+        batch.targets[rows[:most], k, columns[:most]] = IGNORE
+    return batch
+
+
+def of_turns(model: SpeechModel, *tasks: str) -> Batch:
+    """One conversation, beside itself."""
+    layout = model.layout
+    codes = torch.zeros(layout.n_audio, 3, dtype=torch.long)
+    columns = example(layout, [Turn(task, features=4, question=[1, 2], text=[3, 4, 5], codes=codes) for task in tasks])
+    piece = (columns, None, 0, [], list(TASKS).index(tasks[0]))
+    packed = vars(pack(model, [[piece, piece], [piece]], 2 * len(columns) + 3))
+    del packed["supervised"]
+    return Batch(**packed, examples=3, positions=3 * len(columns), state={})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_watched_run_says_on_which_streams_no_end_is_learnt(name: str) -> None:
+    """Once, though every step has such batches; not of a stream that one batch of a step teaches the end, or without weight."""
+    objective = Objective(SpeechModel(MODELS[name]), ObjectiveConfig())
+    model, text = objective.model, len(MODELS[name].layout) - 1
+    batches = [masked(some_batch(model, *tasks), model.layout, [0, 1, text]) for tasks in (["A1A2", "T1T2"], ["T1A2"])]
+    batches[1].targets[:, 1] = some_batch(model, "T1A2").targets[:, 1]
+    watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
+    said: list[str] = []
+    for number in (1, 2, 3):
+        watch.step(number, Step(batches, torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
+    (words,) = said
+    assert "[label_end] no end is learnt on audio0, text: 5 times it follows" in words and "step 1:" in words
+    first = some_batch(model, "A1A2", "T1T2").targets[:, 0]
+    row, column = (first == model.layout.ids("end")[0]).nonzero()[0].tolist()
+    assert f"audio0: row {row}, column {column}" in words and "mask by length" in words
+    weights = torch.zeros(len(model.layout))
+    weights[text] = 1
+    (finding,) = Ends(model.layout, weights).look(batches)
+    assert finding.what.startswith("no end is learnt on text: 3 times")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tasks", [[task] for task in TASKS] + [["T1T2", "A1A2"], ["A1A2", "T1T2"], ["T1A1", "A1T1", "T1A2"]])
+def test_ends_that_are_learnt_give_no_false_alarm(name: str, tasks: list[str]) -> None:
+    """Every task, alone and as turns; where answers are cut off, and where one end of many is masked."""
+    model = SpeechModel(MODELS[name])
+    whole = of_turns(model, *tasks)
+    ends = Ends(model.layout)
+    assert ends.look([whole]) == [] == ends.look([None])
+    silent = [k for k in range(len(model.layout)) if not len(whole.supervised[k])]
+    assert list(ends.left) == silent
+    some = masked(of_turns(model, *tasks), model.layout, range(len(model.layout)), most=1)
+    assert Ends(model.layout).look([some]) == []
+    for column in range(whole.tokens.shape[2]):
+        cut = of_turns(model, *tasks)
+        for field in ("tokens", "targets"):
+            setattr(cut, field, getattr(cut, field)[..., : column + 1])
+        cut.segments, cut.targets[..., -1] = cut.segments[..., : column + 1], IGNORE
+        assert Ends(model.layout).look([cut]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--steps", "0"], "--steps is '0'"), (["--modle.preset", "x"], "did you mean")]
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "configs/nano.yaml", *arguments]) == 2
+    assert message in capsys.readouterr().err

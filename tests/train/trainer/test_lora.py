@@ -1,0 +1,168 @@
+"""LoRA in a run: what learns, what is stored, how it goes on, and what comes out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni.checkpoint.folder import load_folder, save_folder
+from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.encoder.config import EncoderConfig
+from omni.errors import UserError
+from omni.layout import Layout
+from omni.lora.peft import load_adapter
+from omni.lora.weights import merged_state
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from tests.close import assert_near
+from tests.train.toys import ToyModel, adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit
+from train.config.run import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig, Rule
+from train.config.sections import LoRASection
+from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.distributed.fabric import build_fabric
+from train.distributed.precision import quantized_type
+from train.plan.parameters import count_parameters, paper_model
+from train.trainer import lora as adapters
+from train.trainer.build import build_parts, dry_run
+from train.trainer.initial_model import build_initial
+
+SECTION = LoRASection(targets=("blocks.*",), rank=2, trainable=("audio_head.*",))
+LEARNT = {f"blocks.{i}.1.lora.default.{half}" for i in range(2) for half in "ab"} | {"audio_head.weight"}
+
+
+def test_only_adapters_and_what_is_named_learn_and_are_stored(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = ToyModel().state_dict()
+    parts = adapted_parts(SECTION)
+    before = {name: t.clone() for name, t in parts.objective.state_dict().items()}
+    assert all(t.equal(before[f"model.{name}"]) for name, t in plain.items())
+    _, weights = toy_fit(toy_config(tmp_path, lora=SECTION), parts)
+    moved = {name.removeprefix("model.") for name, t in before.items() if not t.equal(weights[f"model.{name}"])}
+    assert moved == LEARNT
+    assert_adapters_learn(tmp_path, SECTION)
+    stored = final_tensors(tmp_path)
+    assert {name.removeprefix("model.model.") for name in stored if name.startswith("model.")} == LEARNT
+    assert {name.removeprefix("average.model.") for name in stored if name.startswith("average.")} == LEARNT
+
+
+# From 4,096 values on a parameter's state is held in 8 bits, and its tables of numbers are those of all other parameters.
+@pytest.mark.parametrize(("rule", "rank"), [("adamw", 2), ("paged_adamw_8bit", 2), ("paged_adamw_8bit", 128)])
+def test_stopped_and_resumed_it_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path, rule: Rule, rank: int) -> None:
+    section = replace(SECTION, rank=rank)
+    more = {"lora": section, "optimizer": OptimizerConfig(rule, lr=1e-2)}
+    _, whole = toy_fit(toy_config(tmp_path / "whole", **more), adapted_parts(section))
+    stored = final_tensors(tmp_path / "whole")
+    assert any(t.dtype == torch.uint8 for n, t in stored.items() if n.startswith("optimizer.")) == (rank == 128)
+    stop = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
+    outcome, _ = toy_fit(toy_config(tmp_path / "stopped", **more), adapted_parts(section, stop))
+    assert outcome.signal
+    _, resumed = toy_fit(toy_config(tmp_path / "stopped", **more), adapted_parts(section))
+    assert all(t.equal(resumed[name]) for name, t in whole.items())
+
+
+def test_another_base_below_the_same_adapters_is_refused(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, lora=SECTION, checkpoint=CheckpointConfig(every_steps=2, every_minutes=None))
+    toy_fit(replace(config, budget=BudgetConfig(steps=8)), adapted_parts(SECTION))
+    parts = adapted_parts(SECTION)
+    other = {name: value + 1 for name, value in parts.rows.items()}
+    with pytest.raises(UserError, match="the checksum of the weights below the adapters is"):
+        toy_fit(config, replace(parts, rows=other))
+
+
+def test_what_learns_is_said_once() -> None:
+    with pytest.raises(UserError, match="trainable and lora are both given"):
+        toy_config("x", lora=SECTION, trainable=("blocks.*",))
+    assert toy_config("x", lora=SECTION).learns == ("*.lora.*", "audio_head.*")
+    assert toy_config("x").learns == ("*",)
+
+
+# --- a real model -----------------------------------------------------------------------------------------------------
+
+SMALL = ModelConfig(
+    Layout.build([512, 512, 16, 64], 256, specials=8),
+    EncoderConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=2.0, mode="variable"),
+    AdapterConfig("linear"),
+    DecoderConfig(width=64, layers=2, heads=2, kv_heads=1, mlp_width=64),
+    codec="codec2",
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+    torch.manual_seed(0)
+    save_folder(tmp_path / "base", SMALL, SpeechModel(SMALL).state_dict(), Tokenizer.bytes())
+    return tmp_path / "base"
+
+
+def run_of(base: Path, folder: Path, section: LoRASection, precision: str = "32-true") -> FitConfig:
+    source = SourceConfig(kind="spoken-digits", tasks={"A1A2": 1.0})
+    return FitConfig(
+        budget=BudgetConfig(steps=2),
+        model=ModelSection(init_from=str(base)),
+        data=DataConfig(sources=(source,), packing=PackingConfig(rows=1, length=256, buffer=2)),
+        run_folder=str(folder),
+        lora=section,
+        fabric=FabricConfig(accelerator="cpu", devices=1, precision=precision),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("quantize", "precision"),
+    [*((kind, "32-true") for kind in (None, "nf4", "int8")), ("nf4", "bf16-mixed"), ("nf4", "bf16-true")],
+)
+def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Path, quantize, precision: str) -> None:
+    """The adapter as PEFT's folder, the model with it inside, and both again as the beginning of another run."""
+    section = LoRASection(rank=2, trainable=("adapter.*",), quantize=quantize)
+    config = run_of(base, tmp_path / "run", section, precision)
+    initial = build_initial(config.model, 0)
+    fabric = build_fabric(config.fabric)
+    parts = build_parts(replace(config, validation=replace(config.validation, questions=0)), initial, fabric, tmp_path / "run")
+    model = initial.model
+    held = [part for part in model.modules() if type(part).__name__ == "Linear4bit"]
+    assert len(held) == (14 if quantize == "nf4" else 0)
+    assert {part.compute_dtype for part in held} <= {torch.float32 if precision == "32-true" else torch.bfloat16}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(".b") or name.startswith("adapter."):
+                p.add_(0.1)
+    assert parts.export is not None
+    parts.objective.requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(".lora." in name or name.startswith("adapter."))
+    folder = parts.export(model.state_dict())
+    assert folder == tmp_path / "run" / "model"
+    plain, wanted = load_folder(folder).model, merged_state(model, model.state_dict())
+    assert all(torch.equal(t, wanted[name].to(t.dtype)) for name, t in plain.state_dict().items())
+    assert {t.dtype for t in plain.state_dict().values()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+    adapter = load_adapter(tmp_path / "run" / "adapter")
+    assert set(adapter.whole) == {"adapter.project.weight", "adapter.project.bias"} and len(adapter.pairs) == 14
+    again = build_initial(config.model, 0).model
+    adapters.apply(again, replace(section, init_from=str(tmp_path / "run" / "adapter")), quantized_type(precision))
+    found = merged_state(again, again.state_dict())
+    for name, tensor in wanted.items():
+        assert_near(found[name], tensor, 1e-6, name)
+
+
+def test_a_dry_run_and_a_plan_count_the_adapters(base: Path, tmp_path: Path) -> None:
+    config = run_of(base, tmp_path / "run", LoRASection(rank=2))
+    wanted = 2 * 2 * (4 * 64 + 2 * (64 + 32) + 3 * 128)
+    assert f"{wanted / 1e6:.2f} M learn" in dry_run(config)
+    counts = {count.part: count for count in count_parameters(paper_model(config, SMALL))}
+    assert counts["LoRA"].trainable == counts["LoRA"].total == wanted
+    assert sum(count.trainable for count in counts.values()) == wanted
+
+
+def test_an_adapter_of_another_base_is_no_beginning(base: Path, tmp_path: Path) -> None:
+    model = build_initial(ModelSection(init_from=str(base)), 0).model
+    crc = adapters.apply(model, LoRASection(rank=2))
+    adapters.save(tmp_path, model, model.state_dict(), crc, None)
+    torch.manual_seed(1)
+    with pytest.raises(UserError, match="lora.init_from .*their checksum differs"):
+        adapters.apply(SpeechModel(SMALL), LoRASection(init_from=str(tmp_path / "adapter")))
+    assert asdict(LoRASection())["merged"] is True

@@ -1,0 +1,82 @@
+"""Pictures: they are drawn from whatever a run folder holds, and show what they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from train.trainer import plots
+from train.trainer.logs import METRICS, VALIDATION, Table
+from train.trainer.plots import CURVES, curves, printable, spectrogram, spectrograms
+
+
+def ink(file: Path) -> float:
+    """Share of the pixels that are not background."""
+    pixels = np.asarray(Image.open(file).convert("L"))
+    return float((pixels < 200).mean())
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("validated", [False, True])
+def test_curves(tmp_path: Path, rows: int, validated: bool) -> None:
+    assert curves(tmp_path) is None
+    metrics = Table(tmp_path / METRICS, 0)
+    for step in range(1, rows + 1):
+        losses = {"loss": 5 / step, "loss/audio0": 3 / step, "loss/A1A2": 2 / step}
+        metrics.add(step, {**losses, "lr": 1e-3 / step, "seconds": 60.0 * step})
+    bare = ink(curves(tmp_path))  # type: ignore[arg-type]
+    if validated:
+        table = Table(tmp_path / VALIDATION, 0)
+        for step in (1, 20):
+            table.add(step, {"exact_match": 0.04 * step, "wer": 2.0, "seconds": 60.0 * step})
+        assert ink(curves(tmp_path)) > bare  # type: ignore[arg-type]
+        asked = np.asarray(Image.open(tmp_path / CURVES).convert("L"))
+        for step in (1, 20):
+            table.add(step, {"loss/text": 3.0 / step, "loss/audio": 4.0 / step, "seconds": 60.0 * step})
+        shown = np.asarray(Image.open(curves(tmp_path)).convert("L"))  # type: ignore[arg-type]
+        top = slice(0, shown.shape[0] // 2)  # the losses' axes
+        assert (shown[top] != asked[top]).mean() > 0.002
+    assert bare > 0.008
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_every_curve_has_its_own_colour_and_is_inside_its_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, file: kept.append(figure))
+    names = [*(f"audio{i}" for i in range(7)), "text", "audio", "alignment", "A1A2", "A1T2", "T1T2"]
+    Table(tmp_path / METRICS, 0).add(1, {**{f"loss/{name}": 1.0 for name in names}, "loss": 2.0, "seconds": 9.0})
+    held_out = {"loss/text": 1.0, "loss/audio": 2.0, "wer": 30.0, "seconds": 9.0}
+    Table(tmp_path / VALIDATION, 0).add(1, held_out)
+    curves(tmp_path)
+    losses, _, validation = kept[0].axes
+    assert len({line.get_color() for line in losses.lines}) == len(names) + 1
+    assert all(line.get_ydata()[0] <= validation.get_ylim()[1] for line in validation.lines)
+    (tmp_path / METRICS).unlink()
+    curves(tmp_path)
+    assert len({line.get_color() for line in kept[1].axes[0].lines}) == 2
+
+
+@pytest.mark.parametrize("rate", [8000, 16000])
+@pytest.mark.parametrize("tone", [440.0, 2000.0])
+def test_a_tone_stands_at_its_frequency(rate: int, tone: float) -> None:
+    samples = torch.sin(2 * torch.pi * tone * torch.arange(rate) / rate)
+    power, seconds = spectrogram(samples, rate)
+    assert seconds == 1.0
+    bin_width = rate / 2 / (power.shape[0] - 1)
+    assert abs(power.mean(1).argmax() * bin_width - tone) <= bin_width
+
+
+@pytest.mark.parametrize("asked_aloud", [True, False])
+def test_spectrograms(tmp_path: Path, asked_aloud: bool) -> None:
+    question = (torch.randn(16000), 16000) if asked_aloud else None
+    file = spectrograms(tmp_path / "deep" / "s.png", question, (torch.randn(40), 8000), "what?\n$x$", "\x0c" + "so " * 99)
+    height = Image.open(file).size[1]
+    assert (height > 500) == asked_aloud
+
+
+def test_titles_hold_anything() -> None:
+    assert printable("a\nb$") == r"a b\$" and printable("x" * 200).endswith("x ...")

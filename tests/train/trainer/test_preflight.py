@@ -1,0 +1,173 @@
+"""What a configuration names and is not there is told at once, before any weights are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni.checkpoint.folder import save_folder
+from omni.config import preset
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from tests.train.config.test_config import CONFIGS, small
+from train.checkpoint.retention import FORMAT, STATE
+from train.cli import main
+from train.config.parse import read_fit_config
+from train.config.run import FabricConfig, FitConfig, plain_config
+from train.trainer.build import fit
+from train.trainer.initial_model import changed
+from train.trainer.preflight import check_devices, check_start
+
+
+def read(recipe: str, *overrides: str) -> FitConfig:
+    return read_fit_config([str(CONFIGS / recipe), *overrides])[0]
+
+
+def lacking(config: FitConfig) -> list[str]:
+    """The lines of what is lacking."""
+    with pytest.raises(UserError) as caught:
+        check_start(config)
+    head, *lines = str(caught.value).splitlines()
+    assert not lines or head == f"{len(lines)} things are lacking:"
+    return [line.strip() for line in lines] or [head]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder of a small tied model that speaks SNAC, without the codec's weights."""
+    place = tmp_path_factory.mktemp("models") / "base"
+    audio = [{"kind": "audio", "size": 4096, "specials": 64, "delay": i + 1} for i in range(7)]
+    layout = {"streams": [*audio, {"kind": "text", "size": 256, "specials": 64}]}
+    section = small(decoder={**small().decoder, "tie_text": True}, layout=layout, codec="snac")
+    with torch.device("meta"):
+        state = SpeechModel(changed(preset("nano"), section)).state_dict()
+    empty = {name: torch.zeros(t.shape, dtype=torch.bfloat16) for name, t in state.items()}
+    save_folder(place, changed(preset("nano"), section), empty, Tokenizer.bytes())
+    return place
+
+
+def test_all_missing_paths_of_a_stage_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "tts").mkdir(parents=True)  # empty
+    config = read("mini-omni/stage3.yaml", "--model.codec_folder", "weights/snac", "--model.tokenizer", "t.json")
+    lines = lacking(config)
+    assert [re.split(r"; |: name|: prepare", line)[0] for line in lines] == [
+        "model folder runs/mini-omni-stage2/model does not exist",
+        "model.tokenizer: tokenizer t.json does not exist",
+        "model.codec_folder: codec folder weights/snac does not exist",
+        "data.sources.0.path: data file data/conversations does not exist",
+        "data.sources.0.held_out: data file data/conversations-held-out does not exist",
+        "data.sources.1.path: data file data/asr does not exist",
+        "data.sources.2.path: data folder data/tts holds no .parquet file",
+    ]
+
+
+def test_paths_and_patterns_are_told_together_and_no_weights_are_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("train.trainer.build.build_fabric", lambda config: pytest.fail("a process was about to start"))
+    monkeypatch.setattr("omni.checkpoint.folder.load_file", lambda file: pytest.fail("weights were read"))
+    patterns = "[decoder.blocks.*, decoder.text_head.*, decoder.bloks.*, adaptor.*]"
+    config = read("voiceassistant/stage2.yaml", "--model.init_from", str(base), "--trainable", patterns)
+    lines = lacking(config)
+    assert [line.partition(";")[0] for line in lines] == [
+        "data.sources.0.path: data file data/voiceassistant does not exist: name a Parquet file of rows, or a folder of them",
+        "trainable: pattern 'decoder.bloks.*' matches no parameter",
+        "trainable: pattern 'adaptor.*' matches no parameter",
+    ]
+    with pytest.raises(UserError, match="3 things are lacking"):
+        fit(config)
+    lines = lacking(read("voiceassistant/stage3.yaml", "--model.init_from", str(base), "--trainable", "[adapter.*]"))
+    assert any(
+        "model.codec_folder: task A1A2 answers in speech, but no weights of the codec 'snac' are given" in s for s in lines
+    )
+
+
+def test_a_truncated_folder_is_refused_by_its_size(base: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = Path(shutil.copytree(base, tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes(b"{}")
+    lines = lacking(read("voiceassistant/stage2.yaml", "--model.init_from", str(broken)))
+    assert any("model.safetensors is truncated: 2 bytes of" in line for line in lines)
+
+
+def test_adapters_patterns_and_noise_are_looked_at_too(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("--model.init_from", str(base), "--lora.targets", "[decoder.blocks.*, decoder.text_head, decoder.bloks.*]")
+    more = ("--lora.trainable", "[adaptor.*]", "--data.augment.noise_folder", "noise", "--data.augment.noise_snr_db", "[5, 30]")
+    lines = lacking(read("mistral-7b/lora.yaml", *given, *more))
+    assert [line.partition(":")[0] for line in lines] == [
+        "data.sources.0.path", "data.augment.noise_folder", "lora.targets", "lora.targets", "lora.trainable",
+    ]  # fmt: skip
+    assert "head is its text embedding" in lines[2] and "'decoder.bloks.*' matches no linear" in lines[3]
+    groups = ("--optimizer.groups", '[{"pattern": "decoder.blocks.*"}, {"pattern": "decoder.norm.*", "lr": 1e-5}]')
+    lines = lacking(read("mini-omni/lora.yaml", "--model.init_from", str(base), *groups))
+    assert [line.partition(":")[0] for line in lines] == [
+        "data.sources.0.path", "model.codec_folder", "optimizer.groups",
+    ]  # fmt: skip
+    lines = lacking(read("mini-omni/lora.yaml", "--model.init_from", str(base), "--lora.init_from", "runs/adapter"))
+    assert any(line.startswith("lora.init_from: runs/adapter is no adapter") for line in lines)
+
+
+def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", str(CONFIGS / "nano.yaml"), "--trainable", "[decoder.text_hat.*]"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("error: trainable: pattern 'decoder.text_hat.*' matches no parameter")
+    assert main(["fit", str(CONFIGS / "nano.yaml"), "--model.tokenizer", "t.json", "--model.codec_folder", "weights"]) == 2
+    head, *told = capsys.readouterr().err.splitlines()
+    assert head == "error: 2 things are lacking:" and [line.split()[0] for line in told] == [
+        "model.tokenizer:", "model.codec_folder:",
+    ]  # fmt: skip
+    check_start(read("nano.yaml"))
+    check_start(read("nano-lora.yaml", "--model.init_from", "null", "--model.preset", "nano"))
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["devices", "0"], "fabric.devices is 0, but there are 2 core(s), for at most 8 processes here"),
+        (["devices", "1000"], "fabric.devices is 1000, but there are 2 core(s), for at most 8 processes here"),
+        (["devices", "1.5"], "fabric.devices is '1.5'; give a number"),
+        (["accelerator", "cuda"], "fabric.accelerator is cuda, but PyTorch finds no GPU here"),
+    ],
+)
+def test_devices_that_are_not_here(
+    given: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is refused; a dry run, which may be of another machine's recipe, tells it."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("train.trainer.build.build_fabric", lambda config: pytest.fail("a process was about to start"))
+    words = ["fit", str(CONFIGS / "nano.yaml"), "--run_folder", str(tmp_path), f"--fabric.{given[0]}", given[1]]
+    assert main(words) == 2 and capsys.readouterr().err.startswith(f"error: {line}")
+    if given[0] == "accelerator":
+        assert main([*words, "--dry_run"]) == 0 and f"\nnote: {line}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("devices", "here"), [("2", True), ("0,1", True), ("auto", True), ("-1", True), ("3", False), ("1,2", False)]
+)
+def test_gpus_are_counted(devices: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with nullcontext() if here else pytest.raises(UserError, match=f"fabric.devices is {devices}, but there are 2 GPU"):
+        check_devices(FabricConfig("cuda", devices))
+
+
+def test_another_configuration_is_refused_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.trainer.build.build_fabric", lambda config: pytest.fail("a process was about to start"))
+    config = read("nano.yaml", "--run_folder", str(tmp_path))
+    place = tmp_path / "checkpoints" / "step-00000001"
+    place.mkdir(parents=True)
+    (place / STATE).write_text(json.dumps({"format": FORMAT, "config": plain_config(config)}))
+    with pytest.raises(UserError, match="seed is 7, but the run in .* was started with 0"):
+        fit(replace(config, seed=7))

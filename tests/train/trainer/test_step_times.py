@@ -1,0 +1,81 @@
+"""Which steps are told of as outliers, and with which cause; on a clock that the test moves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from train.trainer.step_times import StepTimes, graphs_compiled
+
+
+class Machine:
+    """A clock, and a number of compiled graphs."""
+
+    def __init__(self) -> None:
+        self.now, self.graphs = 0.0, 0
+        self.times = StepTimes(lambda: self.now, lambda: self.graphs)
+
+    def step(self, seconds: float, compiled: int = 0, **parts: float) -> str | None:
+        self.times.begin()
+        self.graphs += compiled
+        for name, part in parts.items():
+            self.times.add(name.replace("_", " "), part)
+        self.now += seconds + sum(parts.values())
+        line = self.times.end(7)
+        self.now += 30.0  # what comes between two steps
+        return line
+
+
+@pytest.fixture
+def machine() -> Machine:
+    """After ten steps of half a second."""
+    machine = Machine()
+    assert [machine.step(0.4, waiting_for_data=0.1) for _ in range(10)] == [None] * 10
+    return machine
+
+
+def test_an_outlier_names_its_largest_part(machine: Machine) -> None:
+    line = machine.step(0.4, waiting_for_data=2.6, waiting_for_another_process=0.5)
+    assert line == "step 7 took 3.5 s, 0.5 s are usual: waiting for data took 2.6 s"
+    line = machine.step(0.5, waiting_for_another_process=9.0, waiting_for_data=0.1)
+    assert line == "step 7 took 9.6 s, 0.5 s are usual: waiting for another process took 9.0 s"
+
+
+def test_a_new_graph_is_the_cause_of_what_nothing_else_explains(machine: Machine) -> None:
+    assert machine.step(20.0, compiled=2) == "step 7 took 20.0 s, 0.5 s are usual: compiling took 20.0 s"
+    assert "the cause is unknown" in str(machine.step(20.0))
+    assert "waiting for data took 20.0 s" in str(machine.step(0.5, compiled=1, waiting_for_data=20.0))
+
+
+def test_what_is_usual_or_short_is_not_told_of(machine: Machine) -> None:
+    assert machine.step(1.4) is None  # under three times the median
+    quick = Machine()
+    assert [quick.step(0.01) for _ in range(20)] == [None] * 20
+    assert quick.step(0.9) is None  # ninety times as long, but under a second
+    assert quick.step(1.1) is not None
+
+
+def test_the_parts_of_one_step_do_not_count_for_the_next(machine: Machine) -> None:
+    assert machine.step(0.4, waiting_for_data=9.0) is not None
+    assert "the cause is unknown" in str(machine.step(9.0))
+
+
+def test_before_there_is_a_median_only_compiling_is_told_of() -> None:
+    machine = Machine()
+    assert machine.step(8.0, waiting_for_data=5.0) is None
+    assert machine.step(60.0, compiled=1) == "step 7 took 60.0 s: compiling took 60.0 s"
+
+
+def test_counting_graphs_imports_nothing() -> None:
+    code = "import sys, train.trainer.step_times as s; print(s.graphs_compiled(), 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "False"], done.stderr
+
+
+def test_graphs_are_counted() -> None:
+    before = graphs_compiled()
+    torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(3))
+    assert graphs_compiled() > before

@@ -1,0 +1,118 @@
+"""How fast prepared rows become packed batches, and how soon the first batch is there, of little data and of much."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni.audio.io import SAMPLE_RATE
+from omni.codec.base import load_codec
+from omni.config import preset
+from omni.text import Tokenizer
+from train.bench.prepare import one_thread, sound
+from train.bench.tables import Row
+from train.data.batching.examples import ExampleMaker
+from train.data.batching.loader import StepLoader
+from train.data.batching.pipeline import Pipeline
+from train.data.config import PackingConfig
+from train.data.rows.parquet import write_rows
+from train.data.rows.row import Codes, RowTurn, Sound
+from train.data.rows.row import Row as DataRow
+from train.data.sources.base import StoredSource
+from train.data.sources.mixture import Mixture, TaskMixture
+
+KINDS = 64
+"""Rows that differ; all others repeat them."""
+
+
+def reading(
+    counts: Sequence[int] = (1000, 400_000), shard: int = 4000, steps: int = 4, repeat: int = 3,
+    packing: PackingConfig | None = None,
+) -> list[Row]:  # fmt: skip
+    """One core, batches made in this process, for the `nano` preset; files just written, so none is waited for.
+
+    The first batch is timed from where a run opens its data; resumed, with the state of a run that has made `steps` batches.
+
+    Args:
+        counts: numbers of rows.
+        shard: rows of a file, in the groups that `data prepare` makes.
+        steps: batches whose rate is taken, after a first one.
+    """
+    packing = packing or PackingConfig()
+    out, firsts = [], []
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        write_shards(Path(folder) / "warm", KINDS, KINDS)
+        next(_open(Path(folder) / "warm", packing))  # imports
+        for count in counts:
+            data = Path(folder) / str(count)
+            files = write_shards(data, count, shard)
+            fresh, rates, resumed = [], [], []
+            for _ in range(repeat):
+                start = time.perf_counter()
+                loader = _open(data, packing)
+                next(loader)
+                begun = time.perf_counter()
+                examples = sum(batch.examples for _ in range(steps) for batch in next(loader))
+                rates.append(60 * examples / (time.perf_counter() - begun))
+                fresh.append(begun - start)
+                states = json.loads(json.dumps(loader.states))
+                start = time.perf_counter()
+                next(_open(data, packing, loader.step, states))
+                resumed.append(time.perf_counter() - start)
+            firsts.append((statistics.median(fresh), statistics.median(resumed)))
+            name = f"{count:,} rows in {files} file{'s' * (files > 1)}"
+            out += [
+                Row(f"{name}: rows packed a minute", statistics.median(rates)),
+                Row(f"{name}: first batch", firsts[-1][0], "s"),
+                Row(f"{name}: first batch, resumed", firsts[-1][1], "s"),
+            ]
+    return [*out, Row(f"first batch, {counts[-1]:,} / {counts[0]:,} rows", firsts[-1][0] / firsts[0][0], "x")]
+
+
+def _open(data: Path, packing: PackingConfig, step: int = 0, states: Mapping[str, Any] | None = None) -> StepLoader:
+    """A loader over stored rows, as a run opens them."""
+    maker = ExampleMaker(preset("nano"), Tokenizer.bytes(), load_codec("codec2"))
+    pipeline = Pipeline(Mixture([StoredSource(data)], [1.0]), [TaskMixture({"A1T1": 0.5, "A1A2": 0.5})], maker, packing)
+    return StepLoader(pipeline, 1, start_step=step, states=states)
+
+
+def write_shards(folder: Path, count: int, shard: int) -> int:
+    """Files of `count` short rows: half a second asked, a sentence and a second of Codec2 answered. Returns how many files.
+
+    Equal files are one file with many names, where the disk can.
+    """
+    g = torch.Generator().manual_seed(0)
+    rows = [
+        DataRow(
+            (
+                RowTurn(
+                    f"what is {i} and {i + 1}?",
+                    Sound(sound(0.5, SAMPLE_RATE, i), SAMPLE_RATE),
+                    f"it is {i} and {i + 1}.",
+                    answer_codes=Codes("codec2", torch.randint(16, (4, 25), generator=g)),
+                ),
+            ),
+            id=str(i),
+        )
+        for i in range(KINDS)
+    ]
+    sizes = [shard] * (count // shard) + [count % shard] * (count % shard > 0)
+    for number, size in enumerate(sizes):
+        file, first = folder / f"rows-{number:05d}.parquet", folder / "rows-00000.parquet"
+        if number == 0 or size != shard:
+            write_rows(file, (rows[i % KINDS] for i in range(size)))
+            continue
+        try:
+            os.link(first, file)
+        except OSError:
+            shutil.copy(first, file)
+    return len(sizes)

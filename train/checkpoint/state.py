@@ -1,0 +1,281 @@
+"""The training state on disk: written beside and renamed, read without running anything that was stored.
+
+    checkpoints/
+      step-00001200/          whole as soon as it has this name
+        tensors/*.safetensors   model, optimizer and running average; one file, or one a process where they are sharded
+        rng.safetensors         random states by process
+        balance-0.safetensors   what the balance of the tasks remembers; one a process where it is of sharded gradients
+        state.json              step, time, lanes of the data, configuration, validation's figures
+      last                    name of the newest checkpoint
+
+Tensors have flat names (`model.…`, `optimizer.<parameter>.<key>`, `average.<parameter>`) and are read by slices, so that a
+checkpoint written by any number of processes, sharded or not, is read by any other.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from omni.errors import UserError
+from omni.files import sync
+from omni.lora.attach import adapted
+from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, write_text
+from train.checkpoint.rng import random_state, set_random_state
+from train.distributed.fabric import Team, is_sharded
+from train.optim.optimizer import Average
+
+TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when there is no room for a file."""
+
+
+@dataclass
+class Position:
+    """Where a run stands: all of its state that is not tensors, as plain data.
+
+    Attributes:
+        step: optimizer steps done.
+        seconds: wall-clock time used, over all its starts.
+        lanes: state of every lane of the data after the last batch that was used.
+        validated: step and seconds of the last validation.
+        figures: what the validation at this very step measured, if there was one.
+        meter: sums since the last row of the log, over all processes.
+        meters: those of each process; checkpoints of before have none.
+        scaler: state of the gradient scaler (16-mixed only).
+        tally: figures of the balance since the last row of its table.
+        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    lanes: dict[str, Any] = field(default_factory=dict)
+    validated: tuple[int, float] = (0, 0.0)
+    saved: tuple[int, float] = (0, 0.0)
+    figures: dict[str, float] = field(default_factory=dict)
+    meter: list[float] = field(default_factory=list)
+    meters: list[list[float]] = field(default_factory=list)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    tally: dict[str, list[float]] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+
+
+def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
+    """All tensors of the training state by flat name; they share memory with what they were taken from.
+
+    Below adapters (`omni.lora.attach`) the weights stand still, and may be many: they come from where they came from before.
+    """
+    flat = {f"model.{name}": t.detach() for name, t in module.state_dict().items() if not isinstance(t, str)}
+    if adapted(module):
+        moving = {name for name, p in module.named_parameters() if p.requires_grad} | {n for n, _ in module.named_buffers()}
+        flat = {name: t for name, t in flat.items() if name.removeprefix("model.") in moving}
+    for name, p in module.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            flat[f"optimizer.{name}.{key}"] = value.detach()
+    if average is not None:
+        flat.update({f"average.{name}": t for name, t in average.values.items()})
+    return flat
+
+
+def save(
+    place: Path,
+    position: Position,
+    config: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    team: Team,
+    balance: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write a checkpoint under `place`; all processes must call it. Returns its folder.
+
+    Args:
+        balance: what the balance of the tasks remembers.
+
+    Raises:
+        UserError: there is no room or no right to write; what was there before is untouched.
+    """
+    target = place / name_of(position.step)
+    beside = place / f".{target.name}.writing"
+    random_states = team.gather(random_state())
+
+    def make_room() -> None:
+        if team.first:
+            shutil.rmtree(beside, ignore_errors=True)
+            (beside / TENSORS).mkdir(parents=True)
+
+    def write_balance() -> None:
+        if balance is not None and (team.first or is_sharded(module)):
+            save_file({name: t.to("cpu").contiguous() for name, t in balance.items()}, beside / BALANCE.format(team.rank))
+
+    def write() -> None:
+        _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), team)
+        if team.first:
+            named = {f"{rank}.{name}": t for rank, state in enumerate(random_states) for name, t in state.items()}
+            save_file(named, beside / RNG)
+            data = {"format": FORMAT, "processes": team.world, **asdict(position), "config": dict(config)}
+            (beside / STATE).write_text(json.dumps(data) + "\n", encoding="utf-8")
+            sync(beside)
+
+    def publish() -> None:
+        if team.first:
+            if target.exists():
+                discard(target)
+            os.rename(beside, target)
+            write_text(place / LAST, target.name + "\n")
+
+    parts = (make_room, write, publish) if balance is None else (make_room, write_balance, write, publish)
+    for part in parts:  # processes agree after each: none goes on to wait for one that has failed
+        failure: UserError | None = None
+        try:
+            part()
+        except UserError as error:
+            failure = error
+        except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
+            failure = _cannot_write(target, error)
+        try:
+            team.agree(failure)
+        except UserError:
+            if team.first:
+                shutil.rmtree(beside, ignore_errors=True)
+            raise
+    return target
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, team: Team) -> None:
+    if sharded:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer)
+    elif team.first:
+        save_file(_apart(tensors), folder / "state.safetensors")
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, each with memory of its own, as the format wants it: 8-bit optimizers share one table among parameters."""
+    taken: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        here = tensor.to("cpu").contiguous()
+        place = here.untyped_storage().data_ptr()
+        found[name] = here.clone() if place in taken else here
+        taken.add(place)
+    return found
+
+
+def _cannot_write(target: Path, error: BaseException) -> UserError:
+    before: Path | None = None
+    with suppress(OSError):  # the folder may be what cannot be read
+        before = newest(target.parent)
+    kept = f"the last good checkpoint is {before}" if before is not None else "there is no earlier one"
+    full = getattr(error, "errno", None) in FULL or any(
+        os.strerror(code) in str(error) or f"os error {code}" in str(error) for code in FULL
+    )
+    if full:
+        return UserError(
+            f"checkpoint {target} cannot be written: no space left on the disk; {kept}; free some space and run the same "
+            "command again"
+        )
+    reason = " ".join(str(error).split())[:300]
+    return UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; mend that and run the same command again")
+
+
+def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, team: Team) -> Position:
+    """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
+
+    Raises:
+        UserError: a file is missing or truncated, or the checkpoint holds other tensors.
+    """
+    data = read_state(folder)
+    try:
+        reader = dcp.HuggingFaceStorageReader(str(folder / TENSORS))
+        stored = reader.read_metadata().state_dict_metadata
+        _make_room(stored, module, optimizer)
+        wanted = tensors_of(module, optimizer, average)
+        _compare_names(folder, wanted, stored)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(wanted, storage_reader=reader, no_dist=not is_sharded(module))
+        states = load_file(folder / RNG)
+    except (OSError, SafetensorError, CheckpointException, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"checkpoint {folder} cannot be read ({reason}); delete it to go on from an earlier one") from error
+    own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{team.rank}.")}
+    if own:
+        set_random_state(own)
+    fields = {name: data[name] for name in Position.__dataclass_fields__ if name in data}
+    fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
+    return Position(**fields)
+
+
+def load_balance(folder: Path, module: nn.Module, team: Team) -> dict[str, Tensor] | None:
+    """What the balance of the tasks remembered at a checkpoint; None where it has none.
+
+    Raises:
+        UserError: the file cannot be read, or holds gradients that were sharded over another number of processes.
+    """
+    stored = sorted(folder.glob(BALANCE.format("*")))
+    if not stored:
+        return None
+    same = len(stored) == (team.world if is_sharded(module) else 1)
+    file = folder / BALANCE.format(team.rank if same and len(stored) > 1 else 0)
+    try:
+        state = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({error}); delete {folder} to go on from an earlier one") from error
+    tasks = len(state["absences"])
+    if not same and any(t.ndim > 1 and t.shape[1] > tasks for t in state.values()):
+        raise UserError(
+            f"checkpoint {folder} holds gradients of the balanced tasks, sharded over {len(stored)} process(es); go on with as "
+            "many, and the same fabric.strategy, or say --resume restart"
+        )
+    return state
+
+
+def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer the tensors that the checkpoint has for it: like the parameter, or small ones of their own."""
+    params = dict(module.named_parameters())
+    fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}
+    optimizer.state.clear()
+    for name, meta in stored.items():
+        if not name.startswith("optimizer."):
+            continue
+        parameter, key = name[len("optimizer.") :].rsplit(".", 1)
+        p = params.get(parameter)
+        if p is None or p not in fused:
+            continue
+        if tuple(meta.size) == tuple(p.shape):
+            kind = meta.properties.dtype
+            kind = torch.promote_types(kind, p.dtype) if kind.is_floating_point else kind  # adapters in bf16 learn on in fp32
+            optimizer.state[p][key] = torch.zeros_like(p, dtype=kind).detach()
+        else:
+            device = p.device if fused[p] or len(meta.size) else "cpu"
+            optimizer.state[p][key] = torch.zeros(meta.size, dtype=meta.properties.dtype, device=device)
+
+
+def _compare_names(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    for name in sorted(wanted.keys() ^ stored.keys()):
+        where = "lacks" if name in wanted else "has"
+        raise UserError(f"checkpoint {folder} {where} {name!r}, unlike this configuration; was another model trained there?")
+    for name, tensor in wanted.items():
+        if tuple(stored[name].size) != tuple(tensor.shape):
+            raise UserError(
+                f"checkpoint {folder}: {name} has shape {list(stored[name].size)}, here it is {list(tensor.shape)}; was "
+                "another model trained there?"
+            )

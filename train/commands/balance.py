@@ -1,0 +1,242 @@
+"""`python -m train balance CONFIG`: methods of balance against each other, over seeds, at equal steps.
+
+Every run is the configuration with another method and seed (of the weights and of the data), trained to its end and asked its
+held-out questions as every task. Intervals are by a bootstrap over seeds (`train.eval.measures`), differences are paired by
+seed: so few draws as there are seeds say little about the tails, which the picture shows by a point for each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonargparse
+
+from omni.errors import UserError
+from omni.process import importing
+from omni.tasks import find_task
+from train.balance.section import BalanceSection, check_balance
+from train.checkpoint.retention import write_text
+from train.config.parse import read_fit_config
+from train.config.run import FitConfig
+from train.console.progress import percent
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.table import Table
+
+    from train.eval.measures import Figure
+
+JSON, PICTURE, ALL = "balance.json", "balance.png", "all"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Right answers and questions by method, seed and task: `counts[method][task]` is [S, 2], in the order of the seeds."""
+
+    seeds: tuple[int, ...]
+    counts: Mapping[str, Mapping[str, np.ndarray]]
+
+    @property
+    def methods(self) -> list[str]:
+        return list(self.counts)
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(next(iter(self.counts.values())))
+
+    def share(self, method: str, task: str) -> Figure:
+        """Exact match of a method on a task, with its interval."""
+        from train.eval.measures import figure
+
+        return figure("exact_match", self.counts[method][task])
+
+    def gain(self, method: str, task: str) -> Figure:
+        """What it has more than the first method."""
+        from train.eval.measures import difference
+
+        return difference("exact_match", self.counts[self.methods[0]][task], self.counts[method][task])
+
+
+def variant(config: FitConfig, method: str, seed: int, out: Path) -> FitConfig:
+    """The configuration of one run.
+
+    Args:
+        method: with its level after a colon (`upgrad:parameters`); at its first level, or the configuration's own section where
+            that has this method.
+
+    Raises:
+        UserError: an unknown method, or one that does not fit the run.
+    """
+    own, (name, _, level) = config.balance, method.partition(":")
+    if own is not None and own.method == name and (not level or own.at == level):
+        section = own
+    else:
+        base = own or BalanceSection()
+        section = replace(base, method=name, level=level or None, settings={}, separate=BalanceSection.separate)
+        section = replace(section, separate=base.separate) if section.separates else section
+    check_balance(section, config.data, config.fabric.precision, config.fabric.processes)
+    data = replace(config.data, seed=seed)
+    return replace(config, balance=section, seed=seed, data=data, run_folder=str(out / f"{method.replace(':', '-')}-{seed}"))
+
+
+def compare(
+    config: FitConfig,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    run: Callable[[FitConfig], Any],
+    say: Callable[[str], None] = print,
+) -> Found:
+    """Make all runs, seed after seed; one that is finished is not made again.
+
+    Args:
+        run: trains a configuration to its end.
+
+    Raises:
+        UserError: a run was stopped, or asked no questions.
+    """
+    import numpy as np
+
+    variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is made
+    found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+    for (method, seed), one in variants.items():
+        outcome = run(one)
+        if outcome is not None and outcome.signal:
+            raise UserError(f"{one.run_folder} was stopped; run the same command to go on")
+        found[method, seed] = answered(Path(one.run_folder))
+        right, asked = found[method, seed][ALL]
+        say(f"{method}, seed {seed}: {right:.0f} of {asked:.0f} right")
+    tasks = list(next(iter(found.values())))
+    return Found(tuple(seeds), {m: {task: np.stack([found[m, s][task] for s in seeds]) for task in tasks} for m in methods})
+
+
+def answered(folder: Path) -> dict[str, np.ndarray]:
+    """Right answers and questions [2] by task, and of all, at the end of a run."""
+    import numpy as np
+
+    from train.trainer.validation import ANSWERS
+
+    files = sorted((folder / ANSWERS).glob("step-*.jsonl"))
+    if not files:
+        raise UserError(f"{folder} has no answers; set validation.questions above 0 and validation.at_end to true")
+    counts: dict[str, np.ndarray] = {}
+    for line in files[-1].read_text(encoding="utf-8").split("\n"):  # `splitlines` also cuts where an answer may hold a sign
+        if not line:
+            continue
+        record = json.loads(line)
+        if record["exact"] is not None:
+            for task in (record["task"], ALL):
+                counts.setdefault(task, np.zeros(2))
+                counts[task] += (record["exact"], 1)
+    return dict(sorted(counts.items(), key=lambda item: item[0] == ALL))
+
+
+def write(found: Found, out: Path) -> None:
+    """All figures as JSON, and the picture."""
+    data = {
+        "seeds": found.seeds,
+        "methods": {
+            m: {
+                t: {
+                    "exact_match": asdict(found.share(m, t)),
+                    "more_than_" + found.methods[0]: asdict(found.gain(m, t)),
+                    "by_seed": counts.tolist(),
+                }
+                for t, counts in of.items()
+            }
+            for m, of in found.counts.items()
+        },
+    }
+    write_text(out / JSON, json.dumps(data, indent=2) + "\n")
+    draw(found, out / PICTURE)
+
+
+def draw(found: Found, file: Path) -> Path:
+    """Exact match of every method by task: a point for each seed, the whole with its interval."""
+    import numpy as np
+
+    from train.trainer.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
+
+    pyplot = pyplot_quietly()
+    figure_, axis = pyplot.subplots(figsize=(8, 4))
+    room = 0.8 / len(found.methods)
+    for i, method in enumerate(found.methods):
+        color = COLORS[i % len(COLORS)]
+        for j, task in enumerate(found.tasks):
+            x, of = j - 0.4 + room * (i + 0.5), found.counts[method][task]
+            whole = found.share(method, task)
+            axis.bar(x, whole.value, 0.9 * room, color=color, alpha=0.35, label=method if j == 0 else None)
+            axis.vlines(x, whole.low, whole.high, color=color, linewidth=2)
+            axis.plot(np.full(len(of), x), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
+    axis.set_xticks(range(len(found.tasks)), found.tasks)
+    axis.set_ylim(0, 1.03)
+    axis.set_ylabel("exact match, held out")
+    axis.grid(axis="y", color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(colors=INK)
+    axis.legend(frameon=False, fontsize=9)
+    axis.set_title(f"balance of the tasks: {len(found.seeds)} seeds, equal steps", fontsize=11, loc="left")
+    return save_figure(figure_, file)
+
+
+def shown(found: Found) -> Table:
+    """The figures to read."""
+    from rich.table import Table
+
+    first = found.methods[0]
+    table = Table(box=None, title=f"exact match, held out, {len(found.seeds)} seeds", title_justify="left")
+    for name in ("task", "method", "exact match", "95 % by seeds", f"more than {first}", "95 %, paired"):
+        table.add_column(name)
+    for task in found.tasks:
+        for method in found.methods:
+            own, more = found.share(method, task), found.gain(method, task)
+            row = [task, method, percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
+            points = f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"
+            row += ["", ""] if method == first else [f"{100 * more.value:+.1f} points", points]
+            table.add_row(*row)
+    return table
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command."""
+    parser = jsonargparse.ArgumentParser(prog="python -m train balance", description=__doc__, exit_on_error=False)
+    parser.add_argument("config", type=str, help="YAML file of a run, such as configs/nano-balance.yaml")
+    parser.add_argument("--methods", type=str, default="equal,upgrad:parameters", help="METHOD or METHOD:LEVEL, with commas")
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first_seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="of each run; the configuration's own by default")
+    parser.add_argument("--out", type=str, default="runs/balance", help="folder of the runs, figures and picture")
+    try:
+        options = parser.parse_args(list(argv))
+    except jsonargparse.ArgumentError as error:
+        raise UserError(f"balance: {' '.join(str(error).split())}; see python -m train balance --help") from error
+    methods = [name.strip() for name in options.methods.split(",") if name.strip()]
+    if not methods or options.seeds < 1:
+        raise UserError(f"balance: {options.methods!r} with {options.seeds} seeds; name methods, and at least one seed")
+    config, _ = read_fit_config([options.config])
+    if options.steps is not None:
+        config = replace(config, budget=replace(config.budget, steps=options.steps))
+    if config.budget.minutes is not None:
+        raise UserError("balance compares methods at equal steps, but the configuration has budget.minutes; give budget.steps")
+    if not config.validation.at_end or not any(find_task(task).text for task in config.validation.tasks):
+        raise UserError(
+            "balance compares written answers at the end of each run; set validation.at_end to true, and name tasks that "
+            "answer in writing as validation.tasks"
+        )
+    with importing():
+        from rich.console import Console
+
+        from train.trainer.build import fit
+
+    out = Path(options.out)
+    found = compare(config, methods, range(options.first_seed, options.first_seed + options.seeds), out, fit)
+    write(found, out)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(shown(found))
+    print(f"{out / JSON}\n{out / PICTURE}")
+    return 0

@@ -1,0 +1,80 @@
+"""`python -m train bench`: the objective against the plain one, the training step, data made while training, the
+balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
+
+Every ratio compares two ways of doing the same work in one run, on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import jsonargparse
+
+from omni.errors import UserError
+from omni.process import importing
+from train.console.command import check_config
+
+BALANCED = ("uncertainty", "dwa", "stch", "famo", "mgda:features")
+"""Methods of the balance's table, each at its first level or at the one after a colon."""
+SECTIONS = ("objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading")
+
+
+OF_RECIPE = ("data", "balance", "guard", "precision")
+"""Tables that need the configuration of a run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command."""
+    parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
+    parser.add_argument(
+        "--only",
+        type=list[Literal["objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading"]],
+        default=list(SECTIONS),
+        help="which tables; convert writes 6 GB of temporary files",
+    )
+    parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
+    parser.add_argument(
+        "--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data, balance, guard and precision"
+    )
+    parser.add_argument(
+        "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="instead of tables: ten checks of what differs on a GPU, in 8 minutes"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a table, or a check, instead of text")
+    try:
+        options = parser.parse_args(list(argv))
+    except jsonargparse.ArgumentError as error:
+        raise UserError(f"bench: {' '.join(str(error).split())}; see python -m train bench --help") from error
+    if not options.gpu and set(OF_RECIPE) & set(options.only):
+        check_config(Path(options.config))
+    with importing():
+        import torch
+        from rich.console import Console
+        from rich.table import Table
+
+        from train.bench.child import check_gpu
+        from train.bench.tables import sections
+
+    if options.gpu:
+        return check_gpu(options.json)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but this machine has no GPU that PyTorch can use; leave it out")
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    for title, rows in sections(device, options.only, options.positions, options.config, options.methods):
+        if options.json:
+            print(json.dumps({"table": title, "rows": {row.name: row.value for row in rows}}), flush=True)
+            continue
+        table = Table(title=title, title_justify="left", box=None, show_header=False)
+        for row in rows:
+            table.add_row(row.name, f"{row.value:.4g}", row.unit)
+        console.print(table)
+    return 0

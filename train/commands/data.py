@@ -1,0 +1,34 @@
+"""`python -m train data COMMAND ...`: bring data in, examine it, listen to it, choose from it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from train.console.command import check_command
+
+SUBCOMMANDS = {
+    "prepare": ("train.commands.data_prepare", "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
+    "validate": ("train.data.inspect.validate", "find what is wrong with rows: validate DATA"),
+    "stats": ("train.data.inspect.stats", "lengths, speakers, texts in tables and plots: stats DATA"),
+    "listen": ("train.data.inspect.listen", "one row as sound and text: listen DATA ROW"),
+    "filter": ("train.data.inspect.filter", "keep the rows that rules allow: filter DATA OUT --rules FILE"),
+}
+"""Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
+
+HELP = """usage: python -m train data COMMAND [options]
+
+{commands}
+
+`python -m train data COMMAND --help` explains a command."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command on data; its module is imported when it is called."""
+    arguments = list(argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP.format(commands="\n".join(f"  {name:<9} {text}" for name, (_, text) in SUBCOMMANDS.items())))
+        return 0 if arguments else 2
+    name, *rest = arguments
+    check_command(name, SUBCOMMANDS, "data")
+    return importlib.import_module(SUBCOMMANDS[name][0]).main(rest)

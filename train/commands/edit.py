@@ -1,0 +1,127 @@
+"""`python -m train edit COMMAND ...`: correct what a model answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from omni.process import importing, say
+from train.config.options import check_inputs, read_command
+from train.console.command import check_command
+from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
+
+HELP = """usage: python -m train edit COMMAND [options]
+
+  apply     teach facts: apply MODEL FACTS.jsonl OUT [--config FILE.yaml] [--any.key value ...]
+  eval      do they hold, and does all else stay: eval MODEL EDITS FACTS.jsonl OUT [--config FILE.yaml] [...]
+  merge     a model with the edits in its weights: merge MODEL EDITS OUT
+  revert    the model as it was before: revert MERGED EDITS OUT
+  fit       learn an editor (MEND) on rows of data: fit CONFIG.yaml [--any.key value ...]
+
+`python -m train edit COMMAND --help` explains a command. Editing itself: docs/editing.md."""
+
+MODEL, EDITS = "a model folder", "a folder of edits, as `edit apply` writes it"
+FACTS, OUT = "JSON lines of corrections (docs/editing.md)", "the folder to write"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command on edits."""
+    arguments = list(argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    check_command(name, COMMANDS, "edit")
+    return COMMANDS[name](rest)
+
+
+def _apply(argv: Sequence[str]) -> int:
+    places = {"model": MODEL, "facts": FACTS, "out": OUT}
+    (model, facts, out), config, _ = read_command(argv, "apply", "Teach a model facts.", places, ApplyConfig)
+    assert config is not None
+    check_inputs(places, (model, facts, out))
+    with importing():
+        from train.edit.apply import apply
+
+    taught = apply(model, facts, out, config)
+    kl = "" if taught.kl is None else f", divergence on untouched answers {taught.kl:.4f}"
+    print(
+        f"{out}: {taught.facts} facts in {len(taught.edits.deltas)} linears, {taught.seconds:.0f} s; loss {taught.loss:.4f}{kl}"
+    )
+    for place in taught.missed:
+        say(f"warning: {place} was not learned: the edited model still writes another answer (see `edit eval`)")
+    print(f"try: python -m infer ask question.wav --model {model} --edits {out}")
+    return 0
+
+
+def _eval(argv: Sequence[str]) -> int:
+    places = {"model": MODEL, "edits": EDITS, "facts": FACTS, "out": "folder for report, answers and picture"}
+    (model, edits, facts, out), config, _ = read_command(argv, "eval", "Judge edits.", places, EditEvalConfig)
+    assert config is not None
+    check_inputs(places, (model, edits, facts, out))
+    with importing():
+        from train.edit.judge import PLOT, REPORT, check_figures, judge
+
+    figures = judge(model, edits, facts, out, config)
+    _print_table(("figure", "value", "95 % interval", "questions"), check_figures(figures))
+    print(f"report, answers and picture: {out} ({REPORT}, {PLOT})")
+    return 0
+
+
+def _merge(argv: Sequence[str]) -> int:
+    places = {"model": MODEL, "edits": EDITS, "out": OUT}
+    (model, edits, out), _, values = read_command(argv, "merge", "Put edits into the weights of a model.", places)
+    check_inputs(places, (model, edits, out))
+    with importing():
+        from train.edit.merge import merge_folder
+
+    names = merge_folder(model, edits, out, values["overwrite"])
+    print(f"{out}: {model} with the edits of {edits} in {len(names)} linears")
+    return 0
+
+
+def _revert(argv: Sequence[str]) -> int:
+    places = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
+    (model, edits, out), _, values = read_command(argv, "revert", "Take merged edits out again, bit for bit.", places)
+    check_inputs(places, (model, edits, out))
+    with importing():
+        from train.edit.merge import revert_folder
+
+    names = revert_folder(model, edits, out, values["overwrite"])
+    print(f"{out}: {model} without the edits of {edits}; {len(names)} linears are as they were")
+    return 0
+
+
+def _fit(argv: Sequence[str]) -> int:
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        words = ["--config", *words]
+    _, config, _ = read_command(words, "fit", "Learn an editor (MEND) on rows of data.", {}, EditFitConfig)
+    assert config is not None
+    with importing():
+        from train.edit.fit import fit
+
+    print(f"editor: {fit(config)}")
+    return 0
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "fit": _fit,
+    "apply": _apply,
+    "eval": _eval,
+    "merge": _merge,
+    "revert": _revert,
+}

@@ -1,0 +1,228 @@
+"""`python -m train eval FOLDER DATA`: a model answers somebody's questions; `--compare A B` sets two such runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonargparse
+
+from omni.checkpoint.places import check_folder
+from omni.errors import UserError
+from omni.process import importing
+from omni.tasks import Task, find_task
+from train.console.command import check_folder_to_be, check_renamed
+from train.data.readers import READERS
+from train.eval.config import EvalConfig, Progress
+from train.eval.journal import alone, claim, read_records
+from train.eval.questions import OWN, Questions, choose_task, fingerprint, open_data
+
+if TYPE_CHECKING:
+    from train.eval.compare import Comparison
+    from train.eval.measures import Figure
+    from train.eval.report import Run
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; prints the figures and where the files are."""
+    if any(argument == "--compare" or argument.startswith("--compare=") for argument in argv):
+        return _compare(argv)
+    values = vars(_parse(argv))
+    model, data, out, progress = (values.pop(name) for name in ("model", "data", "out", "progress"))
+    values.pop("config", None)
+    run, figures = evaluate(Path(model), Path(data), Path(out), EvalConfig(**values), progress)
+    _show_figures(run, figures)
+    return 0
+
+
+def evaluate(
+    model: Path, data: Path, out: Path, config: EvalConfig, progress: Progress = "auto"
+) -> tuple[Run, dict[str, Figure]]:
+    """Evaluate a model folder on data, into the folder `out`; what stands there of the same evaluation is gone on with.
+
+    Raises:
+        UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
+            that could be asked.
+    """
+    if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
+        raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
+    check_folder_to_be(out, "output folder")
+    questions = Questions.spread(open_data(data, config.read), config.limit)
+    check_folder(model)
+    with importing():
+        from omni.generate.speech_lm import SpeechLM
+        from train.eval.answers import answer_all
+        from train.eval.forgetting import check_before, check_texts, load_before, score_texts
+        from train.eval.pictures import draw_report
+        from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
+        from train.eval.timing import time_some
+        from train.scoring.hearers import open_ear
+
+    lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
+    task = choose_task(questions, lm) if config.task is None else find_task(config.task)
+    ear = open_ear(config.ear, config.ear_words, config.ear_longest, config.device)
+    if ear is not None and not (task.audio and lm.codec is not None):
+        why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
+        raise UserError(f"there is nothing for an ear to hear: {task.name if not task.audio else model} {why}; leave --ear out")
+    if config.text_only:
+        check_texts(questions)
+    if config.text_before is not None:
+        check_before(Path(config.text_before), lm.tokenizer, questions)
+    with alone(out):
+        claim(out, _started(model, data, questions, task, config, None if ear is None else ear.name))
+        answer_all(lm, questions, task, config, ear, out / ANSWERS, progress)
+        answered = [r["index"] for r in read_records(out / ANSWERS) if "broken" not in r]
+        if config.timed and answered:
+            time_some(lm, questions, answered, task, config, out / TIMINGS, progress)
+        if config.text_only:
+            score_texts(lm, questions, config, out / TEXT, progress)
+        if config.text_before is not None:
+            del lm  # the other may be as large
+            before = load_before(Path(config.text_before), config.device)
+            score_texts(before, questions, config, out / TEXT_BEFORE, progress)
+        run = Run.read(out)
+        if not run.answered:
+            first = run.broken[0]
+            raise UserError(
+                f"none of the {len(questions)} questions could be asked; the first: {first['where']}: {first['broken']}"
+            )
+        figures = write_report(run)
+        draw_report(run, figures)
+    return run, figures
+
+
+def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, ear: str | None) -> dict[str, Any]:
+    """What tells this evaluation from others."""
+    return {
+        "model": str(model),
+        "model_hash": _model_hash(model),
+        "data": str(data),
+        "data_hash": fingerprint(data),
+        "format": questions.source.format,
+        "items": len(questions),
+        "task": task.name,
+        "ear": ear,
+        "device": config.device,
+        "settings": config.deciding(),
+        "text_before": config.text_before,
+        "text_before_hash": None if config.text_before is None else fingerprint(Path(config.text_before)),
+    }
+
+
+def _model_hash(folder: Path) -> str:
+    """Of the model folder's `config.json`, which holds the checksums of its other files."""
+    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+class _Help(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Leaves the list of formats as it is."""
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
+        text = " ".join(str(message).split())
+        check_renamed("eval", re.findall(r"Option '(\w+)' is not accepted", text))  # a key of the file
+        raise UserError(f"eval: {text}; see python -m train eval --help") from ex
+
+
+def _parse(argv: Sequence[str]) -> Any:
+    known: Mapping[str, Any] = {**OWN, **READERS}
+    formats = "\n".join(f"  {name:<18} {reader.summary}" for name, reader in known.items())
+    parser = _Parser(
+        prog="python -m train eval",
+        description="Ask a model the questions of a data set, and report figures with intervals, a picture and every answer.\n"
+        "The same command goes on with what was interrupted.\n\n"
+        "Two runs side by side: eval --compare OUT_A OUT_B [--out FOLDER]\n\n"
+        f"formats:\n{formats}",
+        formatter_class=_Help,
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_argument("model", type=Path, help="a model folder")
+    parser.add_argument("data", type=Path, help="file or folder of the questions")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the report and the answers")
+    parser.add_argument("--config", action="config", help="YAML file with any of the following")
+    parser.add_class_arguments(EvalConfig, None, skip={"text"})
+    parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
+    parser.add_argument("--progress", type=Progress, default="auto", help="what is shown")
+    return parser.instantiate(parser.parse_args(list(argv)))
+
+
+def _compare(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train eval --compare", description="Compare two output folders.", exit_on_error=False
+    )
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True)
+    parser.add_argument("--out", type=Path, help="folder for table and picture (default: compared_with_A in OUT_B)")
+    try:
+        chosen, unknown = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise UserError(f"eval --compare: {error}; give two output folders") from error
+    if unknown:
+        raise UserError(f"eval --compare takes two output folders and --out, not {' '.join(unknown)}")
+    with importing():
+        from train.eval.compare import compare, write_comparison
+
+    found = compare(*chosen.compare)
+    out = chosen.out or chosen.compare[1] / f"compared_with_{chosen.compare[0].resolve().name}"
+    write_comparison(found, out)
+    _show_comparison(found)
+    print(f"table and picture: {out}")
+    return 0
+
+
+def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
+    from train.eval.measures import MEASURES, interval, shown
+    from train.eval.report import REPORT
+
+    rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
+    _print_table(
+        f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
+    )
+    if run.broken:
+        first = run.broken[0]
+        print(f"broken rows left out: {len(run.broken)}, the first: {first['where']}: {first['broken']}")
+    print(f"report, answers and picture: {run.folder} (figures also in {REPORT})")
+
+
+def _show_comparison(found: Comparison) -> None:
+    from train.eval.measures import MEASURES, shown
+    from train.eval.report import signed, verdict
+
+    rows = [
+        (
+            MEASURES[n].title,
+            shown(n, c.before.value),
+            shown(n, c.after.value),
+            f"{signed(n, c.difference.low)} to {signed(n, c.difference.high)}",
+            verdict(n, c.difference),
+        )
+        for n, c in found.changes.items()
+    ]
+    title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions"
+    _print_table(title, ("figure", "A", "B", "B - A, 95 % interval", ""), rows)
+    for note in found.notes:
+        print(note)
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)

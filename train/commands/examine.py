@@ -1,0 +1,251 @@
+"""`python -m train demo`: train the nano model, examine it, and talk to it.
+
+The run is an ordinary one (`configs/nano.yaml`); what is added is the examination on voices that it has never heard and the
+conversation at the end. A finished run is not trained again: delete its folder to start over.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from omni.audio.io import write_wav
+from omni.audio.wav import WavWriter
+from omni.codec.base import AudioCodec
+from omni.errors import UserError
+from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.speech_lm import SpeechLM
+from train.config.run import FitConfig
+from train.console.progress import percent
+from train.data.build import build_source
+from train.data.config import SourceConfig
+from train.data.sources.spoken_digits import SpokenDigits
+from train.eval.conversations import Conversed, examine_conversations
+from train.eval.held_out import Judged, Report, evaluate, items_of, write_answers
+from train.scoring.similarity import Sphinx, describe, nearest
+from train.trainer.build import MODEL, fit
+from train.trainer.logs import VALIDATION, read_table
+
+GOAL = 0.9
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the finished model can do on held-out questions in held-out voices.
+
+    Attributes:
+        report: the answers and their figures.
+        nearest: share of the spoken answers that are nearest to their own text's reference among those of all answers.
+        heard, heard_reference: share of the spoken answers, and of their references, that pocketsphinx hears as the text
+            says; None where pocketsphinx is not installed.
+        conversed: what it can do in conversations; None where it was trained on none.
+    """
+
+    report: Report
+    nearest: float
+    heard: float | None
+    heard_reference: float | None
+    conversed: Conversed | None = None
+
+
+def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
+    """Train, examine and talk.
+
+    Args:
+        digits: the source of the configuration that is asked about.
+    """
+    folder = Path(config.run_folder)
+    print(_introduction(config))
+    outcome = fit(config)
+    if outcome is None:
+        return 0
+    if outcome.signal:
+        return 128 + outcome.signal
+    lm = SpeechLM.from_pretrained(folder / MODEL)
+    if lm.codec is None:
+        raise UserError(f"{folder / MODEL} has no codec, and the demonstration speaks; see model.codec_folder")
+    if digits.digits.answer_text != "words":
+        raise UserError("the demonstration compares what is written with what is spoken: set digits.answer_text to words")
+    source = build_source(digits, lm.codec, seed=0)
+    assert isinstance(source, SpokenDigits)
+    examined = examine(lm, lm.codec, source)
+    write_answers(examined.report, folder / "examination.jsonl")
+    talk = converse(lm, source, folder)
+    text = write_report(folder, examined, talk)
+    print("\n" + text)
+    print(f"try: python -m infer ask your.wav --model {folder / MODEL}")
+    return 0
+
+
+def _introduction(config: FitConfig) -> str:
+    return (
+        f"Training a small speech language model for {config.budget.minutes:g} minutes: spoken questions about digits in, "
+        "text and speech out.\nIts voices are synthetic; it is examined on voices that it has never heard."
+        if config.budget.minutes
+        else f"Training a small speech language model for {config.budget.steps} steps."
+    )
+
+
+# --- examination -------------------------------------------------------------------------------------------------------
+
+
+def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 200) -> Examination:
+    """Ask `count` held-out questions, free-running as A1A2, and judge text and sound of the answers."""
+    items = items_of(source.held_out(count, seed=2), ["A1A2"], codec)  # not the questions of the validation
+    report = evaluate(lm, items, rows=64, sound=True)
+    references: dict[str, Tensor] = {}
+    for item in items:
+        assert item.text is not None and item.codes is not None
+        references.setdefault(item.text, codec.decode(item.codes))
+    texts = list(references)
+    portraits = [describe(references[text], codec.sample_rate) for text in texts]
+    possible = set(source.answers())
+    ear = _ear(source)
+    near, right, reference_right = [], [], []
+    for judged in tqdm(report.judged, desc="listening", leave=False, disable=None):
+        said = judged.answer.text.strip()
+        if said not in references and said in possible:  # a wrong answer has a reference too
+            references[said] = codec.decode(source.answer_codes(said))
+            texts.append(said)
+            portraits.append(describe(references[said], codec.sample_rate))
+        near.append(_is_nearest(judged, texts, portraits, codec.sample_rate))
+        if ear is not None and said in references:
+            audio = judged.answer.audio
+            right.append(audio is not None and len(audio) > 0 and ear.hear(audio, codec.sample_rate) == said)
+            reference_right.append(ear.hear(references[said], codec.sample_rate) == said)
+    share = statistics.fmean
+    return Examination(
+        report,
+        share(near),
+        share(right) if right else None,
+        share(reference_right) if reference_right else None,
+        examine_conversations(lm, source) if any(source.config.turns[1:]) else None,
+    )
+
+
+def _is_nearest(judged: Judged, texts: Sequence[str], portraits: Sequence[Tensor], sample_rate: int) -> bool:
+    audio, said = judged.answer.audio, judged.answer.text.strip()
+    if audio is None or len(audio) == 0 or said not in texts:
+        return False
+    return texts[nearest(describe(audio, sample_rate), portraits)] == said
+
+
+def _ear(source: SpokenDigits) -> Sphinx | None:
+    try:
+        return Sphinx([word for answer in source.answers() for word in answer.split()])
+    except UserError:
+        return None
+
+
+# --- conversation ------------------------------------------------------------------------------------------------------
+
+
+def converse(lm: SpeechLM, source: SpokenDigits, folder: Path) -> dict[str, Any]:
+    """Ask one held-out question aloud, stream the answer to `answer.wav`, and say how quick it was."""
+    row = source.held_out(2, seed=7)[1]
+    turn = row.turns[0]
+    assert turn.question_audio is not None and lm.codec is not None
+    question = turn.question_audio.load(16000)
+    write_wav(folder / "question.wav", question, 16000)
+    lm.generate(question, "A1A2")  # warm up
+    print(f"\nquestion  {turn.question_text}?   ({row.speaker}, {len(question) / 16000:.1f} s, {folder / 'question.wav'})")
+    print("answer    ", end="", flush=True)
+    timings, written = None, ""
+    with WavWriter(folder / "answer.wav", lm.codec.sample_rate) as wav:
+        for event in lm.stream(question, "A1A2"):
+            if isinstance(event, TextDelta):
+                written += event.text
+                print(event.text, end="", flush=True)
+            elif isinstance(event, AudioChunk):
+                wav.append(event.samples)
+            elif isinstance(event, Ended):
+                timings = event.timings
+    assert timings is not None
+    first = None if timings.first_audio is None else timings.first_audio * 1000
+    print(f"   ({timings.audio:.1f} s, {folder / 'answer.wav'})")
+    return {
+        "question": turn.question_text,
+        "expected": turn.answer_text,
+        "answer": written,
+        "first_audio_ms": first,
+        "real_time_factor": timings.real_time_factor,
+    }
+
+
+# --- report ------------------------------------------------------------------------------------------------------------
+
+
+def minutes_to_goal(folder: Path, goal: float = GOAL) -> float | None:
+    """Minutes of training after which a validation first reached the goal; None where none did."""
+    for row in read_table(folder / VALIDATION):
+        if row.get("exact_match", 0.0) >= goal:
+            return row["seconds"] / 60
+    return None
+
+
+def write_report(folder: Path, examined: Examination, talk: dict[str, Any]) -> str:
+    """Write `report.md` and `report.json`; the report as text."""
+    figures = examined.report.figures
+    minutes = minutes_to_goal(folder)
+    validations = read_table(folder / VALIDATION)
+    trained = validations[-1]["seconds"] / 60 if validations else None
+    lines = [
+        ("questions asked, in voices never heard", str(len(examined.report.judged))),
+        ("exact text answers", _percent(figures.get("exact_match"))),
+        *(
+            (f"  of these, {name.partition('/')[2]}", _percent(value))
+            for name, value in figures.items()
+            if name.startswith("exact_match/")
+        ),
+        ("speech nearest to its own text's reference", _percent(examined.nearest)),
+        ("speech as pocketsphinx hears it", _percent(examined.heard)),
+        ("  the references, as it hears them", _percent(examined.heard_reference)),
+        ("codes equal to the reference's", _percent(figures.get("code_accuracy"))),
+        *_conversed(examined.conversed),
+        ("minutes of training", "-" if trained is None else f"{trained:.1f}"),
+        (f"minutes to {GOAL:.0%} on the validation's questions", "not reached" if minutes is None else f"{minutes:.1f}"),
+        ("first audio after the question's end", "-" if talk["first_audio_ms"] is None else f"{talk['first_audio_ms']:.0f} ms"),
+        ("real-time factor", "-" if talk["real_time_factor"] is None else f"{talk['real_time_factor']:.2f}"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    table = "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines)
+    found = [name for name in ("question.wav", "answer.wav", "curves.png", "spectrogram.png") if (folder / name).exists()]
+    files = "\n".join(f"  {folder / name}" for name in (*found, "report.md"))
+    text = f"{table}\n\nfiles\n{files}\n"
+    (folder / "report.md").write_text(f"# What the model can do\n\n```\n{text}```\n", encoding="utf-8")
+    data = {
+        "figures": figures,
+        "nearest": examined.nearest,
+        "heard": examined.heard,
+        "heard_reference": examined.heard_reference,
+        "conversations": None if examined.conversed is None else asdict(examined.conversed),
+        "minutes_to_goal": minutes,
+        "conversation": talk,
+    }
+    (folder / "report.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return text
+
+
+def _conversed(found: Conversed | None) -> list[tuple[str, str]]:
+    """Lines of the report about conversations."""
+    if found is None:
+        return []
+    places = ("first", "second", "third", "fourth")
+    return [
+        ("questions of conversations, asked by themselves", _percent(found.alone)),
+        *((f"  the same as a conversation's {place} turn", _percent(x)) for place, x in zip(places, found.turns, strict=True)),
+        ("  after an interruption", _percent(found.cut)),
+        ('"and twice that", "say it again"', _percent(found.follow_ups)),
+        ("  after an interruption", _percent(found.cut_follow_ups)),
+    ]
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else percent(value)

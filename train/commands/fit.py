@@ -1,0 +1,37 @@
+"""`python -m train fit`: the words of the command line, refused before anything heavy is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from omni.process import importing
+from train.config.parse import read_run
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command: a YAML file and dotted overrides. Returns the exit code: 0, or 128 + the signal that stopped the run."""
+    _end_with_parent()
+    dry = "--dry_run" in argv
+    config = read_run([arg for arg in argv if arg != "--dry_run"])
+    with importing():
+        from train.trainer.build import dry_run, fit
+
+    if dry:
+        print(dry_run(config))
+        return 0
+    outcome = fit(config)
+    return 128 + outcome.signal if outcome is not None and outcome.signal else 0
+
+
+def _end_with_parent() -> None:
+    """Let a process that Fabric has started end when the first one has, however it did; torchrun and srun see to theirs."""
+    started = {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ) and int(os.environ.get("LOCAL_RANK") or 0) > 0
+    if started and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

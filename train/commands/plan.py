@@ -1,0 +1,80 @@
+"""`python -m train plan`: the words of the command line, refused before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omni.checkpoint.places import check_folder
+from omni.errors import UserError
+from omni.process import importing
+from train.config.parse import read_fit_config
+
+HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
+
+Parameters, memory on each device, pace, and the knob to turn when the run does not fit. Nothing of the model is read or built;
+keys of the configuration are overridden as for `fit`.
+
+  --devices N     plan for N devices (default: as configured, or this machine's)
+  --gpu_gib G     plan for GPUs of G GiB: does it fit? (with --fabric.accelerator mps a Mac's)
+  --gpu NAME      plan for this GPU's speed, such as H100, to estimate hours
+  --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
+  --try           take two steps of the worst batch here, and show what was measured beside the estimate
+  --json          one JSON object instead of tables"""
+_VALUES: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float}
+_FLAGS = ("try", "json")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns 0, or 1 where the run does not fit."""
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(HELP)
+        return 0
+    options, rest = _options(argv)
+    check_options(**{key: options[key] for key in ("devices", "gpu_gib", "mfu") if key in options})
+    config, name = read_fit_config(rest)
+    if config.model.init_from is not None:
+        check_folder(Path(config.model.init_from))
+    with importing():
+        from train.plan.plan import make_plan, plain
+        from train.plan.report import show
+
+    plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
+    if options.get("json"):
+        print(json.dumps(plain(plan)))
+    else:
+        show(plan, name)
+    return 1 if plan.fits is False else 0
+
+
+def _options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The plan's own options, and what belongs to the configuration."""
+    found: dict[str, Any] = {}
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and name in _FLAGS:
+            found["attempted" if name == "try" else name] = True
+        elif argument.startswith("--") and name in _VALUES:
+            given = value if equals else next(arguments, "")
+            kind = _VALUES[name]
+            try:
+                found[name] = kind(given)
+            except ValueError as error:
+                raise UserError(f"--{name} is {given!r}; it must be a number") from error
+        else:
+            rest.append(argument)
+    return found, rest
+
+
+def check_options(devices: int | None = None, gpu_gib: float | None = None, mfu: float = 0.35) -> None:
+    """UserError for a number that no machine has."""
+    if devices is not None and devices < 1:
+        raise UserError(f"--devices is {devices}; it must be at least 1")
+    if gpu_gib is not None and gpu_gib <= 0:
+        raise UserError(f"--gpu_gib is {gpu_gib:g}; it must be above 0")
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu is {mfu:g}; it must lie between 0 and 1")

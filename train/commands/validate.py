@@ -1,0 +1,64 @@
+"""`python -m train validate`: ask a finished model the validation questions of its own run again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from omni.checkpoint.places import check_folder
+from omni.errors import UserError
+from omni.process import importing, say
+from train.config.parse import read_fit_config
+from train.console.progress import shown
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"validate: {message}; see python -m train validate --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; the questions are those of the run's `config.yaml`, which stands beside the model folder."""
+    parser = _Parser(prog="python -m train validate", description=main.__doc__)
+    parser.add_argument("model", type=Path, help="a model folder")
+    parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
+    parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
+    parser.add_argument("--tasks", nargs="+", help="what they are asked as, such as A1A2 A1T1")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
+    chosen = parser.parse_args(argv)
+    if chosen.limit is not None and chosen.limit < 1:
+        raise UserError(f"validate: --limit is {chosen.limit}; ask at least 1, or leave it out to ask all")
+    check_folder(chosen.model)
+    file = chosen.config or chosen.model.parent / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give the run's configuration with --config")
+    config, _ = read_fit_config([str(file)])
+    plan = config.validation
+    if chosen.limit is not None:
+        plan = replace(plan, questions=chosen.limit)
+    if chosen.tasks is not None:
+        plan = replace(plan, tasks=tuple(chosen.tasks))
+    with importing():
+        from omni.generate.speech_lm import SpeechLM
+        from train.data.build import held_out_by_source
+        from train.eval.held_out import evaluate, items_of, write_answers
+
+    lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
+    broken = dict[str, str]() if config.data.broken == "skip" else None
+    found = held_out_by_source(config.data, lm.codec, plan.questions, broken)
+    rows = [row for _, rows in found for row in rows]
+    items = items_of(rows, plan.tasks, lm.codec, lm.model.config.encoder, broken)
+    for why in list((broken or {}).values())[:1]:
+        say(f"{len(broken or {})} of the held-out rows are broken and left out (the first: {why})")
+    report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
+    for name, value in report.figures.items():
+        print(f"{name.replace('_', ' '):<28}{shown(name, value)}")
+    if chosen.answers is not None:
+        write_answers(report, chosen.answers)
+    return 0

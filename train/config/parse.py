@@ -1,0 +1,278 @@
+"""From a YAML file and dotted overrides to a typed configuration, with one clear line for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Union
+
+import jsonargparse
+import yaml
+
+from omni.errors import UserError
+from train.config.run import FitConfig
+from train.console.command import check_config
+
+
+def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
+    """The configuration of `fit`, and the name of its file (without folder and ending).
+
+    Args:
+        argv: `[--config] FILE.yaml` and overrides such as `--optimizer.lr 3e-4`.
+
+    Raises:
+        UserError: no file, an unknown key (the closest is named), a value of the wrong type.
+        SystemExit: after `--help` or `--print_config`.
+    """
+    file, overrides = _split(argv)
+    source = str(file)
+    if file is not None:
+        data = _read_yaml(file)
+        overrides, numbered = _numbered(overrides)
+        for path, value in numbered:
+            _set(data, path, value, file)
+        if numbered:
+            source = yaml.safe_dump(data)
+        check_keys(FitConfig, data, str(file))
+    for argument, after in zip(overrides, [*overrides, ""][1:], strict=True):
+        if argument.startswith("--") and argument.split("=")[0].split(".help")[0] not in _OPTIONS:
+            name, equals, value = argument[2:].partition("=")
+            section = check_path(FitConfig, name)
+            if dataclasses.is_dataclass(section):
+                given = yaml.safe_load(value if equals else after)
+                if given is not None and not isinstance(given, Mapping):
+                    raise UserError(f"option --{_no_section(section, name, given)}")
+    arguments = ([f"--config={source}"] if file is not None else []) + overrides
+    parser = fit_parser()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            parsed = parser.parse_args(arguments)
+            parsed.pop("config", None)
+            check_whole(FitConfig, parsed.as_dict())
+            config = FitConfig(**vars(parser.instantiate(parsed)))
+        except jsonargparse.ArgumentError as error:
+            raise UserError(_one_line(error, file, overrides)) from error
+        except ValueError as error:  # a part that may be absent: the parser tells of both possibilities
+            ours = _ours(error)
+            if ours is None:
+                raise
+            raise UserError(str(ours)) from error
+    return config, file.stem if file is not None else "run"
+
+
+_OPTIONS = ("--help", "-h", "--print_config", "--config")
+
+
+def read_run(argv: Sequence[str]) -> FitConfig:
+    """As `read_fit_config`, with the run's folder: `runs/` and the file's name where none is given."""
+    config, name = read_fit_config(argv)
+    return config if config.run_folder else dataclasses.replace(config, run_folder=str(Path("runs") / name))
+
+
+def fit_parser() -> jsonargparse.ArgumentParser:
+    """The parser of `fit`: one option for every key of `FitConfig`."""
+    parser = jsonargparse.ArgumentParser(
+        prog="python -m train fit FILE.yaml",
+        description="Train a model. Every key of the file can be overridden; --dry_run builds the model and one batch only.",
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="the YAML file (also as the first argument)")
+    parser.add_class_arguments(FitConfig, None)
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The configuration file, given first or with `--config`, and the other arguments."""
+    rest = list(argv)
+    file: str | None = None
+    if rest and not rest[0].startswith("-"):
+        file = rest.pop(0)
+    for i, argument in enumerate(rest):
+        if argument == "--config" and i + 1 < len(rest):
+            file = rest[i + 1]
+            del rest[i : i + 2]
+            break
+        if argument.startswith("--config="):
+            file = argument.partition("=")[2]
+            del rest[i]
+            break
+    extra = next((a for i, a in enumerate(rest) if not a.startswith("-") and (i == 0 or not _takes(rest[i - 1]))), None)
+    if extra is not None:
+        raise UserError(f"argument {extra!r} stands alone; overrides are written --key value, such as --optimizer.lr 3e-4")
+    return Path(file) if file is not None else None, rest
+
+
+def _numbered(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Overrides that reach into a list (`--data.sources.0.weight 2`) apart from the others."""
+    rest, numbered = [], []
+    arguments = iter(overrides)
+    for argument in arguments:
+        path, equals, value = argument[2:].partition("=")
+        if argument.startswith("--") and any(part.isdigit() for part in path.split(".")):
+            numbered.append((path, value if equals else next(arguments, "")))
+        else:
+            rest.append(argument)
+    return rest, numbered
+
+
+def _set(data: Any, path: str, value: str, file: Path) -> None:
+    """Set a dotted key of plain data, numbers standing for places in lists; mappings on the way are made."""
+    *way, last = path.split(".")
+    here = data
+    for i, part in enumerate([*way, last]):
+        if isinstance(here, list):
+            if not (part.isdigit() and int(part) < len(here)):
+                where = ".".join(path.split(".")[:i])
+                raise UserError(f"option --{path}: {where} of {file} has {len(here)} entries, counted from 0; {part} is none")
+        elif not isinstance(here, dict):
+            raise UserError(f"option --{path}: {'.'.join(path.split('.')[:i])} of {file} is {here!r}; it holds no {part}")
+        place: Any = int(part) if isinstance(here, list) else part
+        if i == len(way):
+            here[place] = yaml.safe_load(value)
+        else:
+            here = here[place] if isinstance(here, list) else here.setdefault(place, {})
+
+
+def _takes(argument: str) -> bool:
+    """Whether the next argument can be this one's value."""
+    return argument.startswith("--") and "=" not in argument
+
+
+def _read_yaml(file: Path) -> Mapping[str, Any]:
+    check_config(file)
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"configuration {file} is not valid YAML: {reason}") from error
+    if not isinstance(data, Mapping):
+        raise UserError(f"configuration {file} holds {type(data).__name__}; it must be a mapping of keys")
+    return data
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
+    """Refuse keys of plain data that a dataclass does not have, however deep."""
+    kind = _inner(kind)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and data is not None and not isinstance(data, Mapping):
+        raise UserError(f"{where}: {_no_section(kind, path, data)}")
+    if dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
+        hints = typing.get_type_hints(kind)
+        for key, value in data.items():
+            if key not in hints:
+                raise UserError(f"{where}: unknown key {_dotted(path, key)}; {_hint(path, key, hints)}")
+            check_keys(hints[key], value, where, _dotted(path, key))
+    elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
+        for i, value in enumerate(data):
+            check_keys(args[0], value, where, f"{path}[{i}]")
+    elif origin is dict and isinstance(data, Mapping):
+        for key, value in data.items():
+            check_keys(args[1], value, where, _dotted(path, key))
+
+
+def _no_section(kind: Any, path: str, value: Any) -> str:
+    """What to say of a value where keys belong."""
+    names = list(typing.get_type_hints(kind))
+    return f"{path} is {value!r}; give it keys, such as {path}.{names[0]}: {', '.join(names)}"
+
+
+def check_whole(kind: Any, data: Any, path: str = "") -> None:
+    """Refuse parts without any key (`validation:` with nothing below it), where a part cannot be absent."""
+    if dataclasses.is_dataclass(kind) and data is None:
+        raise UserError(f"{path} is empty: give keys of it, or leave it out for what it is by default")
+    if dataclasses.is_dataclass(kind) and isinstance(data, Mapping):
+        for key, hint in typing.get_type_hints(kind).items():
+            check_whole(hint, data.get(key, ...), _dotted(path, key))
+
+
+def check_path(kind: Any, path: str) -> Any:
+    """Refuse an override whose dotted key does not exist; the type of the value that belongs there, None where it is free."""
+    here = kind
+    for part in path.split("."):
+        here = _inner(here)
+        if not dataclasses.is_dataclass(here):
+            return None  # beyond the typed keys: a mapping's own, which the parser judges
+        hints = typing.get_type_hints(here)
+        part = part.rstrip("+")
+        if part not in hints:
+            raise UserError(f"unknown option --{path}; {_hint(*path.rpartition('.')[::2], hints)}")
+        here = hints[part]
+    return _inner(here)
+
+
+def _inner(kind: Any) -> Any:
+    """`X | None` without the None."""
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        rest = [a for a in typing.get_args(kind) if a is not type(None)]
+        return rest[0] if len(rest) == 1 else kind
+    return kind
+
+
+def _dotted(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _hint(path: str, key: str, siblings: Iterable[str]) -> str:
+    """What may have been meant by a key that does not exist: one beside it, or one of that name elsewhere."""
+    near = [_dotted(path, name) for name in get_close_matches(str(key), list(siblings), n=2, cutoff=0.7)]
+    known = list(all_keys(FitConfig))
+    same = [name for name in known if name.rsplit(".", 1)[-1] == key]
+    close = near or same or get_close_matches(_dotted(path, key), known, n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(close[:2])}?" if close else "see python -m train fit --help"
+
+
+def all_keys(kind: Any, path: str = "") -> Iterator[str]:
+    """Every dotted key of a dataclass that holds a value, however deep."""
+    for name, hint in typing.get_type_hints(kind).items():
+        inner = _inner(hint)
+        if dataclasses.is_dataclass(inner):
+            yield from all_keys(inner, _dotted(path, name))
+        else:
+            yield _dotted(path, name)
+
+
+def _ours(error: BaseException) -> UserError | None:
+    """The complaint of a section itself, from which the parser's followed."""
+    here: BaseException | None = error
+    while here is not None and not isinstance(here, UserError):
+        here = here.__cause__ or here.__context__
+    return here
+
+
+_PLAIN = (
+    (r"Expected an? <class 'dict'>", "expected a mapping of keys"),
+    (r"Expected an? <class '(tuple|list)'>", "expected a list"),
+    (r"Expected an? <class 'float'>", "expected a number"),
+    (r"Expected an? <class 'int'>", "expected a whole number"),
+    (r"Expected an? <class 'bool'>", "expected true or false"),
+    (r"Expected an? <class 'str'>", "expected a text"),
+    (r"Expected an? typing\.Literal\[(.*?)\]", r"expected one of \1"),
+    (r'Parser key "([^"]*)":', r"\1:"),
+    (r"\. Got value: ", ", got "),
+    (r"Does not validate against any of the Union .*? Errors: - (expected [\w ]+) - Expected .* value: ", r"\1, got "),
+    (r"Does not validate against any of the Union .*?(Problem with .*?)( - Expected.*)?$", r"\1"),
+    (r": Problem with given class_path '[\w.]+': (\w+): ", r".\1: "),
+)
+"""What the parser says, and how we say it."""
+
+
+def _one_line(error: BaseException, file: Path | None, overrides: Sequence[str]) -> str:
+    """The parser's complaint as one line, of the option where the value was given by one."""
+    text = " ".join(str(error).split())
+    for pattern, replacement in _PLAIN:
+        text = re.sub(pattern, replacement, text)
+    key = re.match(r"[\w.]+(?=: )", text)
+    if key is not None and any(word.split("=")[0].rstrip("+") == f"--{key[0]}" for word in overrides):
+        return f"option --{text}"
+    return f"{file}: {text}" if file is not None else text

@@ -1,0 +1,255 @@
+"""`python -m train convert SOURCE TARGET`: weights of other projects into ours, and out again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TextIO
+
+from omni.checkpoint.tensors import Written
+from omni.config import AdapterConfig, ModelConfig
+from omni.convert import codecs as codec_weights
+from omni.convert import huggingface, mini_omni
+from omni.convert import omni_folder as streamed
+from omni.convert import whisper as whisper_weights
+from omni.convert.contract import FLOATS, CodecConfig, Foreign, TextConfig, cast, one_dtype, type_name
+from omni.convert.formats import FORMATS, kind_of, open_foreign, refuse_file
+from omni.convert.grow import Growth, grow, with_encoder
+from omni.encoder.config import ENCODER_PRESETS, EncoderConfig
+from omni.errors import UserError, closest
+from omni.files import real_place
+from omni.layout import Layout
+from omni.lora import peft
+from train.commands.convert import Options, check
+from train.console.progress import LINE_SECONDS, Screen, duration, short
+from train.convert.target import check_in_place
+
+DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
+
+
+def convert(source: Path, target: Path, options: Options, watch: Bar | None = None) -> tuple[str, dict[str, Written]]:
+    """Convert SOURCE to TARGET.
+
+    Returns:
+        what TARGET is, in a few words, and the files written with their checksums.
+
+    Raises:
+        UserError: anything that does not fit; nothing is left at TARGET then.
+    """
+    check(source, target, options)
+    if peft.recognise(source):
+        return adapter_anew(source, target, options)
+    if source.is_dir() and streamed.recognise(source):
+        return export(_adapted(streamed.read(source), options), target, options, watch)
+    kind = options.kind or kind_of(source)
+    check_in_place(source, target, kind)
+    foreign = _adapted(read_source(source, kind, options), options)
+    config = foreign.config
+    if options.into is not None and not isinstance(config, EncoderConfig):
+        raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
+    if isinstance(config, CodecConfig):
+        check_options(options, (), f"{source} is a codec")
+        return f"codec {config.name}", codec_weights.write(foreign, target, watch)
+    if isinstance(config, TextConfig):
+        return into_speech(foreign, target, options, watch)
+    if isinstance(config, ModelConfig):
+        return f"speech model from {source}", whole(foreign, target, options, watch)
+    if options.into is None:
+        raise UserError(
+            f"{source} is an encoder; name the model folder it belongs into with --into, or grow a language model around it: "
+            f"convert LANGUAGE_MODEL {target} --encoder {source}"
+        )
+    check_options(options, ("into", "dtype"), f"{source} is an encoder")
+    model = with_encoder(streamed.read(options.into), foreign)
+    return f"{options.into} with the encoder of {source}", streamed.write(_typed(model, options), target, watch)
+
+
+def read_source(source: Path, kind: str, options: Options) -> Foreign:
+    """Open SOURCE, with what was named beside it."""
+    refuse_file(source, kind)
+    if kind == "hf":
+        return huggingface.read(source, options.tokenizer)
+    if kind == "mini-omni":
+        encoder = choose_encoder(options) if options.encoder is not None else None
+        return mini_omni.read(source, encoder=encoder, tokenizer=options.tokenizer, drop_vision=options.drop_vision)
+    return FORMATS[kind].read(source)
+
+
+def _adapted(model: Foreign, options: Options) -> Foreign:
+    """A model with the adapter that was named in its weights."""
+    if options.lora is None:
+        return model
+    if not isinstance(model.config, (ModelConfig, TextConfig)):
+        raise UserError(f"--lora has no meaning here: {model.place} is {FORMATS[model.kind].what}; leave it out")
+    return peft.merged(model, options.lora)
+
+
+def adapter_anew(source: Path, target: Path, options: Options) -> tuple[str, dict[str, Written]]:
+    """An adapter's folder under transformers' names (`--kind hf`) or ours (`--kind omni`)."""
+    if options.kind not in ("hf", "omni"):
+        raise UserError(
+            f"{source} is an adapter; say whose names its linears get with --kind: hf or omni; to merge it into a model: "
+            f"convert MODEL {target} --lora {source}"
+        )
+    check_options(options, (), f"{source} is an adapter")
+    adapter, theirs = peft.load_adapter(source), options.kind == "hf"
+    cut = theirs and peft.rows_left_out(adapter)
+    if cut and source.resolve() == real_place(target):
+        raise UserError(f"{target} is SOURCE too: under transformers' names it would lose {cut}; give another TARGET")
+    files = peft.save_adapter(target, adapter, names="transformers" if theirs else "omni")
+    left = f", without {cut}" if cut else ""
+    return f"the adapter of {source} with {'transformers' if theirs else 'our own'} names{left}", files
+
+
+def export(model: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
+    """A model folder of ours as something else."""
+    kinds = [name for name, known in FORMATS.items() if known.write is not None]
+    if options.kind is None and any((options.lora, options.dtype, options.encoder, options.codec_folder)):
+        options = replace(options, kind="omni")
+    if options.kind is None:
+        raise UserError(f"{model.place} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")
+    write = FORMATS[options.kind].write
+    if write is None:
+        raise UserError(f"a model folder cannot be written as {FORMATS[options.kind].what}; --kind may be {', '.join(kinds)}")
+    if options.kind == "omni":
+        return f"{model.place} anew", whole(model, target, options, watch)
+    check_options(options, ("dtype",), f"{model.place} goes out as {options.kind}")
+    check_in_place(model.place, target, model.kind, options.kind)
+    return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, watch)
+
+
+def whole(model: Foreign, target: Path, options: Options, watch: Bar | None) -> dict[str, Written]:
+    """A whole model as a model folder, with another encoder or the codec's weights where they are given."""
+    own = ("tokenizer", "drop_vision", "encoder_mode") if model.kind == "mini-omni" else ()
+    check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.place} is a whole speech model")
+    assert isinstance(model.config, ModelConfig)
+    if options.encoder is not None and model.kind != "mini-omni":  # which took it when it was opened
+        encoder = choose_encoder(options)
+        if not isinstance(encoder, Foreign):
+            raise UserError(f"--encoder {options.encoder}: {model.place} is a whole model; give a Whisper's file or folder")
+        model = with_encoder(model, encoder)
+    assert isinstance(model.config, ModelConfig)
+    return streamed.write(_typed(model, options), target, watch, codec=codec_of(options, model.config.codec))
+
+
+def codec_of(options: Options, codec: str) -> Foreign | None:
+    """The weights in `codec_folder`; UserError where they are of another codec than the model's."""
+    if options.codec_folder is None:
+        return None
+    weights = open_foreign(options.codec_folder)
+    if not isinstance(weights.config, CodecConfig) or weights.config.name != codec.split("-")[0]:
+        raise UserError(f"--codec_folder {options.codec_folder} holds {weights.kind}, the model speaks {codec}")
+    return weights
+
+
+def check_options(options: Options, allowed: tuple[str, ...], what: str) -> None:
+    """Refuse an option that would be ignored (UserError)."""
+    for field in fields(Options):
+        given = getattr(options, field.name) != field.default
+        if given and field.name not in ("kind", "overwrite", "quiet", "lora", *allowed):
+            raise UserError(f"--{field.name} has no meaning here: {what}; leave it out")
+
+
+def into_speech(text: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
+    """A language model, grown into a speech model."""
+    assert isinstance(text.config, TextConfig)
+    dtype = DTYPES[options.dtype] if options.dtype else one_dtype(text)
+    if options.keep_text:
+        check_options(options, ("keep_text", "dtype", "seed", "tokenizer"), "--keep_text leaves sound aside")
+        growth = Growth(
+            Layout.preset("codec2", text.config.size), "codec2", AdapterConfig("linear"), "zero", "sum", options.seed
+        )
+        model = grow(text, ENCODER_PRESETS["nano"], growth, dtype)
+        return "a text model; its audio parts are the smallest there are, and untrained", streamed.write(model, target, watch)
+    layout, codec = choose_layout(options, text.config.size)
+    hidden = options.adapter_hidden or text.config.decoder.mlp_width
+    adapter = AdapterConfig(options.adapter, hidden, options.adapter_stack)
+    encoder = choose_encoder(options)
+    growth = Growth(layout, codec, adapter, options.init, options.combine, options.seed)
+    model = grow(text, encoder, growth, dtype)
+    heard = f"the encoder of {encoder.place}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
+    words = f"{text.place} grown by the rule {options.init}, with {heard}"
+    return words, streamed.write(model, target, watch, codec=codec_of(options, codec))
+
+
+def choose_layout(options: Options, size: int) -> tuple[Layout, str]:
+    """The layout for a text table of `size` rows, and the codec it is for."""
+    codec = options.codec or {"mini-omni": "snac", None: "snac"}.get(options.layout, str(options.layout))
+    if codec not in _CODEBOOKS:
+        raise UserError(f"--codec {codec!r} is unknown; {closest(codec, _CODEBOOKS)}")
+    sizes = _CODEBOOKS[codec]
+    if options.layout is not None:
+        layout = Layout.preset(options.layout, size)
+    elif codec.startswith("mimi"):
+        layout = Layout.build(sizes, size)
+    else:
+        layout = Layout.preset(codec, size)
+    if layout.codebook_sizes != sizes:
+        raise UserError(
+            f"--layout {options.layout} has codebooks {layout.codebook_sizes}, the codec {codec} {sizes}; choose others"
+        )
+    return layout, codec
+
+
+_CODEBOOKS = {
+    "snac": (4096,) * 7,
+    "codec2": (512, 512, 16, 64),
+    "mimi": (2048,) * 8,
+    "mimi-16": (2048,) * 16,
+    "mimi-32": (2048,) * 32,
+}
+"""Sizes of a codec's codebooks, for models whose codec is not at hand when they are grown."""
+
+
+def choose_encoder(options: Options) -> Foreign | EncoderConfig:
+    """A Whisper's encoder, or a size to be drawn."""
+    if options.encoder is None:
+        raise UserError(
+            "--encoder is missing: give a Whisper's .pt file or folder, or a size for random weights "
+            f"({', '.join(ENCODER_PRESETS)}); or keep the model as text with --keep_text"
+        )
+    if options.encoder in ENCODER_PRESETS:
+        size = ENCODER_PRESETS[options.encoder]
+        return replace(size, mode=options.encoder_mode or size.mode)
+    path = Path(options.encoder)
+    if not path.exists():
+        raise UserError(
+            f"--encoder {options.encoder!r} is neither a file nor a size; {closest(options.encoder, ENCODER_PRESETS)}"
+        )
+    if not whisper_weights.recognise(path):
+        raise UserError(f"--encoder {path} is no Whisper: give OpenAI's .pt file or a Hugging Face folder of one")
+    encoder = whisper_weights.read(path)
+    assert isinstance(encoder.config, EncoderConfig)
+    return replace(encoder, config=replace(encoder.config, mode=options.encoder_mode or encoder.config.mode))
+
+
+def _typed(model: Foreign, options: Options) -> Foreign:
+    """The model's weights in the type that was asked for."""
+    return replace(model, tensors=cast(model.tensors, DTYPES[options.dtype])) if options.dtype else model
+
+
+class Bar(Screen):
+    """Bytes written, the rate and the time left: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, on: bool = True, stream: TextIO | None = None) -> None:
+        super().__init__("auto" if on else "off", stream, unit="B", unit_scale=True, desc="writing", leave=False)
+        self.started = self.told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.bar is not None:
+            self.bar.total = total
+            self.bar.update(done - self.bar.n)
+            return
+        now = time.monotonic()
+        if now - self.told >= LINE_SECONDS and done:
+            self.told = now
+            rate = done / (now - self.started)
+            left = duration((total - done) / rate)
+            self.say(f"{short(done)}B of {short(total)}B written ({done / total:.0%}), {short(rate)}B/s, {left} left")
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

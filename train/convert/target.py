@@ -1,0 +1,59 @@
+"""Where `convert` may write: over nothing that is not made anew, and nothing that the result does not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni.encoder.config import ENCODER_PRESETS
+from omni.errors import UserError
+from omni.files import real_place
+
+if TYPE_CHECKING:
+    from train.commands.convert import Options
+
+
+def check_target(source: Path, target: Path, options: Options) -> None:
+    """Refuse to write over something else (UserError); SOURCE and `into` may be replaced by what is made of them."""
+    place = real_place(target)
+    for name, path in _inputs(source, options).items():
+        found = path.resolve() if path.exists() else None
+        if found is None or (found == place and name in ("SOURCE", "into")):
+            continue
+        if found.is_relative_to(place):
+            raise UserError(f"{target} holds {path}, which would be lost; give another target")
+    if place.exists() and Path.cwd().is_relative_to(place):
+        raise UserError(
+            f"{target} is or holds the folder that you are in, which would be replaced; leave it first, or give another name"
+        )
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not options.overwrite:
+        raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
+    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml", "adapter_config.json")):
+        raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
+
+
+def _inputs(source: Path, options: Options) -> dict[str, Path]:
+    """All that is read, by the option that names it."""
+    encoder = None if options.encoder is None or options.encoder in ENCODER_PRESETS else Path(options.encoder)
+    named = {
+        "into": options.into,
+        "lora": options.lora,
+        "encoder": encoder,
+        "codec_folder": options.codec_folder,
+        "tokenizer": options.tokenizer,
+    }
+    return {"SOURCE": source, **{name: path for name, path in named.items() if path is not None}}
+
+
+def check_in_place(source: Path, target: Path, kind: str, becomes: str = "omni") -> None:
+    """Refuse a SOURCE of format `kind` that is TARGET too and `becomes` a format that does not hold all of it (UserError)."""
+    if source.resolve() != real_place(target) or kind == becomes == "omni":
+        return
+    from omni.convert.formats import FORMATS
+
+    if becomes != "omni":
+        known = FORMATS[becomes]
+        raise UserError(f"{target} is SOURCE too: as {known.what} it would lose {known.loses}; give another TARGET")
+    raise UserError(f"{target} is SOURCE too: {FORMATS[kind].what}, whose own files would be lost; give another TARGET")

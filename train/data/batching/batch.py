@@ -1,0 +1,118 @@
+"""The packed micro-batch that a lane makes and the objective reads.
+
+Dimensions: R rows, K streams, T columns, N clips, M mel bands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.layout import IGNORE, Layout
+from train.data.batching.examples import Example
+
+
+@dataclass
+class Batch:
+    """Rows of whole examples, and the clips they listen to.
+
+    Attributes:
+        tokens: [R, K, T] ids local to each stream; pad where no example stands.
+        targets: [R, K, T]; `targets[..., t]` is to be predicted from column t, `IGNORE` where nothing is learnt.
+        feature_index: [R, T] which encoder feature stands in a column, counted over all clips of the batch, -1 for none.
+        segments: [R, T] number of the example within its row; the unused end has a number of its own.
+        task: [R, T] index into `tuple(TASKS)`, -1 where no example stands.
+        mels: [N, M, t] log-mels of the clips, zero beyond their ends.
+        mel_lengths, frames: mel frames and encoder frames of each clip.
+        transcripts: ids for the alignment loss of each clip, empty where there are none.
+        examples: number of examples.
+        positions: columns in use.
+        state: plain data: where the lane stands after this batch; see `train.data.batching.packer`.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    feature_index: Tensor
+    segments: Tensor
+    task: Tensor
+    mels: Tensor
+    mel_lengths: list[int]
+    frames: list[int]
+    transcripts: list[list[int]]
+    examples: int
+    positions: int
+    state: dict[str, Any]
+
+    TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "mels")
+
+    @property
+    def padding(self) -> float:
+        """Share of the columns that no example uses."""
+        return 1 - self.positions / self.segments.numel()
+
+    @cached_property
+    def supervised(self) -> list[Tensor]:
+        """Flat positions [n] in [R * T] with a target, for each stream."""
+        return [(self.targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(self.targets.shape[1])]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch with its tensors on `device`. What must be known on the host (`supervised`) is found before they leave."""
+        index = [i.to(device, non_blocking=True) for i in self.supervised]
+        moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in self.TENSORS})
+        moved.__dict__["supervised"] = index
+        return moved
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory, from where copies to a GPU do not block (the loader calls this)."""
+        pinned = replace(self, **{name: getattr(self, name).pin_memory() for name in self.TENSORS})
+        pinned.__dict__["supervised"] = [i.pin_memory() for i in self.supervised]
+        return pinned
+
+
+def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, n_mels: int, state: dict[str, Any]) -> Batch:
+    """One micro-batch of rows of examples, each row filled up to `length` columns."""
+    shape = (len(rows), len(layout), length)
+    tokens = layout.ids("pad")[None, :, None].repeat(shape[0], 1, length)
+    targets = torch.full(shape, IGNORE)
+    feature_index = torch.full((shape[0], length), -1)
+    segments = torch.zeros(shape[0], length, dtype=torch.long)
+    task = torch.full((shape[0], length), -1)
+    features = 0
+    for r, row in enumerate(rows):
+        start = 0
+        for number, example in enumerate(row):
+            columns, end = example.columns, start + len(example.columns)
+            tokens[r, :, start:end] = columns.tokens
+            targets[r, :, start:end] = columns.targets
+            index = columns.feature_index
+            feature_index[r, start:end] = torch.where(index >= 0, index + features, index)
+            segments[r, start:end] = number
+            task[r, start:end] = example.task
+            features += sum(columns.features)
+            start = end
+        segments[r, start:] = len(row)
+    examples = [example for row in rows for example in row]
+    clips = [clip for example in examples for clip in example.clips]
+    lengths = [clip.mel.shape[1] for clip in clips]
+    mels = torch.zeros(len(clips), n_mels, max(lengths, default=0))
+    for padded, clip in zip(mels, clips, strict=True):
+        padded[:, : clip.mel.shape[1]] = clip.mel
+    return Batch(
+        tokens=tokens,
+        targets=targets,
+        feature_index=feature_index,
+        segments=segments,
+        task=task,
+        mels=mels,
+        mel_lengths=lengths,
+        frames=[clip.frames for clip in clips],
+        transcripts=[list(clip.transcript) for clip in clips],
+        examples=len(examples),
+        positions=sum(len(example.columns) for example in examples),
+        state=state,
+    )

@@ -1,0 +1,282 @@
+"""From a row to a training example: features of what is heard, ids of what is read and answered, columns of the task.
+
+Dimensions: M mel bands, F mel frames, C columns, A audio streams, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from omni.audio.io import SAMPLE_RATE
+from omni.codec.base import AudioCodec
+from omni.config import ModelConfig
+from omni.encoder.features import features, split
+from omni.errors import UserError
+from omni.generate.question import read_system
+from omni.model.multitask_projector import SHARING
+from omni.tasks import TASKS, Columns, Turn, find_task, join
+from omni.text import Tokenizer
+from train.data.augment.audio import augment_audio, augment_mel
+from train.data.augment.config import AugmentConfig
+from train.data.batching.columns import turn_columns
+from train.data.batching.interrupt import interrupted
+from train.data.batching.transcripts import Alignment
+from train.data.batching.unused import TOO_LONG, Unusable
+from train.data.rows.row import Row, RowTurn, Sound
+from train.data.seeding import dice, torch_dice
+
+_TASK_INDEX = {name: i for i, name in enumerate(TASKS)}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What the encoder hears at once: log-mel [M, F], the encoder frames it becomes, and its transcript's ids (maybe none)."""
+
+    mel: Tensor
+    frames: int
+    transcript: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation, ready to be packed.
+
+    Attributes:
+        draw: number of the draw it was made for.
+        columns: the sequence, see `omni.tasks.example`.
+        task: [C] index into `tuple(TASKS)` of each column's turn.
+        clips: what it listens to, in the order of `columns.features`.
+        where: the row, for errors.
+        tasks: names of the turns' tasks, each once.
+        source: number and name of the source, for counts.
+    """
+
+    draw: int
+    columns: Columns
+    task: Tensor
+    clips: tuple[Clip, ...]
+    where: str
+    tasks: tuple[str, ...] = ()
+    source: str = ""
+
+
+class TooLong(Unusable):
+    """An example that does not fit: a question beyond the encoder's window, or columns beyond a packed row."""
+
+    def __init__(self, message: str, task: str = "") -> None:
+        super().__init__(message, TOO_LONG, task)
+
+
+class Prepared:
+    """A row with what has been computed of it; kept for rows that come back soon.
+
+    `kept_as` names it among the kept ones; None where it is used once.
+    """
+
+    def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
+        self.row = row
+        self.kept_as = kept_as
+        self.heard: dict[int, list[tuple[Tensor, int]]] = {}
+        self.codes: dict[int, Tensor] = {}
+        self.ids: dict[str, list[int]] = {}
+
+    def forget_sound(self, number: int) -> None:
+        """Let go of a question's samples, once only its features are wanted: they are twice as large."""
+        turns = list(self.row.turns)
+        turns[number] = replace(turns[number], question_audio=Sound())
+        self.row = replace(self.row, turns=tuple(turns))
+
+
+class ExampleMaker:
+    """Makes examples for one model.
+
+    Args:
+        model: layout, encoder and adapter decide how many columns a question takes.
+        codec: checks and encodes the answers' codes; None where no task answers in speech.
+        alignment: how transcripts are spelt for the alignment head.
+        augment: changes to what is heard; None to leave it as it is.
+        sound_anew: change the sound of a row that comes back anew each time; otherwise only its features are.
+        seed: of these changes.
+        system: rows' system messages come before their first questions; otherwise they are left out.
+        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
+
+    Raises:
+        UserError: the codec is not the model's, or the alignment does not fit `model.ctc`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        codec: AudioCodec | None = None,
+        alignment: Alignment | None = None,
+        augment: AugmentConfig | None = None,
+        sound_anew: bool = True,
+        seed: int = 0,
+        system: bool = True,
+        cut: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.codec = codec
+        self.alignment = alignment or Alignment("none")
+        self.augment = augment
+        self.sound_anew = sound_anew
+        self.seed = seed
+        self.system = system
+        self.cut = cut
+        if codec is not None and codec.name != model.codec:
+            raise UserError(f"the data's codec is {codec.name!r}, the model speaks {model.codec!r}; use one for both")
+        if len(tokenizer) > model.layout.text.size:
+            raise UserError(
+                f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
+                "use the model's own tokenizer"
+            )
+        if self.alignment.size != model.ctc:
+            raise UserError(
+                f"the alignment {self.alignment.kind!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
+                "set model.ctc to that number, or choose another alignment"
+            )
+        if self.alignment.sound_size != model.ctc_sounds:
+            raise UserError(
+                f"the alignment has {self.alignment.sound_size} ids of sounds, model.ctc_sounds is {model.ctc_sounds}; "
+                "set model.ctc_sounds to that number, or change data.sounds"
+            )
+
+    def make(self, draw: int, prepared: Prepared, tasks: Sequence[str], source: str = "") -> Example:
+        """The example of a prepared row as draw number `draw`, one task for each turn.
+
+        Raises:
+            UserError: a part that a task needs is missing or broken; the row and turn are named.
+            TooLong: a question lasts longer than the encoder hears.
+        """
+        turns, clips, adapter, where = [], [], self.model.adapter, prepared.row.where
+        for name in tasks if adapter.kind in SHARING else ():
+            if find_task(name).question == "audio" and name not in adapter.tasks:
+                raise Unusable(
+                    f"{where} is of task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; add it there",
+                    "a task that the adapter has not",
+                    name,
+                )
+        for number, (turn, name) in enumerate(zip(prepared.row.turns, tasks, strict=True)):
+            try:
+                ids, heard = self._turn(draw, prepared, number, turn, name)
+            except UserError as error:
+                text = f"{where}, turn {number}: {error}"
+                if isinstance(error, TooLong):
+                    raise TooLong(text, name) from error
+                raise Unusable(text, error.reason if isinstance(error, Unusable) else "broken", name) from error
+            turns.append(ids)
+            clips += heard
+        if self.system and prepared.row.system:
+            turns[0] = replace(turns[0], system=read_system(prepared.row.system, self.tokenizer))
+        parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: joined, they are the whole
+        task = torch.cat([torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)])
+        columns = parts[0] if len(parts) == 1 else join(parts)
+        return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source)
+
+    def _turn(self, draw: int, prepared: Prepared, number: int, turn: RowTurn, name: str) -> tuple[Turn, list[Clip]]:
+        task = find_task(name)
+        missing = turn.lacks(task)
+        if missing:
+            raise Unusable(
+                f"there is no {missing}, which task {task.name} needs: complete or drop the row, or use other tasks for it",
+                f"no {missing}",
+            )
+        with _part("question_audio"):
+            clips = self._clips(draw, prepared, number, turn) if task.question == "audio" else []
+        with _part("answer_codes"):
+            codes = self._codes(prepared, number, turn) if task.audio else None
+        ids = Turn(
+            task,
+            features=sum(-(-clip.frames // self.model.adapter.stack) for clip in clips),
+            question=self._ids(prepared, turn.question_text) if task.question == "text" else (),
+            text=self._ids(prepared, turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
+            codes=codes,
+        )
+        if number < len(prepared.row.turns) - 1 and self.cut > 0:
+            rng = dice(self.seed, "cut", draw, number)
+            if rng.random() < self.cut:
+                ids = interrupted(ids, turn, self.tokenizer, self.codec.frame_rate if self.codec is not None else 1.0, rng)
+        return ids, clips
+
+    def _ids(self, prepared: Prepared, text: str) -> list[int]:
+        if text not in prepared.ids:
+            prepared.ids[text] = self.tokenizer.encode(text)
+        return prepared.ids[text]
+
+    def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
+        """The question's clips, changed as this draw has it."""
+        assert turn.question_audio is not None
+        if prepared.kept_as is None or (self.sound_anew and self.augment is not None):
+            heard = self._hear(turn.question_audio.load(SAMPLE_RATE), "sound", draw, number)
+        else:
+            if number not in prepared.heard:
+                audio = turn.question_audio.load(SAMPLE_RATE)
+                prepared.heard[number] = self._hear(audio, "kept", *prepared.kept_as, number)
+                prepared.forget_sound(number)
+            heard = prepared.heard[number]
+        transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
+        clips = []
+        for piece, (mel, frames) in enumerate(heard):
+            if self.augment is not None:
+                mel, frames = self._vary(mel, frames, "features", draw, number, piece)
+            clips.append(Clip(mel, frames, transcript))
+        return clips
+
+    def _hear(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
+        """Log-mel [M, F] and encoder frames of each window of a question [S], its sound changed as the key has it."""
+        encoder, stack = self.model.encoder, self.model.adapter.stack
+        try:
+            encoder.clips(len(audio))  # what is too long is refused as it is, not as it is changed
+        except UserError as error:
+            raise (TooLong if len(audio) else UserError)(str(error)) from error
+        if self.augment is not None:
+            changed = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
+            if len(changed) <= encoder.max_samples or len(audio) > encoder.max_samples:
+                audio = changed  # otherwise only being slowed down would take it out of the window
+        pieces = split(audio, encoder)
+        if len(pieces) > 1 and encoder.positions % stack:
+            raise UserError(
+                f"the question lasts {len(audio) / SAMPLE_RATE:.1f} s and is split into windows of {encoder.positions} frames, "
+                f"which adapter.stack {stack} does not divide: cut it, or change one of them"
+            )
+        return [(features(piece, encoder), encoder.frames(len(piece))) for piece in pieces]
+
+    def _vary(self, mel: Tensor, frames: int, *key: int | str) -> tuple[Tensor, int]:
+        """A clip's log-mel [M, F] and encoder frames, changed as the key has it."""
+        assert self.augment is not None
+        encoder, dice = self.model.encoder, torch_dice(self.seed, *key)
+        if encoder.mode == "padded":
+            return augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1])), frames
+        changed = augment_mel(mel, self.augment, dice)
+        if changed.shape[1] > 2 * encoder.positions:  # as in `_hear`
+            return mel, frames
+        return changed, encoder.frames(changed.shape[1] * encoder.hop)
+
+    def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
+        """Codes [A, F] of the answer: the row's own, or made of its audio."""
+        if number not in prepared.codes:
+            if self.codec is None:
+                raise UserError("its task answers in speech, but the data has no codec; set one")
+            if turn.answer_codes is not None:
+                prepared.codes[number] = turn.answer_codes.for_codec(self.codec)
+            elif turn.answer_audio is not None:
+                prepared.codes[number] = self.codec.encode(turn.answer_audio.load(self.codec.sample_rate))
+        return prepared.codes[number]
+
+
+@contextmanager
+def _part(name: str) -> Iterator[None]:
+    """A UserError of the block is about that part of a row."""
+    try:
+        yield
+    except TooLong:
+        raise
+    except UserError as error:
+        raise Unusable(str(error), f"{name} is broken") from error

@@ -1,0 +1,203 @@
+"""The loader: one step's micro-batches at a time, made by data workers, resumable after any step.
+
+torchdata's `StatefulDataLoader` runs the workers. The state of the data does not stay with it but travels inside each batch,
+so that it can move to another number of processes (a loader's snapshot belongs to one process and its workers).
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from omni.errors import UserError
+from omni.process import ENDING
+from train.data.batching.batch import Batch
+from train.data.batching.packer import Lane, States, lane_key, remember
+from train.data.batching.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A user's mistake found in a worker: raised anew by the loader, without the worker's traceback around it."""
+
+    message: str
+
+
+class _Steps(IterableDataset):
+    """The steps of this process. Worker w of W makes steps start + w, start + w + W, ..."""
+
+    def __init__(
+        self, pipeline: Pipeline, micro_batches: int, lanes: Sequence[int], ways: int, start: int, states: Mapping[str, Any]
+    ) -> None:
+        self.pipeline = pipeline
+        self.micro_batches = micro_batches
+        self.lanes = lanes
+        self.ways = ways
+        self.start = start
+        self.states = states
+        self.end: Connection | None = None  # has something to read, which nobody reads, once the program ends
+
+    def __iter__(self) -> Iterator[list[Batch] | _Failure]:
+        info = get_worker_info()
+        first, stride = (info.id, info.num_workers) if info else (0, 1)
+        packers: dict[str, Lane] = {}
+        step = self.start + first
+        while True:
+            way = step % self.ways
+            batches = []
+            try:
+                for lane in self.lanes:
+                    key = lane_key(lane, way)
+                    if key not in packers:
+                        packers[key] = Lane(self.pipeline, lane, self.micro_batches, way, self.ways, self.states.get(key))
+                    batches.append(packers[key].batch())
+            except UserError as error:
+                yield _Failure(str(error))
+                return
+            yield batches
+            step += stride
+
+
+class StepLoader:
+    """An endless iterator over steps: each item is the list of this process's micro-batches.
+
+    Args:
+        pipeline: makes the examples.
+        micro_batches: micro-batches of a step over all processes.
+        lanes: which of them this process makes: `process_lanes(...)`.
+        workers: data worker processes; 0 makes batches in this process.
+        start_step: number of the first step.
+        states: of the checkpoint to go on from, of all processes together (see `merge`); None for the beginning.
+        prefetch: steps that each worker works ahead.
+        pin: put batches into page-locked memory; None where there is a GPU.
+
+    A run goes on with as many sub-lanes as it began with (its number of workers), whatever number of workers it has now.
+
+    Attributes:
+        states: where the sub-lanes of this process stand after the last step handed out; `merge` those of all processes.
+        step: number of the next step.
+
+    Raises:
+        UserError: while iterating: whatever is wrong with a row, as one line.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        micro_batches: int,
+        lanes: Sequence[int] | None = None,
+        workers: int = 0,
+        start_step: int = 0,
+        states: Mapping[str, Any] | None = None,
+        *,
+        prefetch: int = 2,
+        pin: bool | None = None,
+    ) -> None:
+        if workers < 0 or prefetch < 1:
+            raise UserError(f"data.workers is {workers} and data.prefetch {prefetch}; they are at least 0 and 1")
+        mine = list(range(micro_batches) if lanes is None else lanes)
+        given = dict(states or {})
+        ways = {int(state["ways"]) for state in given.values()} or {max(1, workers)}
+        if len(ways) > 1:
+            raise UserError(f"the data's state mixes runs with {sorted(ways)} sub-lanes; resume from one checkpoint")
+        self.ways = ways.pop()
+        self.step = start_step
+        self.states: States = {key: state for key, state in given.items() if state["lane"] in mine}
+        self.workers = math.gcd(workers, self.ways) if workers else 0
+        steps = _Steps(pipeline, micro_batches, mine, self.ways, start_step, dict(self.states))
+        self._loader: Any = _data_loader(steps, self.workers, prefetch, torch.cuda.is_available() if pin is None else pin)
+        self._iterator: Iterator[list[Batch] | _Failure] | None = None
+        if self.workers:
+            # Workers ignore signals, so they are told when the program ends; and before it waits for them, hence the priority.
+            steps.end, tell = multiprocessing.Pipe(duplex=False)
+            multiprocessing.util.Finalize(self, _end_workers, (steps.end, tell), exitpriority=100)
+
+    def __iter__(self) -> StepLoader:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._loader is None:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        item = next(self._iterator)
+        if isinstance(item, _Failure):
+            self.close()
+            raise UserError(item.message)
+        self.step += 1
+        remember(self.states, item)
+        return item
+
+    def close(self) -> None:
+        """End the workers; the loader gives nothing more."""
+        self._iterator = self._loader = None
+
+
+def process_lanes(micro_batches: int, rank: int, world: int) -> range:
+    """The lanes of process `rank` of `world`; UserError where they do not divide evenly."""
+    if micro_batches % world:
+        raise UserError(
+            f"{micro_batches} micro-batches a step cannot be shared by {world} processes; make it a multiple of {world}"
+        )
+    each = micro_batches // world
+    return range(rank * each, (rank + 1) * each)
+
+
+def _data_loader(steps: _Steps, workers: int, prefetch: int, pin: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing it calls a deprecated setting of torch
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(
+            steps,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=pin,
+            worker_init_fn=_begin_worker,
+            snapshot_every_n_steps=1 << 30,
+        )
+
+
+def _end_workers(end: Connection, tell: Connection) -> None:
+    tell.send_bytes(b"end")
+    tell.close()
+    end.close()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _begin_worker(_: int) -> None:
+    """A worker uses one thread, leaves signals to the run (which saves first), and ends when the run does, however it ended."""
+    torch.set_num_threads(1)
+    for name in (signal.SIGINT, *ENDING):
+        signal.signal(name, signal.SIG_IGN)
+    info = get_worker_info()
+    assert info is not None and isinstance(info.dataset, _Steps) and info.dataset.end is not None
+    done = threading.Event()
+    # Not a daemon, which would be torn down with the interpreter: the worker's own end asks it to leave, then waits for it.
+    threading.Thread(target=_follow, args=(os.getppid(), info.dataset.end, done)).start()
+    multiprocessing.util.Finalize(None, done.set, exitpriority=100)
+
+
+def _follow(parent: int, end: Connection, done: threading.Event) -> None:
+    """Ends this process when its parent has ended, or says that it is about to."""
+    while not done.is_set():
+        if end.poll(0.2) or os.getppid() != parent:
+            os._exit(0)

@@ -1,0 +1,126 @@
+"""Lanes: packers that go on exactly where they stood, whatever the number of processes.
+
+One optimizer step takes `lanes` micro-batches over all processes, micro-batch j from lane j. Each lane is split into `ways`
+sub-lanes that take turns, step s belonging to sub-lane s mod ways, so that as many data workers can work ahead. Sub-lane i of
+lane j is a packer of its own over the draws
+
+    n = j + lanes * (i + ways * k),    k = 0, 1, 2, ...
+
+and its state is plain data: the next draw and the draws that wait in its buffer. On resume the waiting ones are made again;
+nothing is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from omni.errors import UserError
+from train.data.batching.batch import Batch, assemble
+from train.data.batching.examples import Example
+from train.data.batching.packing import choose
+from train.data.batching.pipeline import Pipeline
+from train.data.batching.unused import TOO_LONG, Counts, Unused
+
+_CHOICE = 1.25
+"""Columns that wait in a buffer, in rows: with less than a row and a quarter there is little to choose from."""
+
+_GIVE_UP = 10_000
+"""Examples one after another that cannot be used."""
+
+States = dict[str, dict[str, Any]]
+"""State of every sub-lane, by `lane_key`: JSON and `torch.save(..., weights_only)` can hold it."""
+
+
+def lane_key(lane: int, way: int) -> str:
+    return f"{lane}.{way}"
+
+
+class Lane:
+    """One sub-lane.
+
+    Args:
+        lane, lanes: which lane of how many.
+        way, ways: which sub-lane of how many.
+        state: of a batch that this sub-lane made, to go on after it; None for the beginning.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, lane: int, lanes: int, way: int = 0, ways: int = 1, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self.pipeline = pipeline
+        self.place = {"lane": lane, "lanes": lanes, "way": way, "ways": ways}
+        self.stride = lanes * ways
+        self.next = lane + lanes * way
+        self.skipped = self.broken = 0
+        self.counts = Counts()
+        self.buffer: list[Example] = []
+        if state is not None:
+            self._restore(state)
+
+    def batch(self) -> Batch:
+        """The next micro-batch."""
+        packing = self.pipeline.packing
+        rows = [self._row() for _ in range(packing.rows)]
+        model = self.pipeline.maker.model
+        return assemble(rows, packing.length, model.layout, model.encoder.n_mels, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Plain data from which `Lane(state=...)` goes on."""
+        waiting = [example.draw for example in self.buffer]
+        numbers = {"next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
+        return {**self.place, **numbers, "counts": self.counts.plain()}
+
+    def _row(self) -> list[Example]:
+        packing = self.pipeline.packing
+        filled = sum(len(example.columns) for example in self.buffer)
+        unused = 0
+        while len(self.buffer) < packing.buffer or filled < _CHOICE * packing.length:
+            example = self.pipeline.fetch(self.next)
+            self.next += self.stride
+            if isinstance(example, Unused):
+                self.skipped += example.reason == TOO_LONG
+                self.broken += example.reason != TOO_LONG
+                self.counts.leave_out(example)
+                unused += 1
+                if unused == _GIVE_UP:
+                    reasons = "; ".join([*self.counts.lines().values()][:2])
+                    raise UserError(
+                        f"{_GIVE_UP} examples one after another cannot be used; {reasons}. Complete the rows, or "
+                        f"raise packing.length {packing.length} where it is too small"
+                    )
+            else:
+                self.counts.add(example.source, example.tasks)
+                self.buffer.append(example)
+                filled += len(example.columns)
+        chosen = choose([len(example.columns) for example in self.buffer], packing.length)
+        row = [self.buffer[i] for i in chosen]
+        self.buffer = [example for i, example in enumerate(self.buffer) if i not in set(chosen)]
+        return row
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        found = {name: state.get(name) for name in self.place}
+        if found != self.place:
+            raise UserError(f"the data's state is of {found}, this run needs {self.place}: resume with the same micro_batches")
+        self.next = int(state["next"])
+        self.skipped, self.broken = int(state["skipped"]), int(state.get("broken", 0))
+        self.counts = Counts.joined([state.get("counts", {})])
+        for draw in state["buffer"]:
+            example = self.pipeline.fetch(int(draw))
+            if isinstance(example, Unused):
+                raise UserError(
+                    f"draw {draw} waited in the packing buffer, but cannot be used now ({example.why}): resume with the same "
+                    "data and packing.length"
+                )
+            self.buffer.append(example)
+
+
+def remember(states: States, batches: Iterable[Batch]) -> None:
+    """Note where the sub-lanes of these batches stand after them: call it with every step that has been consumed."""
+    for batch in batches:
+        states[lane_key(batch.state["lane"], batch.state["way"])] = batch.state
+
+
+def merge(parts: Sequence[States]) -> States:
+    """The states of all processes as one, to be stored with a checkpoint."""
+    return {key: state for part in parts for key, state in part.items()}

@@ -1,0 +1,79 @@
+"""From a draw's number to its example: the mixture, the sources, the tasks and the maker under one seed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from omni.errors import UserError
+from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
+from train.data.batching.unused import Unusable, Unused
+from train.data.config import PackingConfig
+from train.data.sources.mixture import Draw, Mixture, TaskMixture
+
+
+class Pipeline:
+    """`fetch(n)` is a pure function of (seed, n): any process may call it, in any order, any number of times.
+
+    Args:
+        mixture: says which row a draw is.
+        tasks: one mixture of tasks for each source.
+        kept: prepared rows to keep, of sources whose rows come back soon.
+        broken: a row that is no good is an `error`, or skipped and counted (`skip`).
+    """
+
+    def __init__(
+        self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
+        kept: int = 2048, broken: str = "error",
+    ) -> None:  # fmt: skip
+        if len(tasks) != len(mixture.sources):
+            raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
+        self.mixture = mixture
+        self.names = [f"data.sources[{i}] ({source.name})" for i, source in enumerate(mixture.sources)]
+        self.tasks = list(tasks)
+        self.maker = maker
+        self.packing = packing
+        self.seed = seed
+        self._kept: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
+        self._keep = kept
+        self.broken = broken
+
+    def fetch(self, number: int) -> Example | Unused:
+        """The example of draw `number`, or why there is none, where such ones are skipped.
+
+        Raises:
+            UserError: a broken row, or one that no packed row or window can hold; it is named.
+        """
+        draw = self.mixture.draw(number)
+        try:
+            return self._make(draw)
+        except UserError as error:
+            if (self.packing.too_long if isinstance(error, TooLong) else self.broken) != "skip":
+                raise
+            task, reason = (error.task, error.reason) if isinstance(error, Unusable) else ("", "the row cannot be read")
+            return Unused(self.names[draw.source], task, reason, str(error))
+
+    def _make(self, draw: Draw) -> Example:
+        prepared = self._prepare(draw.source, draw.index)
+        row, mixture = prepared.row, self.tasks[draw.source]
+        tasks = [row.task or mixture.task(draw.number, turn, self.seed) for turn in range(len(row.turns))]
+        example = self.maker.make(draw.number, prepared, tasks, self.names[draw.source])
+        if len(example.columns) <= self.packing.length:
+            return example
+        raise TooLong(
+            f"{example.where} takes {len(example.columns)} columns as {'+'.join(tasks)}, a packed row holds "
+            f"{self.packing.length}: raise packing.length, or set packing.too_long to skip",
+            tasks[0],
+        )
+
+    def _prepare(self, source: int, index: int) -> Prepared:
+        origin = self.mixture.sources[source]
+        if not origin.repeats:
+            return Prepared(origin.row(index))
+        where = (source, origin.identity(index))
+        if where not in self._kept:
+            self._kept[where] = Prepared(origin.row(index), where)
+            if len(self._kept) > self._keep:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(where)
+        return self._kept[where]

@@ -1,0 +1,126 @@
+"""What codes of a codec must be, known without its weights.
+
+Dimensions: A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni.codec.registry import codec_names, load_codec
+from omni.errors import UserError
+from train.data.readers.codes import CODECS
+from train.data.rows.row import CODE_ORDERS, Codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from omni.codec.base import AudioCodec
+
+
+@dataclass(frozen=True)
+class CodecFacts:
+    """Codes of each stream, and frames a second (None where a frame has no fixed length)."""
+
+    sizes: tuple[int, ...]
+    frame_rate: float | None
+
+
+KNOWN: dict[str, CodecFacts] = {
+    **{name: CodecFacts((kind.size,) * kind.streams, kind.rate) for name, kind in CODECS.items()},
+    "codec2": CodecFacts((512, 512, 16, 64), 25.0),
+    **{f"mimi-{streams}": CodecFacts((2048,) * streams, 12.5) for streams in (16, 32)},
+}
+"""Codecs by name: those that readers know, and those that models speak."""
+
+
+class BadCodes(ValueError):
+    """Codes that no model could use; `kind` says why: `codes_order`, `codes_shape` or `codes_range`."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Codecs:
+    """Facts of codecs, and the codecs themselves where their weights are given.
+
+    Args:
+        folder: weights of the codec that the data is of; None to go by `KNOWN`. Codecs that are not theirs go by it, too.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._loaded: dict[str, AudioCodec] = {}
+        self._foreign: dict[str, bool] = {}
+
+    def load(self, name: str) -> AudioCodec:
+        """The codec; UserError where it is unknown or its weights do not fit."""
+        if name not in self._loaded:
+            self._loaded[name] = load_codec(name, None if name == "codec2" else self.folder)
+        return self._loaded[name]
+
+    def facts(self, name: str) -> CodecFacts | None:
+        """Facts of a codec; None for one that is not known. UserError where the weights are of no codec at all."""
+        if self.folder is None or name == "codec2" or self.foreign(name):
+            return KNOWN.get(name)
+        codec = self.load(name)
+        return CodecFacts(tuple(codec.codebook_sizes), codec.frame_rate)
+
+    def foreign(self, name: str) -> bool:
+        """Whether a codec can never be loaded here: there is none of that name, or the weights are another's."""
+        if name not in self._foreign:
+            self._foreign[name] = name not in codec_names() or self._of_another(name)
+        return self._foreign[name]
+
+    def _of_another(self, name: str) -> bool:
+        if self.folder is None or name == "codec2" or self._fits(name):
+            return False
+        return any(self._fits(other) for other in codec_names() if other not in (name, "codec2"))
+
+    def _fits(self, name: str) -> bool:
+        try:
+            self.load(name)
+        except UserError:
+            return False
+        return True
+
+    def seconds(self, codes: Codes) -> float | None:
+        """How long codes last; None where nobody knows."""
+        facts = self.facts(codes.codec)
+        if facts is None or facts.frame_rate is None or codes.frames.ndim != 2:
+            return None
+        return codes.frames.shape[1] / facts.frame_rate
+
+    def streams(self, codes: Codes) -> Tensor:
+        """Frames [A, F] in the model's order of streams; `BadCodes` where they do not fit their codec."""
+        import torch
+
+        frames = codes.frames
+        if codes.order != "streams":
+            orders = CODE_ORDERS.get(codes.codec, {})
+            if codes.order not in orders:
+                known = ", ".join(["streams", *orders])
+                raise BadCodes("codes_order", f"order {codes.order!r} is unknown for {codes.codec}; known: {known}")
+        facts = self.facts(codes.codec)
+        if frames.ndim != 2 or frames.shape[1] == 0:
+            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)} hold no frames: drop them or encode anew")
+        if facts is not None and frames.shape[0] != len(facts.sizes):
+            wanted = f"{codes.codec} has {len(facts.sizes)} streams"
+            other = " (transposed?)" if frames.shape[1] == len(facts.sizes) else ""
+            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)}, but {wanted}{other}: encode anew")
+        if codes.order != "streams":
+            frames = frames[list(CODE_ORDERS[codes.codec][codes.order])]
+        if facts is not None:
+            sizes = torch.tensor(facts.sizes)[:, None]
+            bad = (frames < 0) | (frames >= sizes)
+            if bool(bad.any()):
+                frame, stream = bad.t().nonzero()[0].tolist()
+                raise BadCodes(
+                    "codes_range",
+                    f"code {int(frames[stream, frame])} of stream {stream}, frame {frame}, is not in {codes.codec}'s 0 to "
+                    f"{facts.sizes[stream] - 1} ({int(bad.sum())} such codes): special ids, an offset, or another order",
+                )
+        return frames

@@ -1,0 +1,173 @@
+"""The work of one process: a block of the source's items to a table of rows, and the list of those that were broken."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omni.codec.registry import load_codec
+from omni.errors import UserError
+from train.data.prepare.config import PrepareConfig
+from train.data.prepare.rows import RowMaker
+from train.data.prepare.tally import Tally
+from train.data.readers import Broken, Source
+from train.data.rows.row import Row
+from train.data.tts.voices import make_voice
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from omni.codec.base import AudioCodec
+
+BLOCK = 32
+"""Items of a block. Shards end between blocks, so another number makes other shards."""
+
+Tick = Callable[[int, float], None]
+"""Told now and then how many further items are done, and how many seconds of sound they hold."""
+
+_TICK_SECONDS = 0.5
+_BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)  # a UserError is a ValueError
+_FATAL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+@dataclass(frozen=True)
+class BrokenItem:
+    """An item that made no row: its number in the source, its file and row, and why."""
+
+    item: int
+    where: str
+    why: str
+
+    @classmethod
+    def of(cls, item: int, where: str, why: str) -> BrokenItem:
+        """With what no file can keep, such as half a character of a file's name, written as it is in Python."""
+        return cls(item, *(part.encode("utf-8", "backslashreplace").decode() for part in (where, why)))
+
+
+class _Made(NamedTuple):
+    """An item that made a row, and what was done for it."""
+
+    item: int
+    where: str
+    plain: dict[str, Any]
+    done: Tally
+
+
+@dataclass
+class Block:
+    """What became of items `start` to `stop`: rows as an Arrow stream, and the rest."""
+
+    start: int
+    stop: int
+    stream: bytes = b""
+    tally: Tally = field(default_factory=Tally)
+    broken: list[BrokenItem] = field(default_factory=list)
+
+    def table(self) -> pa.Table:
+        """The rows, in memory shared with `stream`."""
+        import pyarrow as pa
+
+        with pa.ipc.open_stream(self.stream) as reader:
+            return reader.read_all()
+
+
+class BlockMaker:
+    """Makes blocks of a source; a process has one, with a codec and voices of its own.
+
+    `schema` is that of the rows, handed over because finding it out takes `datasets`, a second to import; `codec` that of the
+    configuration, where it has been loaded already.
+    """
+
+    def __init__(
+        self, source: Source, config: PrepareConfig, schema: pa.Schema, codec: AudioCodec | None = None
+    ) -> None:  # fmt: skip
+        import torch
+
+        torch.set_num_threads(config.threads)
+        codec = codec or codec_of(config)
+        specs = {"question": config.voice, "answer": config.answering}
+        self.source = source
+        self.maker = RowMaker(config, codec, {side: make_voice(specs[side]) for side in config.sides})
+        self.schema = schema
+
+    def make(self, start: int, stop: int, tick: Tick) -> Block:
+        """Items `start` to `stop`; UserError where the source cannot be read at all."""
+        block, made = Block(start, stop), list[_Made]()
+        told, since, seconds = start, time.monotonic(), 0.0
+        for index, item in zip(range(start, stop), self._items(start, stop), strict=True):
+            if isinstance(item, Broken):
+                block.broken.append(BrokenItem.of(index, item.where, item.why))
+            else:
+                try:
+                    plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
+                except _BAD as error:
+                    if isinstance(error, OSError) and error.errno in _FATAL:
+                        raise
+                    block.broken.append(BrokenItem.of(index, item.where, _one_line(error)))
+                else:
+                    made.append(_Made(index, item.where, plain, done))
+                    seconds += done.seconds
+            now = time.monotonic()
+            if now - since >= _TICK_SECONDS:
+                tick(index + 1 - told, seconds)
+                told, since, seconds = index + 1, now, 0.0
+        self._store(block, made)
+        tick(stop - told, seconds)
+        return block
+
+    def _store(self, block: Block, made: list[_Made]) -> None:
+        """Put rows into a block; those of a value that a column cannot hold join its broken items."""
+        import pyarrow as pa
+
+        try:
+            table = self._table(made)
+        except _BAD:
+            made = [one for one in made if self._fits(one, block)]
+            block.broken.sort(key=lambda broken: broken.item)
+            table = self._table(made)
+        for one in made:
+            block.tally.add(one.done)
+        block.tally.items = block.stop - block.start
+        block.tally.broken = len(block.broken)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.schema) as writer:
+            writer.write_table(table)
+        block.stream = sink.getvalue().to_pybytes()
+
+    def _table(self, made: Iterable[_Made]) -> pa.Table:
+        import pyarrow as pa
+
+        return pa.Table.from_pylist([one.plain for one in made], schema=self.schema)
+
+    def _fits(self, one: _Made, block: Block) -> bool:
+        """Whether the columns can hold a row; if not, it is noted as broken."""
+        try:
+            self._table([one])
+        except _BAD as error:
+            why = f"holds a value that cannot be stored ({_one_line(error)}): mend or drop it"
+            block.broken.append(BrokenItem.of(one.item, one.where, why))
+            return False
+        return True
+
+    def _items(self, start: int, stop: int) -> Iterator[Row | Broken]:
+        count = 0
+        for count, item in enumerate(self.source.iterate(start, stop), 1):  # noqa: B007  (used after the loop)
+            yield item
+        if count != stop - start:
+            raise UserError(
+                f"the source ends at item {start + count} and had {len(self.source)}: it has changed while it was read; "
+                "remove what is half made and start anew"
+            )
+
+
+def codec_of(config: PrepareConfig) -> AudioCodec | None:
+    """The codec that answers are encoded by; UserError where it cannot be had."""
+    return load_codec(config.codec, config.codec_folder or None, config.device) if config.codec else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

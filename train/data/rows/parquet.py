@@ -1,0 +1,308 @@
+"""Rows in Parquet files: written beside and renamed, read by index.
+
+A file is read where it is, a row group at a time, so that the first row of any data is there at once; this wants small groups,
+which `write_rows` and `data prepare` make. A file of large groups is read through Hugging Face `datasets`, which keeps an Arrow
+copy of it in its cache folder (`HF_HOME`) and maps that into memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import itertools
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni.errors import UserError
+from omni.remote import check_there
+from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+
+ROW_GROUP = 16
+"""Rows of a group: to read one row, its group is decoded."""
+
+LARGE_ROWS, LARGE_BYTES = 64, 32 << 20
+"""A group beyond these is too large to be decoded for one row: the file is copied to Arrow."""
+
+KEPT_FILES, KEPT_GROUPS = 16, 4
+"""What a process keeps of a stored source: open files, and the groups it read last."""
+
+KEPT_CHUNKS = 600_000
+"""Column chunks whose metadata is kept of a stored source, a kilobyte each: those of 450,000 rows in groups of 16. They are
+read anyway where the source is opened, and rows in shuffled order come from ever other files: to read a file's metadata again
+takes several times as long as to read a row. Forked workers share them."""
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = ROW_GROUP) -> int:
+    """Write rows to a Parquet file, in groups of `row_group`; returns how many.
+
+    The file appears when it is whole: until then it grows under another name in the same folder, and an error removes it.
+
+    Raises:
+        UserError: a row that breaks the format or whose reference leaves the folder (with its number), or no space left.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from train.data.rows.row import inside
+
+    target = Path(path)
+    schema = features().arrow_schema
+    count = 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    try:
+        with pq.ParquetWriter(name, schema, write_page_checksum=True) as writer:
+            iterator = iter(rows)
+            while group := list(itertools.islice(iterator, row_group)):
+                plain = []
+                for row in group:
+                    try:
+                        plain.append(to_plain(row))
+                        for turn in plain[-1]["turns"]:
+                            for sound in (turn["question_audio"], turn["answer_audio"]):
+                                if sound and not sound["bytes"]:
+                                    inside(target.parent, sound["path"] or "")
+                    except UserError as error:
+                        raise UserError(f"{target} row {count}: {error}") from error
+                    count += 1
+                writer.write_table(pa.Table.from_pylist(plain, schema=schema))
+        os.replace(name, target)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"no space left to write {target}: free some, or write elsewhere") from error
+        raise
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return count
+
+
+def files_of(path: str | os.PathLike[str]) -> list[Path]:
+    """The Parquet file at `path`, or those of the folder there by name; UserError where there is none. None is opened."""
+    place = Path(path)
+    files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"data folder {path} holds no .parquet file: prepare the data first")
+    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
+    check_there(files[0], "data", otherwise, Path.is_file)
+    return files
+
+
+class StoredRows:
+    """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
+
+    Args:
+        path: the file or folder.
+        cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
+
+    Raises:
+        UserError: nothing there, a file that is no Parquet or of another format, or no rows.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
+        self.path = Path(path)
+        self.files = files_of(path)
+        self._metadata: dict[int, pq.FileMetaData] = {}
+        self._chunks = 0
+        counts, absent, large = [], [], False
+        for number, file in enumerate(self.files):
+            metadata, schema = look(file)
+            counts.append(metadata.num_rows)
+            absent.append({name for name in OPTIONAL if name not in schema.names})
+            large = large or _large(metadata)
+            self._keep(number, metadata)
+        self._ends = list(itertools.accumulate(counts))
+        if not self._ends[-1]:
+            raise UserError(f"data {path} has no rows: prepare the data again")
+        self._copied = _open(self.files, absent, cache) if large else None
+        if large:
+            self._metadata = {}
+        self._begin()
+
+    def _keep(self, number: int, metadata: pq.FileMetaData) -> None:
+        """Keep a file's metadata while there is room."""
+        chunks = metadata.num_row_groups * metadata.num_columns
+        if number not in self._metadata and self._chunks + chunks <= KEPT_CHUNKS:
+            self._metadata[number] = metadata
+            self._chunks += chunks
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._open_files: OrderedDict[int, _GroupedFile] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open_files": OrderedDict(), "_metadata": {}, "_chunks": 0}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Number of the file, and of the row in it."""
+        file = bisect.bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
+
+    def where(self, index: int) -> str:
+        """File and row number within it, for errors."""
+        file, row = self._place(index)
+        return f"{self.files[file]} row {row}"
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`; UserError where it breaks the format, or cannot be read."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return from_plain(self._plain(index), folder, self.where(index))
+
+    def _plain(self, index: int) -> dict[str, Any]:
+        if self._copied is not None:
+            return self._copied[index]
+        if self._process != os.getpid():  # after a fork: open files are not shared
+            self._begin()
+        number, row = self._place(index)
+        if number not in self._open_files:
+            self._open_files[number] = _GroupedFile(self.files[number], self._metadata.get(number))
+            self._keep(number, self._open_files[number].metadata)
+            if len(self._open_files) > KEPT_FILES:
+                self._open_files.popitem(last=False)
+        self._open_files.move_to_end(number)
+        return self._open_files[number].row(row)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+
+class _GroupedFile:
+    """An open Parquet file; `row` decodes the group that the row is in. `metadata` is the file's, where it has been read."""
+
+    def __init__(self, file: Path, metadata: pq.FileMetaData | None = None) -> None:
+        import pyarrow.parquet as pq
+
+        self.file = file
+        with _readable(file):
+            self.parquet = pq.ParquetFile(
+                str(file), metadata=metadata, memory_map=True, pre_buffer=False, page_checksum_verification=True
+            )
+            self.metadata = self.parquet.metadata
+        present = self.parquet.schema_arrow.names
+        self.names = [name for name in features() if name in present]
+        counts = (self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups))
+        self.ends = list(itertools.accumulate(counts))
+        self.groups: OrderedDict[int, Any] = OrderedDict()
+
+    def row(self, row: int) -> dict[str, Any]:
+        group = bisect.bisect_right(self.ends, row)
+        if group not in self.groups:
+            with _readable(self.file, f" (rows {self.ends[group - 1] if group else 0} to {self.ends[group] - 1})"):
+                self.groups[group] = self.parquet.read_row_group(group, columns=self.names, use_threads=False)
+            if len(self.groups) > KEPT_GROUPS:
+                self.groups.popitem(last=False)
+        return self.groups[group].slice(row - (self.ends[group - 1] if group else 0), 1).to_pylist()[0]
+
+
+@contextmanager
+def _readable(file: Path, part: str = "") -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data file {file}{part} cannot be read ({_one_line(error)}): prepare it again") from error
+
+
+def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
+    """The metadata of a file, and its columns, which are checked."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(file)
+        schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data file {file} is not a whole Parquet file ({_one_line(error)}): prepare it again") from error
+    wanted = features().arrow_schema
+    for field in wanted:
+        if field.name not in schema.names and field.name in OPTIONAL:
+            continue
+        if field.name not in schema.names:
+            raise UserError(
+                f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
+            )
+        found = schema.field(field.name).type
+        if found != field.type:
+            raise UserError(
+                f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
+                "convert them first"
+            )
+    return metadata, schema
+
+
+def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
+    """The first rows of a group, as plain data, without reading all of it; UserError where they cannot be read."""
+    import pyarrow.parquet as pq
+
+    with _readable(file):
+        batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
+        batch = next(batches, None)  # none of a group without rows
+        return [] if batch is None else batch.to_pylist()
+
+
+def _large(metadata: pq.FileMetaData) -> bool:
+    """Whether a file's groups are too large to be read for one row."""
+    groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, 4)))
+    return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
+
+
+def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
+    """The files copied to Arrow; `absent` are the columns that each of them lacks, which must be the same ones."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    columns = features()
+    for name in set().union(*absent):
+        if any(name not in one for one in absent):
+            raise UserError(f"only some files of {files[0].parent} have a column {name!r}: prepare them again")
+        del columns[name]
+    try:
+        with _quiet():
+            return datasets.Dataset.from_parquet(
+                [str(file) for file in files],
+                features=columns,
+                columns=list(columns),
+                cache_dir=None if cache is None else str(cache),
+            )
+    except (DatasetGenerationError, OSError) as error:
+        raise UserError(
+            f"the Arrow copy of {files[0]} cannot be made ({_one_line(error.__cause__ or error)}): free some space or name "
+            "another folder as data.cache; if the file is damaged, prepare it again"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of `datasets` while preparing: standard error belongs to the run."""
+    import datasets
+
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,296 @@
+"""The row of stored data, version 2: one conversation, whatever task it will be used for.
+
+    version    int32     2
+    id         string    any name, for people
+    source     string    where it is from
+    language   string    BCP 47, such as "en"
+    speaker    string    who asks
+    task       string    a task that all turns are meant for, "" to leave it to the mixture
+    system     string    what the conversation's system message says, "" for none; files without the column have none
+    turns      list of
+        question_text   string
+        question_audio  {bytes, path}
+                            bytes   FLAC, or any other file that soundfile reads
+                            path    instead of bytes: relative to the folder of the Parquet file
+        answer_text     string
+        answer_audio    {bytes, path}
+        answer_codes    {codec, order, frames}
+                            codec   name of an audio codec: codec2, snac, ...
+                            order   `streams`: as the codec's streams stand in the model (SNAC: c0 c1 c2 c2 c1 c2 c2);
+                                    `levels`: SNAC's levels one after another (c0 | c1 c1 | c2 c2 c2 c2)
+                            frames  [streams][frames] int32
+        words           list of {text, start, end, who}: when which word is said, in seconds from the start of the sound
+                            that it is in: `who` is "user" (question_audio) or "model" (answer_audio)
+        question_start, answer_start
+                            where the two sounds stood in a longer recording, in seconds
+
+A turn holds what it has; the rest is empty ("" or null). Which parts a task needs is checked when the row is used.
+Version 1 had no `words` and no starts.
+Dimensions: S samples, A audio streams, F frames.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omni.audio.io import read_audio, resample
+from omni.errors import UserError
+from omni.remote import refuse_remote
+from omni.tasks import Task
+
+if TYPE_CHECKING:
+    import datasets
+    from torch import Tensor
+
+    from omni.codec.base import AudioCodec
+
+ROW_VERSION = 2
+
+OPTIONAL = ("system",)
+"""Columns that files of this version may lack: they were written before."""
+
+CODE_ORDERS: dict[str, dict[str, tuple[int, ...]]] = {"snac": {"levels": (0, 1, 3, 4, 2, 5, 6)}}
+"""Orders of the streams besides `streams`, by codec: which stored stream stands at each place of the model's order."""
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A recording: `samples` [S] at `sample_rate` in memory, encoded `data` (FLAC, WAV, ...), or a `path` below `folder`."""
+
+    samples: Tensor | None = None
+    sample_rate: int = 0
+    data: bytes | None = None
+    path: str | None = None
+    folder: Path | None = None
+
+    def load(self, sample_rate: int) -> Tensor:
+        """Mono samples [S] (float32) at `sample_rate`; UserError where the file is none, or lies outside its folder."""
+        if self.samples is not None:
+            return resample(self.samples, self.sample_rate, sample_rate)
+        if self.data:
+            return read_audio(io.BytesIO(self.data), sample_rate)
+        return read_audio(inside(self.folder, self.path or ""), sample_rate)
+
+    def plain(self) -> dict[str, Any]:
+        """As it is stored: samples become FLAC of 16 bits."""
+        import soundfile
+
+        if self.samples is not None:
+            buffer = io.BytesIO()
+            samples = self.samples.clamp(-1, 1).numpy()
+            soundfile.write(buffer, samples, self.sample_rate, format="FLAC", subtype="PCM_16")
+            return {"bytes": buffer.getvalue(), "path": None}
+        return {"bytes": self.data, "path": self.path}
+
+
+def inside(folder: Path | None, path: str) -> Path:
+    """The file at a relative `path`, which must lie in `folder` (UserError otherwise).
+
+    So must what a link leads to; but files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository.
+    """
+    if folder is None:
+        raise UserError(f"audio {path!r} is a reference, but there is no folder that it belongs to")
+    refuse_remote(path, "audio", folder)
+    root, parts = folder.resolve(), Path(path).parts
+    full = (root / path).resolve()
+    if not Path(path).is_absolute():
+        if full.is_relative_to(root):
+            return full
+        if ".." not in parts and full.parent == _blobs(root):
+            return root / path  # the name that people know it by
+        for count in range(1, len(parts) + 1):
+            place = root.joinpath(*parts[:count])
+            if not place.resolve().is_relative_to(root) and place.is_symlink():
+                raise UserError(
+                    f"audio {path!r} leaves the data's folder {folder}: {'/'.join(parts[:count])!r} in it is a link to "
+                    f"{place.resolve()}; put there what the link leads to (cp -rL, or mount --bind)"
+                )
+    raise UserError(f"audio {path!r} leaves the data's folder {folder}: name a file inside it, by its relative path")
+
+
+def _blobs(folder: Path) -> Path | None:
+    """Where the files of a Hugging Face cache's snapshot (`datasets--x--y/snapshots/REVISION`) stand; None of other folders."""
+    for place in (folder, *folder.parents):
+        repository = place.parent.parent
+        if place.parent.name == "snapshots" and repository.name.startswith(("datasets--", "models--", "spaces--")):
+            return repository / "blobs"
+    return None
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Frames [A, F] of a codec, and the order their streams are stored in."""
+
+    codec: str
+    frames: Tensor
+    order: str = "streams"
+
+    def for_codec(self, codec: AudioCodec) -> Tensor:
+        """Frames [A, F] (int64) in the model's order; UserError for another codec or an unknown order."""
+        import torch
+
+        if self.codec != codec.name:
+            raise UserError(
+                f"its answer_codes are of the codec {self.codec!r}, the model speaks {codec.name!r}: prepare the data again "
+                f"with --codec {codec.name}, and --speak answer where there is no sound of the answers"
+            )
+        frames = self.frames.to(torch.long)
+        if self.order != "streams":
+            orders = CODE_ORDERS.get(codec.name, {})
+            if self.order not in orders:
+                known = ", ".join(["streams", *orders])
+                raise UserError(f"order {self.order!r} of its answer_codes is unknown for {codec.name}; known: {known}")
+            if frames.ndim == 2 and frames.shape[0] == len(orders[self.order]):
+                frames = frames[list(orders[self.order])]
+        return codec.check(frames)
+
+
+class Word(NamedTuple):
+    """A word and when it is said: seconds from the start of the sound that it is in; `who` is "user" or "model"."""
+
+    text: str
+    start: float
+    end: float
+    who: str
+
+
+@dataclass(frozen=True)
+class RowTurn:
+    """One question and its answer, in every form there is.
+
+    Attributes:
+        words: what is said when, where that is known.
+        question_start, answer_start: seconds at which the two sounds stood in the recording that they are cut from, so that
+            pauses and overlaps can be had back.
+    """
+
+    question_text: str = ""
+    question_audio: Sound | None = None
+    answer_text: str = ""
+    answer_audio: Sound | None = None
+    answer_codes: Codes | None = None
+    words: tuple[Word, ...] = ()
+    question_start: float = 0.0
+    answer_start: float = 0.0
+
+    def lacks(self, task: Task) -> str | None:
+        """Which field is missing for that task, None where nothing is."""
+        if task.question == "audio" and self.question_audio is None:
+            return "question_audio"
+        if (task.question == "text" or task.marker == "asr") and not self.question_text.strip():
+            return "question_text"
+        if task.text and task.marker != "asr" and not self.answer_text.strip():
+            return "answer_text"
+        if task.audio and self.answer_codes is None and self.answer_audio is None:
+            return "answer_codes (or answer_audio)"
+        return None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation, and the system message before it. `where` says where it stands, for errors; it is not stored."""
+
+    turns: tuple[RowTurn, ...]
+    id: str = ""
+    source: str = ""
+    language: str = "en"
+    speaker: str = ""
+    task: str = ""
+    version: int = ROW_VERSION
+    where: str = "row"
+    system: str = ""
+
+
+def features() -> datasets.Features:
+    """The columns as `datasets` knows them. Audio is kept as stored: it is decoded when used."""
+    from datasets import Audio, Features, List, Value
+
+    text, audio = Value("string"), Audio(decode=False)
+    codes = {"codec": text, "order": text, "frames": List(List(Value("int32")))}
+    turn = {
+        "question_text": text,
+        "question_audio": audio,
+        "answer_text": text,
+        "answer_audio": audio,
+        "answer_codes": codes,
+        "words": List({"text": text, "start": Value("float32"), "end": Value("float32"), "who": text}),
+        "question_start": Value("float32"),
+        "answer_start": Value("float32"),
+    }
+    names = ("id", "source", "language", "speaker", "task")
+    return Features({"version": Value("int32"), **{name: text for name in names}, "turns": List(turn), "system": text})
+
+
+def to_plain(row: Row) -> dict[str, Any]:
+    """A row as the plain data that is stored. UserError for a row without turns or of another version."""
+    check(row)
+    out: dict[str, Any] = {name: getattr(row, name) for name in ("version", "id", "source", "language", "speaker", "task")}
+    out["turns"] = [
+        {
+            "question_text": turn.question_text,
+            "question_audio": turn.question_audio.plain() if turn.question_audio else None,
+            "answer_text": turn.answer_text,
+            "answer_audio": turn.answer_audio.plain() if turn.answer_audio else None,
+            "answer_codes": _plain_codes(turn.answer_codes),
+            "words": [word._asdict() for word in turn.words],
+            "question_start": turn.question_start,
+            "answer_start": turn.answer_start,
+        }
+        for turn in row.turns
+    ]
+    out["system"] = row.system
+    return out
+
+
+def from_plain(data: Mapping[str, Any], folder: Path, where: str) -> Row:
+    """A stored row; `folder` is where its references start. UserError for another version or a row without turns."""
+    turns = tuple(
+        RowTurn(
+            question_text=turn["question_text"] or "",
+            question_audio=_sound(turn["question_audio"], folder),
+            answer_text=turn["answer_text"] or "",
+            answer_audio=_sound(turn["answer_audio"], folder),
+            answer_codes=_codes(turn["answer_codes"]),
+            words=tuple(Word(**word) for word in turn["words"] or ()),
+            question_start=turn["question_start"] or 0.0,
+            answer_start=turn["answer_start"] or 0.0,
+        )
+        for turn in data["turns"] or ()
+    )
+    names = ("id", "source", "language", "speaker", "task")
+    system = data.get("system") or ""
+    row = Row(turns, version=data["version"], where=where, system=system, **{name: data[name] or "" for name in names})
+    check(row)
+    return row
+
+
+def check(row: Row) -> None:
+    """Refuse a row of another version, or one without turns."""
+    if row.version != ROW_VERSION:
+        raise UserError(f"{row.where} is of version {row.version}; this is version {ROW_VERSION}: prepare the data again")
+    if not row.turns:
+        raise UserError(f"{row.where} has no turns: a row needs at least one question and answer; drop it")
+
+
+def _plain_codes(codes: Codes | None) -> dict[str, Any] | None:
+    if codes is None:
+        return None
+    return {"codec": codes.codec, "order": codes.order, "frames": codes.frames.tolist()}
+
+
+def _sound(stored: Mapping[str, Any] | None, folder: Path) -> Sound | None:
+    if not stored or not (stored["bytes"] or stored["path"]):
+        return None
+    return Sound(data=stored["bytes"], path=stored["path"], folder=folder)
+
+
+def _codes(stored: Mapping[str, Any] | None) -> Codes | None:
+    import torch
+
+    if not stored or stored["frames"] is None or not stored["codec"]:
+        return None
+    return Codes(stored["codec"], torch.tensor(stored["frames"]), stored["order"] or "streams")

@@ -1,0 +1,56 @@
+"""Some rows of stored data, and what they lack for the tasks that a source is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from omni.errors import UserError
+from omni.tasks import find_task
+from train.data.rows.parquet import files_of, first_rows, look
+from train.data.rows.row import Row, from_plain
+
+FILES, GROUPS, ROWS = 5, 5, 20
+"""Files that are looked at, row groups of each, and about so many rows of each file."""
+
+
+def sample_rows(path: str) -> list[Row]:
+    """The first rows of evenly spaced groups of evenly spaced files, without those that cannot be read.
+
+    Raises:
+        UserError: there is no such file, or one of another format.
+    """
+    rows: list[Row] = []
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    files = files_of(path)
+    for file in (files[i] for i in evenly(len(files), FILES)):
+        groups = evenly(look(file)[0].num_row_groups, GROUPS)
+        for group in groups:
+            with suppress(UserError):
+                for plain in first_rows(file, group, -(-ROWS // len(groups))):
+                    with suppress(UserError):
+                        rows.append(from_plain(plain, folder, str(file)))
+    return rows
+
+
+def evenly(size: int, count: int) -> list[int]:
+    """Indices of `count` of `size` things, evenly spaced and ascending; of all where there are fewer."""
+    count = min(count, size)
+    return [i * size // count for i in range(count)]
+
+
+def missing_parts(rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]]) -> dict[str, dict[str, int]]:
+    """For each task that the mixtures give a weight: parts that it needs, and how many rows have a turn without them.
+
+    A row that names its own task is looked at for that one only.
+    """
+    tasks = {find_task(name).name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
+    out: dict[str, dict[str, int]] = {}
+    for row in rows:
+        for name in [row.task] if row.task else sorted(tasks):
+            missing = {turn.lacks(find_task(name)) for turn in row.turns} - {None}
+            for part in missing:
+                of = out.setdefault(find_task(name).name, {})
+                of[str(part)] = of.get(str(part), 0) + 1
+    return out

@@ -1,0 +1,75 @@
+"""Sources of rows: stored ones and made ones, behind one small contract."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from typing import Protocol
+
+from omni.errors import UserError
+from train.data.rows.parquet import StoredRows
+from train.data.rows.row import Row
+
+
+class Source(Protocol):
+    """Rows by number. `row(index)` is a pure function of the index, so that any draw can be made again.
+
+    Attributes:
+        name: for logs and errors.
+        size: number of rows, None for an endless source.
+        repeats: rows come back so soon that what was computed of them is worth keeping.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None: ...
+
+    @property
+    def repeats(self) -> bool: ...
+
+    def identity(self, index: int) -> int:
+        """A number that two draws share only where their rows are equal."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """Row `index`; UserError naming it where it is broken."""
+        ...
+
+
+class StoredSource:
+    """The rows of Parquet files, see `StoredRows`.
+
+    Args:
+        held_out: leave out so many rows, evenly spaced: the first of as many equal parts. `kept_back` names them.
+
+    Raises:
+        UserError: no row would be left; see also `StoredRows`.
+    """
+
+    repeats = False
+
+    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None, held_out: int = 0) -> None:
+        self.rows = StoredRows(path, cache)
+        self.name = str(path)
+        if held_out >= len(self.rows):
+            raise UserError(f"held_out is {held_out}, but {path} has {len(self.rows)} rows: hold out fewer, none would be left")
+        self._held_out = range(held_out)
+        self.size = len(self.rows) - held_out
+
+    def identity(self, index: int) -> int:
+        return index
+
+    def row(self, index: int) -> Row:
+        # Held-out row k stands at place(k), before it place(k) - k others: pass by all that stand before the row.
+        return self.rows[index + bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)]
+
+    def kept_back(self, count: int) -> list[int]:
+        """Numbers of `count` of the rows that are left out, evenly spaced, or of all where there are fewer."""
+        held = self._held_out
+        asked = min(count, len(held))
+        return [self._place(held[k * len(held) // asked]) for k in range(asked)]
+
+    def _place(self, k: int) -> int:
+        return k * len(self.rows) // len(self._held_out)

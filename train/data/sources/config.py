@@ -1,0 +1,241 @@
+"""What the sources of spoken digits are told; `spoken_digits` and `recorded_digits` beside make their rows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from omni.errors import UserError
+from train.data.tts.espeak import SAMPLE_RATE
+from train.data.tts.voices import check_spec
+
+NUMBERS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+RATE = 16000
+"""Sample rate of the questions."""
+_ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp")
+_VARIANTS = ("f1", "f3", "f5", "m1", "m2", "m4", "m5", "m6", "m8")
+_RARE_VARIANTS = (
+    *("Alex", "Alicia", "Andrea", "Andy", "Annie", "Denis", "Gene", "Gene2", "Jacky", "Lee"),
+    *("Michael", "Mike", "Reed", "Storm", "adam", "anika", "announcer", "antonio", "aunty", "belinda"),
+    *("benjamin", "boris", "caleb", "david", "ed", "edward", "grandma", "grandpa", "ian", "iven"),
+    *("iven2", "john", "klatt", "klatt2", "klatt3", "linda", "max", "norbert", "pablo", "paul"),
+    *("quincy", "rob", "robert", "shelby", "steph", "steph2", "travis", "victor", "zac"),
+)
+_HELD_OUT = (
+    *("en-us+f2", "en-us+m3", "en-us+f4", "en-gb+m7", "en-gb+f4", "en-gb+m3"),
+    *("en-gb-scotland+f4", "en-gb-scotland+m3"),
+)
+
+
+@dataclass(frozen=True)
+class SpokenDigitsConfig:
+    """What is asked, by whom, and how it is answered.
+
+    Attributes:
+        arithmetic: share of questions that calculate; the others read digits back.
+        lengths: weights of digit strings of one, two, three, ... digits.
+        arithmetic_phrases, digit_phrases: how it is asked; `{}` stands for "one plus two", or for the digits.
+        accents, variants: training voices are all pairs of them (`en-us+f1`).
+        rare_variants, rare: further variants, and the share of questions they ask.
+        held_out: voices for evaluation; none of their variants may be one of training.
+        rate: words per minute, from and to; drawn evenly, as the next three.
+        pitch, pitch_range: espeak-ng's settings, 0 to 100.
+        examined: the source has questions for validation, in the voices of `held_out`.
+        silence: seconds before and after the question.
+        question_rate: samples per second that questions are recorded at: 8000 takes away what a telephone does.
+        peak: largest amplitude of a question.
+        answer_text: the answer is written in `words` ("minus two") or `digits` ("-2").
+        answer_speech: the answer's `words` are spoken one by one and joined, or the `phrase` is spoken as a whole.
+        answer_voice, answer_rate, answer_pitch: the one voice that answers.
+        turns: weights of conversations of one, two, ... questions.
+        follow_ups: share of a conversation's questions, other than the first, that refer to the turn before: half ask
+            for twice its result where it has one (from -9 to 18; "twice five is ten"), the others for the same answer again.
+        twice_phrases, again_phrases: how that is asked.
+        reuse: how often an utterance is drawn; each time it is augmented again.
+        reuse_distance: draws from one use to the next.
+    """
+
+    arithmetic: float = 0.5
+    lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
+    arithmetic_phrases: tuple[str, ...] = ("what is {}", "what is {}", "how much is {}", "tell me {}", "{}")
+    digit_phrases: tuple[str, ...] = ("say {}", "say {}", "repeat {}", "read back {}", "please say {}")
+    accents: tuple[str, ...] = _ACCENTS
+    variants: tuple[str, ...] = _VARIANTS
+    rare_variants: tuple[str, ...] = _RARE_VARIANTS
+    rare: float = 0.5
+    held_out: tuple[str, ...] = _HELD_OUT
+    examined: bool = True
+    question_rate: int = RATE
+    rate: tuple[int, int] = (130, 200)
+    pitch: tuple[int, int] = (25, 75)
+    pitch_range: tuple[int, int] = (25, 75)
+    silence: tuple[float, float] = (0.0, 0.1)
+    peak: float = 0.5
+    answer_text: Literal["words", "digits"] = "words"
+    answer_speech: Literal["words", "phrase"] = "words"
+    answer_voice: str = "en-us+f3"
+    answer_rate: int = 230
+    answer_pitch: int = 50
+    turns: tuple[float, ...] = (1.0,)
+    follow_ups: float = 0.0
+    twice_phrases: tuple[str, ...] = ("and twice that", "and twice that?", "twice that")
+    again_phrases: tuple[str, ...] = ("say it again", "again please")
+    reuse: int = 1
+    reuse_distance: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "turns"):
+            weights = getattr(self, name)
+            if not weights or min(weights) < 0 or sum(weights) <= 0:
+                raise UserError(f"digits.{name} {list(weights)}: give weights of at least 0, one of them above")
+        for name in ("arithmetic", "rare", "follow_ups"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"digits.{name} is {getattr(self, name)}; a share lies between 0 and 1")
+        for name in ("arithmetic_phrases", "digit_phrases"):
+            for phrase in getattr(self, name) or ("",):
+                if phrase.count("{}") != 1:
+                    raise UserError(f"digits.{name}: {phrase!r} must hold {{}} once, where the numbers stand")
+        for name in ("accents", "variants", "held_out", "twice_phrases", "again_phrases"):
+            if not getattr(self, name):
+                raise UserError(f"digits.{name} is empty; name at least one")
+        taught = {*self.variants, *self.rare_variants}
+        for voice in self.held_out:
+            if voice.partition("+")[2] in taught:
+                raise UserError(
+                    f"digits.held_out names {voice!r}, but its variant speaks in training: take it out of one of them"
+                )
+        for name, low in (("rate", 80), ("pitch", 0), ("pitch_range", 0), ("silence", 0)):
+            first, last = getattr(self, name)
+            if not low <= first <= last:
+                raise UserError(f"digits.{name} is {first} to {last}; it goes from at least {low} upwards")
+        if not 0 < self.peak <= 1:
+            raise UserError(f"digits.peak is {self.peak}; it lies above 0 and is at most 1")
+        if self.answer_text not in ("words", "digits"):
+            raise UserError(f"digits.answer_text {self.answer_text!r} is unknown; use 'words' or 'digits'")
+        if self.answer_speech not in ("words", "phrase"):
+            raise UserError(f"digits.answer_speech {self.answer_speech!r} is unknown; use 'words' or 'phrase'")
+        if not 4000 <= self.question_rate <= SAMPLE_RATE:
+            raise UserError(f"digits.question_rate is {self.question_rate}; it lies between 4000 and {SAMPLE_RATE}")
+        if self.reuse < 1 or self.reuse_distance < 1:
+            raise UserError(f"digits.reuse {self.reuse} and reuse_distance {self.reuse_distance} must be at least 1")
+
+
+WORDY = "A1T1"
+"""The task of strings of other words."""
+
+
+@dataclass(frozen=True)
+class RecordedDigitsConfig:
+    """Whose recordings are joined, and how.
+
+    Attributes:
+        folder: where the files `{digit}_{speaker}_{index}.wav` are.
+        held_out: speakers who are kept for evaluation; none of their recordings is trained on.
+        lengths: weights of strings of one, two, three, ... digits.
+        pause: seconds between two digits, from and to.
+        silence: seconds before and after the string.
+        speed: each string is played that much faster, from and to, its pitch with it: other speakers, as it were.
+        level_db: how much louder or softer than the string's mean each digit is, from and to.
+        floor_db: level of the noise under everything, relative to the loudest sample, from and to.
+        trim_db: what is softer than this at a digit's edges, relative to its loudest moment, is cut off; drawn for each digit,
+            from and to; null for nothing. Recordings are cut so, more or less: a "six" may be its vowel alone.
+        voices: share of strings that synthetic voices say, digit by digit, with the settings of `digits`.
+        noise_db: level of a recorder's noise under the digits of a string, white to pink, relative to its loudest sample,
+            from and to; the pauses have none of it. null for none.
+        noisy: share of strings that have it.
+        digit_weights: how often zero, one, ... nine are said in training, relative to one another; none for equally often.
+            Digits that lose most when their edges are cut off ("six", "three", "two") want more examples.
+        english: zero to nine as voices that read English must read them; as they are written where it is empty.
+        accents: zero to nine as espeak-ng's voices of other languages must read them to speak English with an accent, by
+            language: `{es: siro uan tu tri for faif siks seven eit nain}`. Here and in `english`, other pronunciations follow
+            a word after bars: `six|icks|ick|seeks`.
+        otherwise: share of words that are said as one of their other pronunciations.
+        accented: share of the synthetic voices' strings that have such an accent.
+        more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
+            what they read: `en` for English words, or a language of `accents`.
+        voice_folder: keeps what these voices say from run to run: before training begins they say all that they may be asked
+            for and that it lacks. null: they speak when asked, each word once in every process.
+        more: share of strings that they say.
+        words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).
+            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better.
+        wordy: share of the synthetic voices' strings that are of such words.
+    """
+
+    folder: str = ""
+    held_out: tuple[str, ...] = ()
+    lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
+    pause: tuple[float, float] = (0.02, 0.35)
+    silence: tuple[float, float] = (0.02, 0.2)
+    speed: tuple[float, float] = (0.85, 1.2)
+    level_db: tuple[float, float] = (-3.0, 3.0)
+    floor_db: tuple[float, float] = (-70.0, -45.0)
+    trim_db: tuple[float, float] | None = None
+    noise_db: tuple[float, float] | None = None
+    noisy: float = 1.0
+    digit_weights: tuple[float, ...] = ()
+    voices: float = 0.0
+    english: str = ""
+    accents: dict[str, str] = field(default_factory=dict)
+    otherwise: float = 0.0
+    accented: float = 0.0
+    more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    more: float = 0.0
+    voice_folder: str | None = None
+    words: str = ""
+    wordy: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
+            raise UserError(f"recorded.lengths {list(self.lengths)}: give weights of at least 0, one of them above")
+        for name, low in (("pause", 0.0), ("silence", 0.0), ("speed", 0.25), ("level_db", -60.0), ("floor_db", -200.0)):
+            first, last = getattr(self, name)
+            if not low <= first <= last:
+                raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
+        for name in ("trim_db", "noise_db"):
+            limits = getattr(self, name)
+            if limits is not None and not -120 <= limits[0] <= limits[1] <= 0:
+                raise UserError(f"recorded.{name} is {limits[0]} to {limits[1]}; it goes upwards, from -120 to 0")
+        weights = self.digit_weights
+        if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
+            raise UserError(f"recorded.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
+        for name in ("voices", "more", "accented", "otherwise", "noisy", "wordy"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
+        if self.voices + self.more > 1:
+            raise UserError(f"recorded.voices {self.voices} and recorded.more {self.more} are shares of one whole: lower one")
+        if self.more and not any(self.more_voices.values()):
+            raise UserError(f"recorded.more is {self.more}, but recorded.more_voices names no voice: name one or more")
+        if self.accented and not self.accents:
+            raise UserError(f"recorded.accented is {self.accented}, but recorded.accents has no language: give at least one")
+        for word in self.words.split():
+            if "|" in word or not re.search(r"[^\W\d_]", word):
+                raise UserError(f"recorded.words has {word!r}: write words of letters, apart by spaces, without bars")
+        if self.wordy and self.voices + self.more == 0:
+            raise UserError(f"recorded.wordy is {self.wordy}, but synthetic voices say nothing: raise recorded.voices or more")
+        if self.wordy and not self.words.split():
+            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.words has none: write some, apart by spaces")
+        if self.wordy and self.more and not self.more_voices.get("en"):
+            raise UserError(f"recorded.wordy is {self.wordy}, but recorded.more_voices.en names no voice: name one or more")
+        spelled = {f"accents.{language}": words for language, words in self.accents.items()}
+        for name, words in {**spelled, **({"english": self.english} if self.english else {})}.items():
+            if len(words.split()) != 10:
+                raise UserError(f"recorded.{name} has {len(words.split())} words: write zero to nine, apart by spaces")
+            for word in words.split():
+                if not all(word.split("|")):
+                    raise UserError(f"recorded.{name} has {word!r}: write a word before, between and behind bars")
+        known: set[str] = set()
+        for language, specs in self.more_voices.items():
+            if language != "en" and language not in self.accents:
+                raise UserError(
+                    f"recorded.more_voices.{language}: write zero to nine as these voices must read them as "
+                    f"recorded.accents.{language}"
+                )
+            for spec in specs:
+                check_spec(spec)
+                if spec in known:
+                    raise UserError(f"recorded.more_voices.{language} names {spec!r}, which is there already: name it once")
+                known.add(spec)

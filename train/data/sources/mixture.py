@@ -1,0 +1,115 @@
+"""Which row is draw number n, and for which task: pure functions of (seed, n).
+
+Sources are mixed in exact proportion: in any run of blocks of draws each source has its share, up to one row per source. A
+finite source is gone through in epochs, each a full permutation of its rows; an endless one is asked for row n. Tasks are drawn
+by weight, and the weights may change with n (a curriculum).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from omni.errors import UserError
+from omni.tasks import find_task
+from train.data.seeding import dice, shuffled
+
+if TYPE_CHECKING:
+    from train.data.sources.base import Source
+
+BLOCK = 1024
+"""Draws within which the order of the sources is shuffled."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Task weights that hold for draws below `until`."""
+
+    until: int
+    tasks: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TaskMixture:
+    """Weights of the tasks that a source is used for.
+
+    Attributes:
+        tasks: weights at the end, after the last stage.
+        stages: weights before that, in order of `until` (draws over all sources and processes).
+    """
+
+    tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        for weights in (self.tasks, *(stage.tasks for stage in self.stages)):
+            for name in weights:
+                find_task(name)
+            check_weights("tasks", weights)
+        ends = [stage.until for stage in self.stages]
+        if ends != sorted(set(ends)) or (ends and ends[0] < 1):
+            raise UserError(f"stages end at draws {ends}; give them in increasing order, from 1 upwards")
+
+    def weights(self, draw: int) -> Mapping[str, float]:
+        """The weights at that draw."""
+        return next((stage.tasks for stage in self.stages if draw < stage.until), self.tasks)
+
+    def task(self, draw: int, turn: int, seed: int) -> str:
+        """The task of a turn of that draw."""
+        weights = self.weights(draw)
+        return dice(seed, "task", draw, turn).choices(list(weights), list(weights.values()))[0]
+
+
+def check_weights(what: str, weights: Mapping[str, float]) -> None:
+    """Refuse weights that are no mixture (UserError)."""
+    bad = [name for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)]
+    if bad:
+        raise UserError(f"{what}: the weight of {bad[0]!r} is {weights[bad[0]]}; weights are numbers of at least 0")
+    if not weights or sum(weights.values()) <= 0:
+        raise UserError(f"{what}: no weight is above 0; name at least one with its weight")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What draw `number` is: row `index` of source `source`."""
+
+    number: int
+    source: int
+    index: int
+
+
+class Mixture:
+    """Sources with weights; see the module."""
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int = 0) -> None:
+        if len(sources) != len(weights) or not sources:
+            raise UserError(f"a mixture of {len(sources)} sources has {len(weights)} weights; give one each, for at least one")
+        check_weights("sources", {f"{i} ({s.name})": w for i, (s, w) in enumerate(zip(sources, weights, strict=True))})
+        self.sources = list(sources)
+        self.seed = seed
+        total = sum(weights)
+        shares = [weight / total for weight in weights]
+        last = max(i for i, share in enumerate(shares) if share > 0)
+        # Of what the sources before it leave, source i takes this share; the last takes all.
+        self._takes = [share / sum(shares[i:]) if i < last else 1.0 for i, share in enumerate(shares[: last + 1])]
+
+    def draw(self, number: int) -> Draw:
+        """Draw `number`, counted from 0 over all processes."""
+        block, place = divmod(number, BLOCK)
+        rest = block * BLOCK + shuffled(place, BLOCK, self.seed, "order", block)
+        for source, share in enumerate(self._takes):
+            before = math.floor(rest * share)
+            if math.floor((rest + 1) * share) > before:
+                return Draw(number, source, self._index(source, number, before))
+            rest -= before
+        raise AssertionError("the last source takes what the others leave")
+
+    def _index(self, source: int, number: int, count: int) -> int:
+        """The row that a source gives for draw `number`, the source's own draw number `count`."""
+        size = self.sources[source].size
+        if size is None:
+            return number
+        epoch, place = divmod(count, size)
+        return shuffled(place, size, self.seed, "epoch", source, epoch)

@@ -1,0 +1,145 @@
+"""Words that other programs' voices say, kept in a folder: starting a program takes longer than training on what it says.
+
+One file of a voice, `<hash of voice and bandwidth>.safetensors`: for each word its samples [S] (int16) at the bandwidth, and
+the voice in its metadata. What is not kept there is said when it is asked for; both sound the same, sample by sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from omni.audio.io import SAMPLE_RATE, resample
+from omni.errors import UserError
+from train.console.progress import LINE_SECONDS, Kind, Screen
+from train.data.tts.voices import make_voice
+
+_SCALE = 32767
+
+
+@lru_cache(maxsize=16384)
+def say_word(voice: str, word: str, rate: int, folder: str | None = None) -> Tensor:
+    """A word [S] at 16 kHz, as a voice says it and `rate` samples a second record it; silence around it is left.
+
+    As many are kept in memory as forty voices say four hundred words, 30 kB each.
+
+    Args:
+        voice: see `PrepareConfig.voice`.
+        folder: where words may be kept.
+
+    Raises:
+        UserError: the voice cannot say it, or a file of the folder is none of ours.
+    """
+    kept = _words(str(_file(Path(folder), voice, rate))) if folder else None
+    said = kept[1].get_tensor(word) if kept is not None and word in kept[0] else _record(voice, word, rate)
+    return resample(said.float() / _SCALE, rate, SAMPLE_RATE)
+
+
+def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, progress: Kind = "auto") -> int:
+    """Let voices say what the folder lacks, as many at a time as there are cores; how many words were said.
+
+    A voice's words are written at once, beside and renamed: whoever stops this loses the voices that are speaking.
+
+    Args:
+        wanted: words by voice.
+
+    Raises:
+        UserError: a voice cannot say a word, or a file of the folder is none of ours.
+    """
+    place = Path(folder)
+    lacking = {}
+    for voice, words in wanted.items():
+        kept = _words(str(_file(place, voice, rate)))
+        words = sorted(set(words) - (kept[0] if kept is not None else set()))
+        if words:
+            lacking[voice] = words
+    total = sum(map(len, lacking.values()))
+    if not total:
+        return 0
+    place.mkdir(parents=True, exist_ok=True)
+    screen = Screen(progress, total=total, unit=" words", desc="voices speak, once", mininterval=0.2)
+    screen.say(
+        f"speaking {total} words in {len(lacking)} voice{'s' * (len(lacking) > 1)}; {folder} keeps them for the next run"
+    )
+    stopped, told = threading.Event(), _Tally(screen, total)
+
+    def speak(voice: str) -> None:
+        said: dict[str, Tensor] = {}
+        for word in lacking[voice]:
+            if stopped.is_set():
+                return
+            said[word] = _record(voice, word, rate)
+            told.tick()
+        _keep(_file(place, voice, rate), voice, rate, said)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            for done in as_completed([pool.submit(speak, voice) for voice in lacking]):
+                done.result()
+        except BaseException:
+            stopped.set()
+            raise
+        finally:
+            screen.close()
+    _words.cache_clear()
+    return total
+
+
+class _Tally:
+    """Counts words, from any thread."""
+
+    def __init__(self, screen: Screen, total: int) -> None:
+        self.screen, self.total, self.done, self.lock = screen, total, 0, threading.Lock()
+        self.told = time.monotonic()
+
+    def tick(self) -> None:
+        with self.lock:
+            self.done += 1
+            if self.screen.bar is not None:
+                self.screen.bar.update()
+            elif time.monotonic() - self.told >= LINE_SECONDS:
+                self.told = time.monotonic()
+                self.screen.say(f"{self.done} of {self.total} words ({100 * self.done / self.total:.0f}%)")
+
+
+def _record(voice: str, word: str, rate: int) -> Tensor:
+    """A word [S] (int16) at `rate` samples a second, through 16 kHz as the recordings it goes with."""
+    sound = resample(make_voice(voice).say(word, "en", 0).load(SAMPLE_RATE), SAMPLE_RATE, rate)
+    return (sound * _SCALE).round().clamp(-_SCALE, _SCALE).to(torch.int16)
+
+
+def _file(folder: Path, voice: str, rate: int) -> Path:
+    return folder / f"{hashlib.blake2b(f'{rate} {voice}'.encode(), digest_size=10).hexdigest()}.safetensors"
+
+
+@lru_cache(maxsize=1024)
+def _words(file: str) -> tuple[frozenset[str], Any] | None:
+    """The words of a file and its reader, kept open; None where there is no file."""
+    try:
+        reader = safe_open(file, "pt")
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} is no file of spoken words ({error}); delete it, and the voice speaks again") from error
+    return frozenset(reader.keys()), reader
+
+
+def _keep(file: Path, voice: str, rate: int, said: Mapping[str, Tensor]) -> None:
+    """Add words to a voice's file."""
+    kept = _words(str(file))
+    words = {word: kept[1].get_tensor(word) for word in kept[0]} if kept is not None else {}
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    save_file({**words, **said}, beside, {"voice": voice, "rate": str(rate)})
+    beside.replace(file)

@@ -1,0 +1,206 @@
+"""Who speaks where a row has text only: espeak-ng, a program, or a Python callable, behind one contract.
+
+Dimensions: S samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from omni.audio.io import audio_info, read_audio
+from omni.errors import UserError
+from train.data.rows.row import Sound
+from train.data.seeding import dice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TIMEOUT = 600.0
+"""Seconds that a program may take for one text."""
+
+_MAIN_ACCENTS = {"en": "en-us"}
+_VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8")
+
+
+class Voice(Protocol):
+    """Turns text into sound: a pure function of its arguments, where what is behind it is one."""
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        """The text spoken in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be said."""
+
+
+def make_voice(spec: str) -> Voice:
+    """The voice that a setting means, see `PrepareConfig.voice`; UserError for a setting that means none."""
+    check_spec(spec)
+    kind, _, rest = spec.partition(":")
+    if kind == "espeak":
+        return EspeakVoice(rest)
+    if kind == "command":
+        return CommandVoice(rest)
+    return CallableVoice(spec)
+
+
+def check_spec(spec: str) -> None:
+    """Refuse what is no voice, without loading anything."""
+    kind, colon, rest = spec.partition(":")
+    if kind == "espeak" and (rest or not colon):
+        return
+    if kind == "command":
+        CommandVoice(rest)
+        return
+    if not (kind and rest):
+        raise UserError(
+            f"voice {spec!r} is unknown; use espeak, espeak:en-us+f3, 'command:prog {{text}} {{out}}' or module:callable"
+        )
+
+
+class EspeakVoice:
+    """espeak-ng: the voice called `name`; a variant of the row's language (`+f3`); "" for a voice of its own for each seed.
+
+    UserError where there is no such voice, or no espeak-ng.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        from train.data.tts.espeak import check_voice
+
+        check_voice(f"en{name}" if name.startswith("+") else name or "en-us")
+        self.name = name
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        from train.data.tts.espeak import synthesise
+
+        if self.name:
+            voice = _accents(language)[0] + self.name if self.name.startswith("+") else self.name
+            return Sound(*synthesise(text, voice))
+        rng = dice(seed, "espeak")
+        voice = f"{rng.choice(_accents(language))}+{rng.choice(_VARIANTS)}"
+        samples, rate = synthesise(text, voice, rng.randint(130, 200), rng.randint(25, 75), rng.randint(25, 75))
+        return Sound(samples, rate)
+
+
+@functools.cache
+def _accents(language: str) -> tuple[str, ...]:
+    """What espeak-ng speaks of a language, its main accent first."""
+    from train.data.tts.espeak import languages
+
+    wanted = (language or "en").lower().replace("_", "-")
+    for name in (wanted, wanted.partition("-")[0]):
+        main = _MAIN_ACCENTS.get(name, name)
+        found = [one for one in languages() if one == name or one.startswith(name + "-")]
+        # Scripts of their own (en-shaw) and island accents are not what a language's text is written for.
+        found = [one for one in found if one == main or one in _ENGLISH or name.partition("-")[0] != "en"]
+        if found:
+            return (main, *(one for one in found if one != main)) if main in found else tuple(found)
+    raise UserError(f"espeak-ng does not speak the language {language!r}: give another voice, or the rows another language")
+
+
+_ENGLISH = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-us-nyc", "en-029")
+
+
+class CommandVoice:
+    """A program called once for every text; its words are those of a shell line, but no shell reads them."""
+
+    def __init__(self, line: str) -> None:
+        try:
+            self.words = shlex.split(line)
+        except ValueError as error:
+            raise UserError(f"voice command:{line}: {error}; quote it as on a command line") from error
+        for place in ("{text}", "{out}"):
+            if not any(place in word for word in self.words[1:]):
+                raise UserError(f"voice command:{line}: it has no {place}; write 'command:prog {{text}} {{out}}'")
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        with tempfile.TemporaryDirectory(prefix="omni-voice-") as folder:
+            out = Path(folder) / "said.wav"
+            values = {"{text}": text, "{out}": str(out), "{language}": language, "{seed}": str(seed)}
+            words = [_filled(word, values) for word in self.words]
+            try:
+                done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, check=False)
+            except (FileNotFoundError, PermissionError) as error:
+                raise UserError(
+                    f"voice command {words[0]!r} cannot be run ({error.strerror}): install it, or check its path"
+                ) from error
+            except ValueError as error:  # NUL, or half a character
+                raise UserError(f"voice command {words[0]!r} cannot be given this text ({error}): mend it") from error
+            except subprocess.TimeoutExpired as error:
+                raise UserError(f"voice command {words[0]!r} took more than {TIMEOUT:.0f} s: say less at once") from error
+            if done.returncode:
+                said = done.stderr.decode(errors="replace").strip().splitlines()
+                why = f": {said[-1]}" if said else ""
+                raise UserError(f"voice command {words[0]!r} ended with {done.returncode}{why}")
+            if not out.is_file():
+                raise UserError(f"voice command {words[0]!r} wrote no file to {{out}}: let it write a WAV there")
+            rate = audio_info(out).sample_rate
+            return Sound(read_audio(out, rate), rate)
+
+
+def _filled(word: str, values: dict[str, str]) -> str:
+    """A word with its places filled, each once: what a text holds is not filled again."""
+    for place, value in values.items():
+        if place in word:
+            before, _, after = word.partition(place)
+            return _filled(before, values) + value + _filled(after, values)
+    return word
+
+
+class CallableVoice:
+    """`module:name`, imported where it is first used."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        module, _, name = spec.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise UserError(
+                f"voice {spec!r} cannot be imported ({error}): name a module on the path and a callable in it"
+            ) from error
+        if not callable(found):
+            raise UserError(f"voice {spec!r} is a {type(found).__name__}, not a callable: name a function of a text")
+        self.function: Callable[..., Any] = found
+        self.extra = _taken(found)
+
+    def say(self, text: str, language: str, seed: int) -> Sound:
+        given = {"language": language, "seed": seed}
+        try:
+            made = self.function(text, **{name: given[name] for name in self.extra})
+        except Exception as error:  # somebody else's code: any of its errors is about this text
+            raise UserError(f"voice {self.spec} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise UserError(f"voice {self.spec} returned {type(made).__name__}: it must return (samples, sample rate)")
+        try:
+            return Sound(_samples(made[0]), int(made[1]))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"voice {self.spec} returned no samples [S] and rate: {' '.join(str(error).split())}") from error
+
+
+def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of `language` and `seed` a callable has parameters for."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return tuple(name for name in ("language", "seed") if name in named)
+
+
+def _samples(made: Any) -> Tensor:
+    """Samples [S] (float32) of a tensor, an array or a list; integers are PCM of 16 bits."""
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    samples = made.detach().cpu() if isinstance(made, Tensor) else torch.from_numpy(np.array(made))
+    if samples.ndim != 1:
+        raise UserError(f"its samples are {list(samples.shape)}, not one row [S]: mix the channels")
+    return samples.float() if samples.is_floating_point() else samples.float() / 32768

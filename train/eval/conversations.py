@@ -1,0 +1,89 @@
+"""Examination by conversation: held-out questions asked one after another in a session, with and without interruptions.
+
+Each conversation is held twice, once with whole answers, once with every answer but the last cut while it plays; its questions
+are also asked by themselves. Conversations are spoken (A1A2) and written (T1A2) by turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from omni.generate.speech_lm import SpeechLM
+from train.data.rows.row import Row
+from train.data.seeding import dice
+from train.data.sources.spoken_digits import SpokenDigits
+from train.eval.held_out import SAMPLE_RATE, evaluate, items_of, normalise
+
+TASKS = ("A1A2", "T1A2")
+MAX_SECONDS = 6.0
+
+
+@dataclass(frozen=True)
+class Conversed:
+    """Shares of written answers that equal the reference; None where there was no such question.
+
+    Attributes:
+        alone: the questions that need no turn before them, asked by themselves: what the turns are compared with.
+        turns: the same questions in their places, a share for each turn.
+        follow_ups: questions that refer to the turn before.
+        uncut, cut: the second and later turns, follow-ups left out, after whole answers and after answers that were cut.
+        cut_follow_ups: follow-ups after answers that were cut.
+    """
+
+    alone: float | None
+    turns: tuple[float | None, ...]
+    follow_ups: float | None
+    uncut: float | None
+    cut: float | None
+    cut_follow_ups: float | None
+
+
+def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40, seed: int = 2) -> Conversed:
+    """Hold `count` conversations of four turns, see the module. `seed` draws them, and where answers are cut."""
+    rows = source.conversations(count, seed=seed)
+    whole, cut = [], []
+    for number, row in enumerate(tqdm(rows, desc="conversing", leave=False, disable=None)):
+        whole.append(_converse(lm, row, TASKS[number % 2]))
+        cut.append(_converse(lm, row, TASKS[number % 2], (seed, number)))
+    places = [(r, t, source.follows(turn)) for r, row in enumerate(rows) for t, turn in enumerate(row.turns)]
+    return Conversed(
+        alone=_alone(lm, source, rows),
+        turns=tuple(_share(whole[r][t] for r, t, follows in places if t == at and not follows) for at in range(4)),
+        follow_ups=_share(whole[r][t] for r, t, follows in places if follows),
+        uncut=_share(whole[r][t] for r, t, follows in places if t and not follows),
+        cut=_share(cut[r][t] for r, t, follows in places if t and not follows),
+        cut_follow_ups=_share(cut[r][t] for r, t, follows in places if follows),
+    )
+
+
+def _converse(lm: SpeechLM, row: Row, task: str, cut: tuple[int, int] | None = None) -> list[bool]:
+    """Which of a conversation's answers are right; with `cut`, all but the last are cut where that key has it."""
+    right = []
+    with lm.session(max_seconds=MAX_SECONDS) as session:
+        for number, turn in enumerate(row.turns):
+            spoken = turn.question_audio if task == "A1A2" else None
+            question = spoken.load(SAMPLE_RATE) if spoken is not None else turn.question_text
+            answer = session.answer(question, task)
+            right.append(normalise(answer.text) == normalise(turn.answer_text))
+            if cut is not None and answer.audio is not None and number < len(row.turns) - 1:
+                seconds = len(answer.audio) / answer.sample_rate * dice(*cut, number).random()
+                session.cancel(played_seconds=seconds)
+    return right
+
+
+def _alone(lm: SpeechLM, source: SpokenDigits, rows: list[Row]) -> float | None:
+    """The questions that need no turn before them, asked by themselves as in their conversations."""
+    items = []
+    for number, row in enumerate(rows):
+        alone = [replace(row, turns=(turn,)) for turn in row.turns if not source.follows(turn)]
+        items += items_of(alone, [TASKS[number % 2]], lm.codec)
+    return evaluate(lm, items, rows=64, max_seconds=MAX_SECONDS).figures.get("exact_match")
+
+
+def _share(right: Iterable[bool]) -> float | None:
+    given = list(right)
+    return statistics.fmean(given) if given else None

@@ -1,0 +1,271 @@
+"""Evaluation by free-running generation: the model is asked held-out questions and its answers are compared.
+
+    exact_match     share of the written answers that equal the reference (`normalise`d)
+    wer             word errors over words of the reference, all answers together (jiwer)
+    code_accuracy   share of the codes that equal the reference's, frame by frame up to the shorter of the two; an answer
+                    without frames counts as all wrong
+    ended           share of the answers that the model ended itself
+
+Dimensions: A audio streams, F frames, S samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni.encoder.config import EncoderConfig
+from omni.errors import UserError
+from omni.generate.results import Answer
+from omni.tasks import find_task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from omni.codec.base import AudioCodec
+    from omni.generate.speech_lm import SpeechLM
+    from train.data.rows.row import Row
+
+SAMPLE_RATE = 16000
+GROUPS = 12
+"""Most parts of a set that are reported by themselves."""
+
+_VARIANTS = (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
+_ALIKE: dict[int, str | None] = {0x2019: "'", 0x02BC: "'", **dict.fromkeys(_VARIANTS)}
+"""Apostrophes that are written as one; variation selectors, which only choose a glyph, are dropped."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One held-out question and what is expected.
+
+    Attributes:
+        task: name of the task it is asked as.
+        question: a text, or the spoken question [S] at 16 kHz.
+        question_text: what is asked, for people ("" where nobody knows).
+        text: the reference answer, None where the task writes nothing.
+        codes: the reference frames [A, F], None where the task speaks nothing or the row has none.
+        kind: a part of the set that is also reported by itself ("" for none).
+        system: the system message before it ("" for none).
+    """
+
+    task: str
+    question: str | Tensor
+    question_text: str
+    text: str | None
+    codes: Tensor | None
+    kind: str = ""
+    system: str = ""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An item, the model's answer, and how they compare; None where there is nothing to compare.
+
+    Attributes:
+        exact: the text equals the reference.
+        errors, words: word errors, and words of the reference.
+        codes_right, codes_total: equal codes and compared ones.
+    """
+
+    item: Item
+    answer: Answer
+    exact: bool | None
+    errors: int
+    words: int
+    codes_right: int
+    codes_total: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures over a set of questions, and every answer."""
+
+    figures: dict[str, float]
+    judged: tuple[Judged, ...]
+
+
+def items_of(
+    rows: Iterable[Row],
+    tasks: Sequence[str],
+    codec: AudioCodec | None,
+    encoder: EncoderConfig | None = None,
+    broken: dict[str, str] | None = None,
+) -> list[Item]:
+    """Held-out rows as items, each row's first turn once for every task that it has all parts for.
+
+    `kind` is what stands after the slash in the row's source. An `encoder` is asked whether it can hear the questions. `broken`
+    is given why a row is broken, by its name, and the row is left out; None where that is an error.
+
+    Raises:
+        UserError: a row is broken (it is named), or none can be asked as any of the tasks.
+    """
+    items = []
+    for row in rows:
+        turn = row.turns[0]
+        for name in tasks:
+            task = find_task(name)
+            if turn.lacks(task) is not None:
+                continue
+            try:
+                spoken = turn.question_audio.load(SAMPLE_RATE) if task.question == "audio" and turn.question_audio else None
+                if spoken is not None and encoder is not None:
+                    encoder.clips(len(spoken))
+                codes = turn.answer_codes.for_codec(codec) if task.audio and turn.answer_codes and codec else None
+            except UserError as error:
+                if broken is None:
+                    raise UserError(f"held-out {row.where}: {error}") from error
+                broken.setdefault(row.where, f"{row.where}: {error}")
+                continue
+            text = (turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None
+            question: str | Tensor = turn.question_text if spoken is None else spoken
+            items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2], row.system))
+    if not items:
+        raise UserError(f"no held-out row has what the tasks {', '.join(tasks)} need; see validation.tasks")
+    return items
+
+
+def normalise(text: str) -> str:
+    """Text for comparing: NFKC, lower case, no punctuation, single spaces (an apostrophe within a word stays).
+
+    Words are of letters, digits and the marks upon them (Unicode's Mn and Mc: vowel signs, accents, tones). Characters that
+    are not seen (Cf, such as joiners and soft hyphens) are dropped, all others part words.
+    """
+    text = unicodedata.normalize("NFKC", text).casefold().translate(_ALIKE)
+    words = ("".join(itertools.dropwhile(_no_beginning, word)) for word in "".join(map(_compared, text)).split())
+    return " ".join(bare for word in words if (bare := word.rstrip("'")))
+
+
+def _compared(character: str) -> str:
+    """What a character becomes: itself, nothing, or a space."""
+    category = unicodedata.category(character)
+    if character.isalnum() or character == "'" or category in ("Mn", "Mc"):
+        return character
+    return "" if category == "Cf" else " "
+
+
+def _no_beginning(character: str) -> bool:
+    """Whether no word begins so: an apostrophe, or a mark upon nothing."""
+    return not character.isalnum()
+
+
+def evaluate(lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False) -> Report:
+    """Ask every question, greedily, `rows` side by side, and compare the answers.
+
+    Args:
+        max_seconds: longest spoken answer.
+        sound: also decode the answers' sound (`Judged.answer.audio`).
+    """
+    answers = lm.generate_batch(
+        [item.question for item in items],
+        [item.task for item in items],
+        max_seconds=max_seconds,
+        batch_size=rows,
+        sound=sound,
+        system=[item.system for item in items],
+    )
+    judged = tuple(judge(item, answer) for item, answer in zip(items, answers, strict=True))
+    figures = summarise(judged)
+    for group in (lambda j: j.item.kind, lambda j: j.item.task):
+        figures.update(_by(group, judged))
+    return Report(figures, judged)
+
+
+def judge(item: Item, answer: Answer) -> Judged:
+    """Compare one answer with its reference."""
+    exact, errors, words = None, 0, 0
+    if item.text is not None:
+        said, wanted = normalise(answer.text), normalise(item.text)
+        exact = said == wanted
+        errors, words = word_errors(wanted, said)
+    right, total = (0, 0) if item.codes is None else compare_codes(item.codes, answer.codes)
+    return Judged(item, answer, exact, errors, words, right, total)
+
+
+def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
+    """Substitutions, deletions and insertions, and the words of the reference."""
+    import jiwer
+
+    words = len(reference.split())
+    if words == 0:
+        return len(hypothesis.split()), 0
+    out = jiwer.process_words(reference, hypothesis)
+    return out.substitutions + out.deletions + out.insertions, words
+
+
+def compare_codes(reference: Tensor, codes: Tensor | None) -> tuple[int, int]:
+    """Equal codes and compared codes of two answers [A, F]."""
+    frames = 0 if codes is None else min(reference.shape[1], codes.shape[1])
+    if codes is None or frames == 0:
+        return 0, reference.numel()
+    same = reference[:, :frames] == codes[:, :frames].to(reference.device)
+    return int(same.sum()), same.numel()
+
+
+def summarise(judged: Sequence[Judged]) -> dict[str, float]:
+    """The figures of some answers; what has no reference is left out."""
+    out: dict[str, float] = {}
+    written = [j for j in judged if j.exact is not None]
+    if written:
+        out["exact_match"] = sum(bool(j.exact) for j in written) / len(written)
+        out["wer"] = sum(j.errors for j in written) / max(1, sum(j.words for j in written))
+    total = sum(j.codes_total for j in judged)
+    if total:
+        out["code_accuracy"] = sum(j.codes_right for j in judged) / total
+    if judged:
+        out["ended"] = sum(j.answer.ended == "end" for j in judged) / len(judged)
+    return out
+
+
+def _by(group: Callable[[Judged], str], judged: Sequence[Judged]) -> dict[str, float]:
+    """Exact match, or else code accuracy, of every group, where there are at least two and not too many to look at."""
+    names = sorted({group(j) for j in judged} - {""})
+    out: dict[str, float] = {}
+    for name in names if 1 < len(names) <= GROUPS else []:
+        figures = summarise([j for j in judged if group(j) == name])
+        for key in ("exact_match", "code_accuracy"):
+            if key in figures:
+                out[f"{key}/{name}"] = figures[key]
+                break
+    return out
+
+
+def write_answers(report: Report, file: Path) -> None:
+    """One JSON line per question: what was asked, expected and answered."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps(
+            {
+                "task": j.item.task,
+                "kind": j.item.kind,
+                "question": j.item.question_text,
+                "reference": j.item.text,
+                "answer": j.answer.text,
+                "exact": j.exact,
+                "code_accuracy": j.codes_right / j.codes_total if j.codes_total else None,
+                "ended": j.answer.ended,
+            },
+            ensure_ascii=False,
+        )
+        for j in report.judged
+    ]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def spoken(report: Report, codec: AudioCodec) -> tuple[Judged, Tensor] | None:
+    """An answer that speaks, if any, and its sound [S]; of those, the first with the right text."""
+    import torch
+    from torch import Tensor
+
+    heard = [j for j in report.judged if j.answer.codes is not None and j.answer.codes.shape[1] > 0]
+    if not heard:
+        return None
+    chosen = next((j for j in heard if j.exact and isinstance(j.item.question, Tensor)), heard[0])
+    assert chosen.answer.codes is not None
+    with torch.no_grad():
+        return chosen, codec.decode(chosen.answer.codes)

@@ -1,0 +1,227 @@
+"""Cross-entropy from hidden states: the head's product and the loss in one, in chunks.
+
+Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary, N positions with a target, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Scaled sum over streams of cross-entropy(hidden @ weight.T, target), without ever holding all logits.
+
+    The gradient is formed chunk by chunk while the logits are at hand (the loss is a sum, so it is known up to the factor that
+    `backward` brings): logits are computed once, as in the plain loss. The price: one backward a forward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        text: Tensor,
+        audio: Tensor,
+        text_weight: Tensor,
+        audio_weight: Tensor,
+        offsets: Sequence[int],
+        index: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: Tensor,
+        chunk: int,
+        text_low: Tensor | None = None,
+        text_up: Tensor | None = None,
+        audio_low: Tensor | None = None,
+        audio_up: Tensor | None = None,
+        ratio: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """text, audio [R * T, W]; index, targets: [N] per stream; scale [K]. `low` [R * T, r] @ `up` [V, r].T is added to a
+        head's logits (see `omni.lora.attach.low_rank`). `ratio` [N] per stream multiplies single targets besides. Returns the
+        scaled sum and the losses of all targets, streams one after another, [sum of N] (without graph)."""
+        states = (text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up)
+        ctx.same = audio is text  # without a post-adapter both heads read the same states
+        ctx.dtypes = [None if t is None else t.dtype for t in states]
+        needs = (*ctx.needs_input_grad[:4], *(t is not None for t in states[4:]))
+        total, each, ctx.gradients = _sweep(states, needs, offsets, index, targets, scale, chunk, ratio, _product_type(text))
+        ctx.mark_non_differentiable(each)
+        return total, each
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "LinearCrossEntropy was asked for a second backward through one forward: its gradients are handed on, not "
+                "kept; run the objective's forward again"
+            )
+        gradients = [
+            None if g is None else g.mul_(grad.to(g.dtype)).to(dtype)
+            for g, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
+        ctx.gradients = None
+        return (*gradients[:4], None, None, None, None, None, *gradients[4:], None)
+
+
+class TaskCrossEntropy(torch.autograd.Function):
+    """The same by task: what is asked of the losses is known in `backward` only, where logits are computed once more.
+
+    Any combination of the losses may be differentiated, any number of times.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        text: Tensor,
+        audio: Tensor,
+        text_weight: Tensor,
+        audio_weight: Tensor,
+        offsets: Sequence[int],
+        index: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: Tensor,
+        chunk: int,
+        text_low: Tensor | None,
+        text_up: Tensor | None,
+        audio_low: Tensor | None,
+        audio_up: Tensor | None,
+        ratio: Sequence[Tensor],
+        task: Sequence[Tensor],
+        tasks: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As above; task: [N] per stream, which of the `tasks` M a target belongs to. Returns the losses of the tasks, [M], and
+        those of all targets (without graph)."""
+        states = (text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up)
+        ctx.dtype = _product_type(text)
+        _, each, _ = _sweep(states, (False,) * 8, offsets, index, targets, scale, chunk, None, ctx.dtype)
+        factors = torch.cat([scale[k] * part for k, part in enumerate(ratio)])
+        losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
+        ctx.save_for_backward(*states, scale, *index, *targets, *ratio, *task)
+        ctx.same, ctx.offsets, ctx.chunk, ctx.streams = audio is text, offsets, chunk, len(index)
+        ctx.mark_non_differentiable(each)
+        return losses, each
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        states, scale, rest = ctx.saved_tensors[:8], ctx.saved_tensors[8], ctx.saved_tensors[9:]
+        index, targets, ratio, task = (rest[i * ctx.streams : (i + 1) * ctx.streams] for i in range(4))
+        size = grad.abs().amax().clamp_min(1e-30)  # a loss scaler's factor would overflow fp16 inside the products
+        share = [r * (grad / size)[t] for r, t in zip(ratio, task, strict=True)]
+        kept = [part != 0 for part in share]  # a task that takes no part may be no number
+        index, targets, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, targets, share))
+        if ctx.same:
+            states = (states[0], states[0], *states[2:])
+        needs = (*ctx.needs_input_grad[:4], *(t is not None for t in states[4:]))
+        _, _, found = _sweep(states, needs, ctx.offsets, index, targets, scale, ctx.chunk, share, ctx.dtype)
+        gradients = [
+            None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, states, strict=True)
+        ]
+        return (*gradients[:4], None, None, None, None, None, *gradients[4:], None, None, None)
+
+
+def _product_type(text: Tensor) -> torch.dtype:
+    kind = text.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else text.dtype
+
+
+States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _sweep(
+    states: States,
+    needs: Sequence[bool],
+    offsets: Sequence[int],
+    index: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    scale: Tensor,
+    chunk: int,
+    ratio: Sequence[Tensor] | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Go through the targets in chunks: the scaled sum, the loss of each target, and the gradients of the states.
+
+    Where products are taken in half precision, what enters them is softmax - target, within [-1, 1] (times `ratio`): divided by
+    the targets of a step it would vanish in fp16, whose scaler multiplies only in `backward`. The scale comes after, in fp32,
+    in which all gradients are summed then.
+
+    Args:
+        states: text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up.
+        needs: which of them want a gradient.
+        dtype: of the products.
+    """
+    text, audio, text_weight, audio_weight, *pairs = states
+    text_low, text_up, audio_low, audio_up = pairs
+    last = len(index) - 1
+    half = dtype in (torch.bfloat16, torch.float16)
+    kept = torch.float32 if half else None
+    same = audio is text
+    d_text = torch.zeros_like(text, dtype=kept) if needs[0] else None
+    d_audio = (d_text if same and needs[0] else torch.zeros_like(audio, dtype=kept)) if needs[1] else None
+    d_text_weight = torch.zeros_like(text_weight, dtype=kept) if needs[2] else None
+    d_audio_weight = torch.zeros_like(audio_weight, dtype=kept) if needs[3] else None
+    lows, ups = (text_low, audio_low), (text_up, audio_up)
+    d_pairs = [torch.zeros_like(t, dtype=kept) if t is not None and n else None for t, n in zip(pairs, needs[4:], strict=True)]
+    d_lows, d_ups = d_pairs[::2], d_pairs[1::2]
+    losses: list[Tensor] = []
+    total = torch.zeros((), device=text.device, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast(text.device.type, enabled=False):
+        for k, (where, target) in enumerate(zip(index, targets, strict=True)):
+            hidden, d_hidden = (text, d_text) if k == last else (audio, d_audio)
+            rows = slice(None) if k == last else slice(offsets[k], offsets[k + 1])
+            weight = (text_weight if k == last else audio_weight)[rows].to(dtype)
+            full = d_text_weight if k == last else d_audio_weight
+            d_weight = None if full is None else full[rows]
+            low_all, d_low, up_all, d_up_all = (part[0 if k == last else 1] for part in (lows, d_lows, ups, d_ups))
+            up = None if up_all is None else up_all[rows].to(dtype)
+            d_up = None if d_up_all is None else d_up_all[rows]
+            step = max(1, chunk // weight.shape[0])
+            for low in range(0, len(where), step):
+                at, goal = where[low : low + step], target[low : low + step, None]
+                inside = torch.ones_like(scale[k]) if half else scale[k]
+                h = hidden[at].to(dtype)
+                logits = h @ weight.T
+                if low_all is not None and up is not None:
+                    z = low_all[at].to(dtype)
+                    logits.addmm_(z, up.T)
+                logits = logits.float()
+                logits -= logits.amax(1, keepdim=True)
+                right = logits.gather(1, goal)
+                norm = logits.exp_().sum(1, keepdim=True)
+                loss = (norm.log() - right).squeeze(1)
+                losses.append(loss)
+                if ratio is None:
+                    total += loss.sum() * scale[k]
+                else:
+                    part = ratio[k][low : low + step]
+                    total += (loss * part).sum() * scale[k]
+                    inside = inside * part[:, None]
+                if d_hidden is None and d_weight is None and d_up is None:
+                    continue
+                d_logits = logits.mul_(inside / norm)
+                d_logits.scatter_add_(1, goal, -inside.expand_as(goal).to(d_logits.dtype))
+                d_logits = d_logits.to(dtype)
+                for d_rows, matrix in ((d_hidden, weight), (d_low, up)):
+                    if d_rows is not None and matrix is not None:
+                        d_h = _product(d_logits, matrix).mul_(scale[k]) if half else d_logits @ matrix
+                        d_rows.index_add_(0, at, d_h.to(d_rows.dtype))
+                for d_matrix, given in ((d_weight, h), (d_up, None if d_up is None else z)):
+                    if d_matrix is None or given is None:
+                        continue
+                    if d_matrix.dtype == dtype:
+                        d_matrix.addmm_(d_logits.T, given)
+                    else:
+                        d_matrix.add_(_product(d_logits.T, given) if half else d_logits.T @ given)
+                del d_logits, logits
+            if half:
+                for d_matrix in (d_weight, d_up):
+                    if d_matrix is not None:
+                        d_matrix.mul_(scale[k])
+    each = torch.cat(losses) if losses else total.new_zeros(0)
+    return total, each, [d_text, None if same else d_audio, d_text_weight, d_audio_weight, *d_pairs]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32 of two half-precision matrices: fp16 could not hold the sum over many rows."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float() if a.dtype == torch.float16 else (a @ b).float()

@@ -1,0 +1,226 @@
+"""The objective: model and losses in one module, which is what Fabric wraps; its only entry is `forward`.
+
+Next-token cross-entropy on every supervised stream (mini-omni's issues #61, #101, #117, #122), computed only where a target
+stands and in chunks, so that full logits never exist; optionally a CTC loss (Graves et al. 2006) on the encoder. Only sums
+and counts leave the module: the launcher divides once by the counts of the whole step, over all processes.
+
+Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary, N positions with a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from omni.errors import UserError
+from omni.lora.attach import low_rank
+from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS
+from train.config.sections import ObjectiveConfig
+from train.objective.cross_entropy import LinearCrossEntropy, TaskCrossEntropy
+from train.objective.task_losses import Shares, feature_tasks
+
+if TYPE_CHECKING:
+    from train.data.batching.batch import Batch
+
+
+class Losses(NamedTuple):
+    """What leaves the objective.
+
+    Attributes:
+        total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the alignment loss.
+        sums, counts: summed loss and number of targets by task and stream, [tasks, K], without graph.
+        ctc_sum, ctc_count: summed alignment loss (of two spellings, the first `ctc_words` times) and number of its target ids,
+            without graph.
+        by_task: where tasks are balanced, what each has in the total before its weight, and last what belongs to none of them
+            (the alignment loss, other tasks), [M + 1]; with its graph where that was asked for.
+    """
+
+    total: Tensor
+    sums: Tensor
+    counts: Tensor
+    ctc_sum: Tensor
+    ctc_count: Tensor
+    by_task: Tensor | None = None
+
+
+def cells(batch: Batch) -> Tensor:
+    """How many targets a batch has by task and stream, [T, K] float (on the CPU)."""
+    task = batch.task.reshape(-1)
+    found = [torch.bincount(task[at], minlength=len(TASKS)) for at in batch.supervised]
+    return torch.stack(found, dim=1).float()
+
+
+def targets(batch: Batch) -> Tensor:
+    """How many targets each stream of a batch has, and how many ids its alignment loss, [K + 1] float (on the CPU)."""
+    aligned = sum(len(ids) for ids in batch.transcripts)
+    return torch.tensor([float(len(at)) for at in batch.supervised] + [float(aligned)])
+
+
+def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
+    """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short.
+
+    Args:
+        logits: of all clips, one after the other, [sum of frames, ids], the blank being 0.
+        frames: of each clip.
+        transcripts: ids of each clip, without blanks.
+    """
+    spelt = [i for i, ids in enumerate(transcripts) if ids]
+    if not spelt:
+        return logits.sum() * 0
+    clips = logits.split(list(frames))
+    ids = torch.tensor([i for ids in transcripts for i in ids])
+    return F.ctc_loss(
+        nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1),
+        ids.to(logits.device, non_blocking=True),
+        torch.tensor([frames[i] for i in spelt]),
+        torch.tensor([len(transcripts[i]) for i in spelt]),
+        reduction="sum",
+        zero_infinity=True,
+    )
+
+
+class Objective(nn.Module):
+    """Model and losses. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap nothing else)."""
+
+    def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config or ObjectiveConfig()
+        streams = len(model.layout)
+        weights = self.config.stream_weights or (1.0,) * streams
+        if len(weights) != streams:
+            raise UserError(
+                f"objective.stream_weights has {len(weights)} entries; the layout has {streams} streams "
+                f"({', '.join(model.layout.names)})"
+            )
+        if self.config.ctc_weight > 0 and model.alignment_head is None:
+            raise UserError(f"objective.ctc_weight is {self.config.ctc_weight}, but model.ctc is 0; set it to the ids' number")
+        # Not a buffer: a module in bf16 has its buffers rounded, and with them what the losses are divided by.
+        self.stream_weights = torch.tensor(weights, dtype=torch.float32)
+
+    def idle(self, progress: float) -> list[nn.Parameter]:
+        """Parameters that do not learn at this point of the budget: an optimizer is to leave them as they are."""
+        if progress >= self.config.align_first:
+            return []
+        return [*self.model.decoder.parameters(), *self.model.adapter.parameters()]
+
+    def listening(self) -> list[nn.Parameter]:
+        """Parameters that hear: what lies below the features."""
+        return [*self.model.encoder.parameters(), *self.model.adapter.parameters()]
+
+    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: Shares | None = None) -> Losses:
+        """Losses of a packed batch.
+
+        Args:
+            batch: see `train.data.batching.batch.Batch`.
+            denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
+            progress: share of the budget that is used, which the schedule of the alignment loss follows.
+            shares: how targets make up the losses of balanced tasks, and what each task counts.
+        """
+        model, decoder = self.model, self.model.decoder
+        features, ctc = self._hear(batch)
+        weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
+        aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
+        if shares is not None and shares.weights[-1] == 0:  # a pass for some tasks alone
+            weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
+        if progress < self.config.align_first or (shares is not None and shares.silent):
+            # Under DDP all parameters must take part, at no effect; sharded ones (FSDP2) may be left out.
+            idle = [*self.model.decoder.parameters(), *self.model.adapter.parameters()]
+            idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
+            asleep = sum(p.flatten()[:1].float().sum() for p in idle)
+            none = ctc.new_zeros(len(TASKS), len(model.layout))
+            by_task = None if shares is None else torch.cat([ctc.new_zeros(len(shares)), weighted.detach()[None]])
+            return Losses(weighted + 0 * (features.sum() + asleep), none, none, ctc.detach(), aligned, by_task)
+        if shares is not None and shares.tap is not None:
+            features = shares.tap(features, shares.owners(batch, len(features)))
+        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
+        text = hidden.text.flatten(0, 1)
+        audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
+        index = [at.to(text.device, non_blocking=True) for at in batch.supervised]
+        heads = (decoder.text_weight, decoder.audio_weight, decoder.audio_offsets)
+        scale = self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float()
+        low_ranks = (
+            *(low_rank(decoder.text_head, text) or (None, None)),
+            *(low_rank(decoder.audio_head, audio) or (None, None)),
+        )
+        if shares is None:
+            goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
+            total, each = LinearCrossEntropy.apply(text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks)
+            sums, counts = self._by_task(batch, index, each)
+            return Losses(total + weighted, sums, counts, ctc.detach(), aligned)
+        index, ratio, place = shares.split(batch, index)
+        goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
+        if shares.graph:
+            by_task, each = TaskCrossEntropy.apply(
+                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio, place, len(shares) + 1
+            )
+            by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted])
+            total = (by_task * shares.weights.to(by_task)).sum()
+        else:
+            total, each = LinearCrossEntropy.apply(
+                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio
+            )
+            total = total + weighted
+        sums, counts = self._by_task(batch, index, each)
+        if not shares.graph:
+            by_task = shares.losses(sums, scale)
+            by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted.detach()])
+        return Losses(total, sums, counts, ctc.detach(), aligned, by_task)
+
+    def _ctc_weight(self, progress: float) -> float:
+        first = self.config.ctc_weight
+        last = first if self.config.ctc_final is None else self.config.ctc_final
+        return first + (last - first) * min(max(progress, 0.0), 1.0)
+
+    def _hear(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Features of the batch's clips, and the alignment loss summed over those with a transcript (0 where none is learnt).
+
+        A batch without clips still runs the encoder on one silent frame, at no effect: every process then takes part in the
+        same collectives, and every parameter in the backward pass.
+        """
+        model = self.model
+        mels, lengths, frames = batch.mels, batch.mel_lengths, batch.frames
+        empty = len(frames) == 0
+        if empty:
+            silent = model.config.encoder
+            mels = torch.zeros(1, silent.n_mels, 2, device=batch.tokens.device)
+            lengths, frames = [2], [1]
+            if silent.mode == "padded":
+                mels = torch.zeros(1, silent.n_mels, silent.mel_frames(1), device=batch.tokens.device)
+                lengths = [mels.shape[2]]
+        heard = model.hear(mels, lengths, frames)
+        if model.adapter.tasks:
+            count = sum(-(-n // model.adapter.stack) for n in frames)
+            features = model.adapter(heard, frames, feature_tasks(batch, count))
+        else:
+            features = model.adapter(heard, frames)
+        if empty:
+            features, heard = features * 0, heard * 0
+        if model.alignment_head is None:
+            return features, heard.new_zeros(())
+        logits = model.alignment_head(heard).float()
+        if empty:
+            return features, logits.sum() * 0
+        first = model.config.ctc  # ids of the first spelling
+        if not model.config.ctc_sounds:
+            return features, alignment_loss(logits, frames, batch.transcripts)
+        spelt = [[i for i in ids if i < first] for ids in batch.transcripts]
+        heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]
+        words = alignment_loss(logits[:, :first], frames, spelt)
+        return features, self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)
+
+    def _by_task(self, batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[Tensor, Tensor]:
+        streams = len(index)
+        sums = each.new_zeros(len(TASKS) * streams)
+        counts = each.new_zeros(len(TASKS) * streams)
+        task = batch.task.reshape(-1)
+        cell = torch.cat([task[at] * streams + k for k, at in enumerate(index)])
+        sums.index_add_(0, cell, each.detach())
+        counts.index_add_(0, cell, torch.ones_like(each))
+        return sums.view(-1, streams), counts.view(-1, streams)

@@ -1,0 +1,289 @@
+"""Optimizers: which parameters learn, in which groups, by which rule, and the running average of the weights.
+
+Rules stand in the registry `RULES`: AdamW (Loshchilov and Hutter 2019) for every parameter, with its state in 8 bits where
+that is wanted, or Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest. Several rules make one `Optimizer`,
+so that it is stepped, clipped, saved and resumed like one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from omni.errors import UserError
+from omni.model.linears import tied_names
+from omni.patterns import NONE, match_names
+from train.config.run import GroupConfig, OptimizerConfig
+
+Params = list[tuple[str, nn.Parameter]]
+
+
+class BatchedMuon(torch.optim.Muon):
+    """`torch.optim.Muon` with all matrices of one shape orthogonalised in one batched product.
+
+    The iteration runs in bf16, as torch's own, but on the CPU in fp32 unless `half`: most processors multiply that faster.
+    A matrix and a transposed one of the same shape share a batch. Where `found_inf` is 1, a step leaves all as it is.
+    """
+
+    found_inf: Tensor | None = None
+    half = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        keep = None if self.found_inf is None else 1 - self.found_inf.double()  # doubles: as exact as a plain number
+        for group in self.param_groups:
+            lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+            shrink = 1 - lr * decay * (1.0 if keep is None else keep)
+            shapes: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                buffer = state["momentum_buffer"]
+                grad = p.grad if keep is None else torch.where(keep > 0, p.grad, buffer)
+                buffer.lerp_(grad, 1 - momentum)
+                update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+                shapes[min(p.shape), max(p.shape)].append((p, update))
+            for pairs in shapes.values():
+                wide = torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for _, u in pairs])
+                wide = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"], self.half)
+                if keep is not None:
+                    wide = wide * keep
+                for (p, _), u in zip(pairs, wide, strict=True):
+                    p.mul_(shrink)
+                    step = u if p.shape[0] <= p.shape[1] else u.mT
+                    p.add_(step.to(p.dtype), alpha=-lr * update_scale(group["adjust_lr_fn"], p.shape))
+
+
+def orthogonalize(
+    matrices: Tensor,
+    coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+    half: bool = False,
+) -> Tensor:
+    """The quintic Newton-Schulz iteration X <- a X + (b G + c G^2) X with G = X X^T on matrices [N, m, n], m <= n.
+
+    Brings every singular value near 1. Coefficients: K. Jordan, "Muon" (2024). fp32 on the CPU unless `half`, else bf16.
+    """
+    a, b, c = coefficients
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" and not half else torch.bfloat16)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def update_scale(rule: str | None, shape: Sequence[int]) -> float:
+    """Factor of Muon's learning rate for a matrix [out, in]; see `OptimizerConfig.muon_scale`."""
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / shape[1]))
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return BatchedMuon(
+        groups, lr=config.muon_lr, momentum=config.muon_momentum, ns_steps=config.muon_steps, adjust_lr_fn=config.muon_scale
+    )
+
+
+def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW with its state in 8 bits (Dettmers et al. 2022), in memory that a GPU may move to the host."""
+    try:
+        from bitsandbytes.optim import PagedAdamW8bit
+    except ImportError as error:
+        raise UserError("optimizer paged_adamw_8bit needs the package bitsandbytes: pip install bitsandbytes") from error
+
+    class PagedAdamW(PagedAdamW8bit):
+        found_inf: Tensor | None = None
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+            if self.found_inf is None or not bool(self.found_inf):
+                super().step(closure)
+
+        def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            state = self.state[p]  # the count of steps is a tensor like all state, a number only while it is used
+            state["step"] = int(state["step"])
+            super().update_step(group, p, gindex, pindex)
+            state["step"] = torch.tensor(float(state["step"]))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+        return PagedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+RULES: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "paged_adamw_8bit": _paged_adamw_8bit,
+}
+"""Name of a rule to what makes an optimizer of parameter groups."""
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several rules as one optimizer: every parameter group has a `rule`, and all of them share one state.
+
+    `skip` is 1 where the next step is to leave weights and state as they are, 0 where not, None for 0: a tensor on the device,
+    so that nobody waits to know it.
+    """
+
+    skip: Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+        super().__init__(groups, {})
+        self.inner: dict[str, torch.optim.Optimizer] = {}
+        for rule in dict.fromkeys(g["rule"] for g in self.param_groups):
+            # The inner optimizer completes these very dictionaries with its defaults, and keeps its state in ours.
+            self.inner[rule] = RULES[rule]([g for g in self.param_groups if g["rule"] == rule], config)
+        self._share()
+
+    def _share(self) -> None:
+        for rule, inner in self.inner.items():
+            inner.param_groups = [g for g in self.param_groups if g["rule"] == rule]
+            inner.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for inner in self.inner.values():
+            inner.found_inf = self.skip  # type: ignore[attr-defined]  # what torch's fused rules look at
+            inner.step()
+
+
+def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
+    """Let the parameters learn that a pattern names, and freeze the others. A tied text head is named as head or as table.
+
+    Returns:
+        second names of parameters (`omni.model.linears.tied_names`), by which patterns name them too.
+
+    Raises:
+        UserError: a pattern names no parameter (with the closest names), or nothing is left to learn.
+    """
+    also = tied_names(model)
+    chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable", also=also)
+    if not chosen:
+        raise UserError("trainable is empty: no parameter would learn; give patterns such as '*' or 'adapter.*'")
+    for name, p in model.named_parameters():
+        if name in chosen and not p.is_floating_point():
+            raise UserError(
+                f"trainable names {name}, which is quantised and cannot learn; take it out of lora.quantize_targets"
+            )
+        p.requires_grad_(name in chosen)
+    return also
+
+
+def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
+    """Sort parameters into groups of one rule, learning rate and weight decay.
+
+    The first of `config.groups` whose pattern names a parameter decides; what it leaves open comes from the optimizer's own
+    settings. Parameters of less than two dimensions (norms, biases) are not decayed.
+
+    Args:
+        also: second names of parameters, as `set_trainable` gives them.
+
+    Raises:
+        UserError: a pattern names no parameter, or gives a learning rate for a rule that none of its parameters has.
+    """
+    names = [name for name, _ in params]
+    owner: dict[str, GroupConfig] = {}
+    for group in reversed(config.groups):
+        owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups", also=also), group))
+    exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False, also=also)
+    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
+    used: set[tuple[str, str]] = set()  # patterns, and which of their learning rates members have
+    for name, p in params:
+        own = owner.get(name, GroupConfig(pattern=name))
+        rule = own.rule or config.name
+        if rule not in RULES:
+            raise UserError(f"optimizer rule {rule!r} is unknown; known: {', '.join(RULES)}")
+        if rule == "muon" and (p.ndim != 2 or name in exclude):
+            rule = "adamw"
+        if rule == "muon" and isinstance(p, DTensor):
+            raise UserError(
+                "optimizer muon with fabric.strategy fsdp: Muon needs whole matrices, and fsdp gives each process a slice; "
+                "use optimizer.name adamw, or strategy ddp"
+            )
+        key = "muon_lr" if rule == "muon" else "lr"
+        lr = getattr(config if getattr(own, key) is None else own, key)
+        used.add((own.pattern, key))
+        decay = own.weight_decay if own.weight_decay is not None else config.weight_decay
+        decay = decay if p.ndim >= 2 else 0.0
+        members = groups.setdefault(
+            (rule, lr, decay),
+            {"params": [], "rule": rule, "lr": lr, "base_lr": lr, "weight_decay": decay},
+        )
+        members["params"].append(p)
+    for group in config.groups:
+        for key, other in (("lr", "muon_lr"), ("muon_lr", "lr")):
+            if getattr(group, key) is not None and (group.pattern, key) not in used and (group.pattern, other) in used:
+                raise UserError(
+                    f"optimizer.groups {group.pattern!r} gives {key} {getattr(group, key):g}, but all of these parameters "
+                    f"learn by {'Muon' if key == 'lr' else 'AdamW'}: give {other} instead"
+                )
+    return list(groups.values())
+
+
+def build_optimizer(
+    params: Params, config: OptimizerConfig, precision: str = "32-true", also: Mapping[str, str] = NONE
+) -> Optimizers:
+    """The optimizer of a run over the trainable parameters (`also` as in `parameter_groups`); Muon's iteration is in bf16 where
+    the run's precision is."""
+    optimizer = Optimizers(parameter_groups(params, config, also), config)
+    for inner in optimizer.inner.values():
+        if isinstance(inner, BatchedMuon):
+            inner.half = precision.startswith("bf16")
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Every group's learning rate becomes its own base rate times the schedule's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+class Average:
+    """Exponential moving average of the trainable weights, in fp32; sharded where they are.
+
+    Early on the average follows faster (decay (1 + n) / (10 + n) at step n), so that the random start is soon forgotten.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise UserError(f"ema is {decay}; it must lie between 0 and 1, such as 0.999")
+        self.decay = decay
+        self.params = dict(params)
+        self.values = {name: p.detach().float().clone() for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step number `step` (counted from 1)."""
+        weight = 1 - min(self.decay, (1 + step) / (10 + step))
+        for name, p in self.params.items():
+            self.values[name].lerp_(p.detach().float(), weight)
+
+
+def describe(groups: Iterable[Mapping[str, Any]]) -> str:
+    """One line on what learns how: rule, learning rate and number of values of each group."""
+    parts = [
+        f"{g['rule']} lr {g['base_lr']:g} decay {g['weight_decay']:g}: {sum(p.numel() for p in g['params']) / 1e6:.2f} M"
+        for g in groups
+    ]
+    return "; ".join(parts)

@@ -1,0 +1,204 @@
+"""`python -m train plan`: what a run needs and how long it takes, before it is started."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from omni.config import ModelConfig
+from omni.hardware import peak_flops
+from train.commands.plan import check_options
+from train.config.run import FitConfig
+from train.plan.estimate import Estimate, devices_of, estimate
+from train.plan.knobs import Turned, turn_knobs
+from train.plan.pace import Pace, flops_of, pace, sample
+from train.plan.parameters import Count, count_parameters, paper_model
+from train.plan.trial import KEPT, RETURNED, Attempt, attempt
+from train.plan.worst_batch import worst_batch
+from train.trainer.initial_model import shape_of
+
+GIB = float(1 << 30)
+
+CUDA_CONTEXT, CUDA_WASTE = 0.6 * GIB, 0.05
+"""What a GPU's memory cannot be filled with: the driver's context and libraries, and the share that the caching allocator
+loses to blocks of the wrong size."""
+
+CPU_WASTE = 0.25
+"""Share of a CPU's memory that is left to the C library, which keeps freed blocks (measured at 11 to 30 % over what is in use
+without checkpointing; with it at 35 % to twice what is in use, in small models)."""
+
+MAC = "a Mac's GPU (mps, estimated as a CPU's step is, without what its allocator keeps)"
+
+Place = Literal["cpu", "mps", "cuda"]
+"""Where a run computes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is found out about a run.
+
+    Attributes:
+        limit: bytes of a device that the run may fill; None where the device is not known.
+        device: in words.
+        process: bytes that a CPU's process holds besides (Python and its libraries); not part of the estimate.
+        kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
+        attempts: measured here, by how the memory was measured.
+        knobs: each alone; row: turned one after another.
+    """
+
+    counts: list[Count]
+    estimate: Estimate
+    strategy: str
+    world: int
+    device: str
+    limit: float | None
+    process: float
+    kept: float
+    pace: Pace
+    attempts: dict[str, Attempt]
+    untried: str
+    knobs: list[Turned]
+    row: list[Turned]
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit is None else self.estimate.total <= self.limit
+
+
+def make_plan(
+    config: FitConfig,
+    devices: int | None = None,
+    gpu_gib: float | None = None,
+    gpu: str | None = None,
+    mfu: float = 0.35,
+    attempted: bool = False,
+) -> Plan:
+    """Plan a run; see `HELP` for the arguments.
+
+    Raises:
+        UserError: whatever is wrong with the configuration or the arguments.
+    """
+    from train.trainer.build import with_alignment
+
+    check_options(devices, gpu_gib, mfu)
+    speed = flops_of(gpu) if gpu is not None else None
+    config = with_alignment(config)
+    shape = shape_of(config.model)
+    place = place_of(config, gpu_gib is not None or gpu is not None)
+    cuda = place == "cuda"
+    config = _placed(config, devices, cuda)
+    world, here = devices_of(config), cuda and torch.cuda.is_available()
+    words, limit = _room(place, gpu_gib, gpu, world)
+    model = paper_model(config, shape)
+    whole = estimate(config, shape, cuda)
+    attempts, untried = _try(config, shape, whole, world, limit, place, here) if attempted else ({}, "")
+    if speed is None and here:
+        speed = peak_flops(torch.device("cuda"))
+    measured = list(attempts.values())[-1].seconds if attempts else None  # memory as a run has it
+    batch = worst_batch(config.data, shape)
+    run = pace(config, model, sample(config, shape), batch, world, measured, speed, mfu)
+    short = limit is not None and whole.total > limit
+    knobs, row = turn_knobs(config, shape, limit, cuda) if short and limit is not None else ([], [])
+    strategy: str = config.fabric.strategy
+    if strategy == "auto":
+        strategy = "ddp" if world > 1 else "one process"
+    return Plan(
+        counts=count_parameters(model),
+        estimate=whole,
+        strategy=strategy,
+        world=world,
+        device=words,
+        limit=limit,
+        process=float(psutil.Process().memory_info().rss) if place == "cpu" else 0.0,
+        kept=whole.kept(config.fabric.checkpointing) if place == "cpu" else 0.0,
+        pace=run,
+        attempts=attempts,
+        untried=untried,
+        knobs=knobs,
+        row=row,
+    )
+
+
+def place_of(config: FitConfig, described: bool) -> Place:
+    """Where the run computes: as the configuration asks, or on what is here; `described` by size or name is a GPU's."""
+    asked, cuda = config.fabric.accelerator, torch.cuda.is_available()
+    mac = asked in ("auto", "gpu") and not described and not cuda and torch.backends.mps.is_available()
+    if asked == "mps" or mac:
+        return "mps"
+    return "cuda" if described or asked in ("gpu", "cuda") or (asked == "auto" and cuda) else "cpu"
+
+
+def _placed(config: FitConfig, devices: int | None, cuda: bool) -> FitConfig:
+    """The configuration with a number of devices."""
+    fabric = config.fabric
+    if devices is not None:
+        fabric = replace(fabric, devices=devices, num_nodes=1)
+    elif fabric.devices in ("auto", -1, "-1"):
+        fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if cuda else 1)
+    return replace(config, fabric=fabric)
+
+
+def _room(place: Place, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
+    """The device in words, and the bytes of it that a run may fill."""
+    size = gpu_gib * GIB if gpu_gib is not None else None
+    if place == "cpu" or (place == "mps" and size is None and torch.backends.mps.is_available()):
+        size = psutil.virtual_memory().available / world
+        room = size * (1 - CPU_WASTE)
+        name = "CPU" if place == "cpu" else MAC
+        return f"{name} with {size / GIB:.1f} GiB free for each process, of which {room / GIB:.1f} can be filled", room
+    name = MAC if place == "mps" else gpu or "GPU"
+    if place == "cuda" and size is None and gpu is None and torch.cuda.is_available():
+        name, size = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
+    if size is None:
+        return f"{name} of unknown size; give --gpu_gib", None
+    room = (size - CUDA_CONTEXT) * (1 - CUDA_WASTE) if place == "cuda" else size * (1 - CPU_WASTE)
+    return f"{name} of {size / GIB:.3g} GiB, of which {room / GIB:.3g} can be filled", room
+
+
+def _try(
+    config: FitConfig, shape: ModelConfig, whole: Estimate, world: int, limit: float | None, place: Place, here: bool
+) -> tuple[dict[str, Attempt], str]:
+    """What was measured, or why nothing was."""
+    if place == "mps":
+        return {}, "what a step holds on mps cannot be measured"
+    if place == "cuda" and not here:
+        return {}, "this machine has no GPU that PyTorch can use"
+    if world > 1 or config.fabric.strategy == "fsdp":
+        return {}, f"{world} processes with strategy {config.fabric.strategy} cannot be tried in one"
+    if limit is not None and whole.total > limit:
+        return {}, f"the estimate of {whole.total / GIB:.2f} GiB is more than the {limit / GIB:.2f} GiB that there are"
+    micro = config.data.micro_batches
+    if place == "cuda":
+        return {"by CUDA's counters": attempt(config, shape, micro, "cuda")}, ""
+    return {
+        RETURNED: attempt(config, shape, micro, "cpu"),
+        KEPT: attempt(config, shape, micro, "cpu", hoard=True),
+    }, ""
+
+
+def plain(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data; memory in bytes."""
+
+    def turned(one: Turned) -> dict[str, Any]:
+        return {"keys": one.knob.keys, "price": one.knob.price, "bytes": one.total, "saved": one.saved, "fits": one.fits}
+
+    return {
+        "parameters": [asdict(count) for count in plan.counts],
+        "memory": {"parts": plan.estimate.parts, "total": plan.estimate.total, "phase": plan.estimate.phase},
+        "strategy": plan.strategy,
+        "devices": plan.world,
+        "device": plan.device,
+        "limit": plan.limit,
+        "fits": plan.fits,
+        "process": plan.process,
+        "kept": plan.kept,
+        "measured": {how: asdict(one) for how, one in plan.attempts.items()},
+        "not_measured": plan.untried,
+        "pace": asdict(plan.pace),
+        "to_budget": {"tokens": plan.pace.to_budget(plan.pace.columns), "targets": plan.pace.to_budget(plan.pace.targets)},
+        "knobs": [turned(one) for one in plan.knobs],
+        "together": [turned(one) for one in plan.row],
+    }

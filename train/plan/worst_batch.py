@@ -1,0 +1,87 @@
+"""The worst micro-batch that a run's packing allows.
+
+Dimensions: R rows, K streams, T columns, N clips, M mel bands.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from omni.config import ModelConfig
+from omni.layout import IGNORE
+from omni.tasks import TASKS, Task, find_task
+from train.data.batching.batch import Batch
+from train.data.config import DataConfig
+
+PROMPT = 4
+"""Columns of a spoken question's example beside the question itself: input, end, the marker, and one of the answer."""
+
+PADDED_COLUMNS = 256
+"""Columns of an example under `encoder.mode` padded, where every clip costs the encoder its whole window, however short."""
+
+
+def tasks_of(data: DataConfig) -> list[Task]:
+    """The tasks that the mixture can draw, in the table's order."""
+    names = {find_task(name).name for name in data.drawn}
+    return [task for name, task in TASKS.items() if name in names]
+
+
+def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
+    """A batch that no batch of the run exceeds: all rows full, every stream that any task of the mixture learns supervised in
+    every column, and, where any task asks by speech, clips as long as the window and the rows have room for.
+
+    A column hears or answers, here it does both: what answers cost beside the decoder's columns is little, since logits stand
+    in chunks. Under `encoder.mode` padded there is one clip to `PADDED_COLUMNS` columns.
+    """
+    rows, length, layout = data.packing.rows, data.packing.length, shape.layout
+    tasks = tasks_of(data)
+    learnt = torch.tensor([any(t.learnt(layout)[k] for t in tasks) for k in range(len(layout))])
+    tokens = layout.ids("pad")[None, :, None].repeat(rows, 1, length)
+    targets = torch.where(learnt[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
+    index = torch.full((rows, length), -1)
+    segments = torch.zeros(rows, length, dtype=torch.long)
+    frames: list[int] = []
+    heard = _clips(length, shape) if any(task.question == "audio" for task in tasks) else []
+    features = 0
+    for row in range(rows):
+        start = 0
+        for number, count in enumerate(heard):
+            index[row, start + 1 : start + 1 + count] = torch.arange(features, features + count)
+            segments[row, start:] = number
+            frames.append(min(count * shape.adapter.stack, shape.encoder.positions))
+            features += count
+            start += count + PROMPT
+    window = shape.encoder.mel_frames(1) if shape.encoder.mode == "padded" else 0
+    lengths = [window or 2 * n for n in frames]
+    spelt = shape.ctc > 1 and data.alignment != "none"
+    return Batch(
+        tokens=tokens,
+        targets=targets,
+        feature_index=index,
+        segments=segments,
+        task=torch.full((rows, length), list(TASKS).index(tasks[-1].name)),
+        mels=torch.zeros(len(frames), shape.encoder.n_mels, max(lengths, default=0)),
+        mel_lengths=lengths,
+        frames=frames,
+        transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
+        examples=rows * max(1, len(heard)),
+        positions=rows * length,
+        state={},
+    )
+
+
+def _transcript(count: int, shape: ModelConfig) -> list[int]:
+    """So many ids of each spelling."""
+    sounds = shape.ctc_sounds - 1
+    return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
+
+
+def _clips(length: int, shape: ModelConfig) -> list[int]:
+    """Features of each clip of a full row."""
+    longest = math.ceil(shape.encoder.positions / shape.adapter.stack)
+    each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.mode == "padded" else length, length)
+    whole, rest = divmod(length, each)
+    columns = [each] * whole + ([rest] if rest > PROMPT else [])
+    return [max(1, n - PROMPT) for n in columns if n > PROMPT]

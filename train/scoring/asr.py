@@ -1,0 +1,161 @@
+"""What a Whisper hears in a recording, and how far that is from the text it should be.
+
+Weights are read from OpenAI's `.pt` file or a Hugging Face folder; both run in `openai-whisper`, greedily and without its
+fallbacks, so that the same recording is always heard alike. Texts are compared after Whisper's own normaliser
+(`whisper.normalizers`, Radford et al. 2022, appendix C): the English one for `en`, which also writes numbers and spellings one
+way, the basic one for others, letter by letter where a script has no spaces.
+
+Dimensions: S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
+from omni.convert.contract import Lazy, match
+from omni.errors import UserError
+from train.eval.held_out import word_errors
+from train.scoring.text import by_characters
+
+WINDOW_POSITIONS = 1500
+"""Encoder frames of the 30 s that Whisper's decoding works on."""
+
+
+_DIMENSIONS = {
+    "n_mels": "num_mel_bins",
+    "n_audio_ctx": "max_source_positions",
+    "n_audio_state": "d_model",
+    "n_audio_head": "encoder_attention_heads",
+    "n_audio_layer": "encoder_layers",
+    "n_vocab": "vocab_size",
+    "n_text_ctx": "max_target_positions",
+    "n_text_state": "d_model",
+    "n_text_head": "decoder_attention_heads",
+    "n_text_layer": "decoder_layers",
+}
+"""OpenAI's name of a size, and Hugging Face's."""
+
+_RENAMED = (
+    ("encoder.positional_embedding", "encoder.embed_positions.weight"),
+    ("decoder.positional_embedding", "decoder.embed_positions.weight"),
+    ("decoder.token_embedding.", "decoder.embed_tokens."),
+    ("encoder.ln_post.", "encoder.layer_norm."),
+    ("decoder.ln.", "decoder.layer_norm."),
+    (".blocks.", ".layers."),
+    (".cross_attn_ln.", ".encoder_attn_layer_norm."),
+    (".cross_attn.", ".encoder_attn."),
+    (".attn_ln.", ".self_attn_layer_norm."),
+    (".attn.", ".self_attn."),
+    (".query.", ".q_proj."),
+    (".key.", ".k_proj."),
+    (".value.", ".v_proj."),
+    (".out.", ".out_proj."),
+    (".mlp_ln.", ".final_layer_norm."),
+    (".mlp.0.", ".fc1."),
+    (".mlp.2.", ".fc2."),
+)
+"""Names of OpenAI's tensors, and transformers'."""
+
+
+class Hearing:
+    """A Whisper that writes down what it hears.
+
+    Args:
+        weights: OpenAI's `.pt` file, or a Hugging Face folder.
+
+    Raises:
+        UserError: the weights are no Whisper, damaged, or incomplete.
+    """
+
+    def __init__(self, weights: Path, device: str = "cpu") -> None:
+        import whisper
+
+        sizes, found, names = _huggingface(weights) if weights.is_dir() else _openai(weights)
+        if sizes["n_audio_ctx"] != WINDOW_POSITIONS:
+            raise UserError(
+                f"{weights} hears {sizes['n_audio_ctx']} frames at once; Whisper's decoding needs {WINDOW_POSITIONS}"
+            )
+        try:
+            self.model = whisper.model.Whisper(whisper.model.ModelDimensions(**sizes))
+        except (AssertionError, RuntimeError, ZeroDivisionError) as error:
+            raise UserError(f"{weights}: its sizes make no Whisper ({' '.join(str(error).split())})") from error
+        own = self.model.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        tensors = match(
+            found, {name: names(name) for name in own}, shapes, weights, ignore=lambda name: name == "proj_out.weight"
+        )
+        self.model.load_state_dict({name: tensor().float() for name, tensor in tensors.items()})
+        self.model.eval().to(device)
+
+    def hear(self, audio: Tensor, language: str = "") -> str:
+        """The words of a recording [S] at 16 kHz; its language is found out where Whisper does not know the name."""
+        import whisper
+
+        known = _primary(language)
+        spoken = known if known in whisper.tokenizer.LANGUAGES else None
+        with torch.inference_mode():
+            heard = whisper.transcribe(
+                self.model, audio.numpy(), language=spoken if self.model.is_multilingual else "en", temperature=0.0,
+                condition_on_previous_text=False, no_speech_threshold=None, fp16=self.model.device.type == "cuda",
+            )  # fmt: skip
+        return str(heard["text"]).strip()
+
+
+def error_rate(text: str, heard: str, language: str) -> float:
+    """Word error rate (jiwer) of what was heard, both texts normalised; may exceed 1."""
+    normal = _normaliser(_primary(language))
+    errors, words = word_errors(normal(text).strip(), normal(heard).strip())
+    return errors / max(1, words)
+
+
+@lru_cache
+def _normaliser(language: str) -> Any:
+    from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
+
+    return EnglishTextNormalizer() if language == "en" else BasicTextNormalizer(split_letters=by_characters(language))
+
+
+def _primary(language: str) -> str:
+    """`en` of `en-US`."""
+    return language.replace("_", "-").split("-")[0].casefold()
+
+
+def _openai(path: Path) -> tuple[dict[str, int], Mapping[str, Lazy], Any]:
+    if not path.is_file():
+        raise UserError(f"Whisper {path} does not exist: name OpenAI's .pt file, or a Hugging Face folder")
+    data = read_torch(path)
+    if not isinstance(data, Mapping) or not {"dims", "model_state_dict"} <= set(data):
+        raise UserError(f"{path} is no Whisper of OpenAI's: it must hold dims and model_state_dict")
+    return _sizes(data["dims"], {name: name for name in _DIMENSIONS}, path), state_of(data["model_state_dict"], path), str
+
+
+def _huggingface(path: Path) -> tuple[dict[str, int], Mapping[str, Lazy], Any]:
+    settings = read_json(path / "config.json")
+    if settings.get("model_type") != "whisper":
+        raise UserError(f"{path} is no Whisper: its config.json has model_type {settings.get('model_type')!r}")
+    found = read_weights(path)
+    prefix = "model." if any(name.startswith("model.") for name in found) else ""
+
+    def theirs(name: str) -> str:
+        for ours, other in _RENAMED:
+            name = name.replace(ours, other)
+        return prefix + name
+
+    return _sizes(settings, _DIMENSIONS, path / "config.json"), found, theirs
+
+
+def _sizes(found: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
+    sizes = {}
+    for ours, theirs in names.items():
+        value = found.get(theirs) if isinstance(found, Mapping) else None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{where}: {theirs} is {value!r}; it must be a whole number")
+        sizes[ours] = value
+    return sizes

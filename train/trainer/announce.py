@@ -1,0 +1,92 @@
+"""What a run says at its start, before anything takes long, and at its end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from lightning_fabric import Fabric
+from torch import nn
+
+from train.checkpoint.state import Position
+from train.config.run import FitConfig
+from train.console.progress import Screen, duration
+from train.trainer.logs import METRICS
+from train.trainer.lora import ADAPTER
+from train.trainer.parts import Parts
+
+Say = Callable[[str], None]
+
+
+def speaker(config: FitConfig, first: bool) -> Say:
+    """Says lines before there is a bar; silent in all processes but the first."""
+    return Screen("lines" if first and config.log.progress != "off" else "off").say
+
+
+def beginning(config: FitConfig, fabric: Fabric) -> list[str]:
+    """What a run is about to do, known before anything is loaded."""
+    budget, cuda = config.budget, fabric.device.type == "cuda"
+    limits = [
+        *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
+        *([f"{budget.minutes:g} minute{'s' * (budget.minutes != 1)}"] if budget.minutes is not None else []),
+    ]
+    start = config.model.init_from or config.model.preset
+    device = torch.cuda.get_device_name(fabric.device) if cuda else fabric.device.type
+    strategy = f", {config.fabric.strategy}" if fabric.world_size > 1 and config.fabric.strategy != "auto" else ""
+    return [
+        f"training {start} in {config.run_folder} for {' or '.join(limits)}",
+        _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
+    ]
+
+
+def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:
+    """How many values some parameters have, under a label."""
+    return _line(label, f"{sum(p.numel() for p in parameters):,} parameters")
+
+
+def going_on(
+    config: FitConfig, parts: Parts, trainable: Iterable[nn.Parameter], position: Position, saved: Path | None
+) -> list[str]:
+    """What is known once everything is there: what is trained on how many rows, and from which checkpoint the run goes on."""
+    lines = [parameters_line("trainable", trainable)]
+    for i, (name, size) in enumerate(parts.sources):
+        lines.append(_line("" if i else "data", f"{name}: {'made while training' if size is None else f'{size:,} rows'}"))
+    held = parts.held_out
+    if held.rows:
+        lines.append(_line("held out", f"{held.rows:,} rows, {held.examples:,} examples"))
+    for why in list(held.broken.values())[:1]:
+        lines.append(_line("broken", f"{len(held.broken):,} of the held-out rows, which are left out (the first: {why})"))
+    if saved is not None:
+        lines.append(_line("resumed", f"from {saved}, after {position.step} steps and {duration(position.seconds)}"))
+    if config.fabric.compile:
+        lines.append("compiling the decoder's blocks: the first steps take longer")
+    return lines
+
+
+def closing(
+    position: Position, stopped: int, saved: Path | None, exported: Path | None, folder: Path, adapted: bool
+) -> list[str]:
+    """How a start ended, and where everything is.
+
+    Args:
+        stopped: number of the signal that stopped it, or 0.
+        saved, exported: the last checkpoint, and the finished model.
+        adapted: low-rank adapters were trained.
+    """
+    if stopped:
+        name = signal.Signals(stopped).name
+        return [f"stopped by {name} after step {position.step}; the state is in {saved}: run the same command to go on"]
+    lines = [f"finished: {position.step} steps in {duration(position.seconds)}"]
+    adapter = folder / ADAPTER if adapted else None
+    for label, path in (("model", exported), ("adapter", adapter), ("logs", folder / METRICS), ("checkpoint", saved)):
+        if path == adapter and label == "model":
+            continue
+        if path is not None and path.exists():
+            lines.append(_line(label, str(path)))
+    return lines + [_line(picture.stem, str(picture)) for picture in sorted(folder.glob("*.png"))]
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<12}{text}"

@@ -1,0 +1,378 @@
+"""Balance in a run: the forward and backward passes of a step, whatever the method and its level.
+
+    loss        one pass with weights that are known ahead. Where they follow from the step's own losses: one pass whose
+                backward waits for them, or, with several micro-batches, a pass without gradients before it
+    features    one pass; the tap acts in its backward
+    parameters  one pass per task, then one for what belongs to none of them
+    two levels  the passes of `train.balance.bilevel`, on the step's batch and on a held-out one, then one pass
+
+Losses are divided by counts of the whole step; Fabric averages gradients over processes, hence the factor `world`.
+
+Dimensions: T tasks of the task table, K streams, M balanced tasks.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.patterns import match_names
+from train.balance.balancer import Balancer, build
+from train.balance.bilevel import Bilevel
+from train.balance.chooser import Report
+from train.balance.section import BalanceSection
+from train.balance.tap import Tap
+from train.distributed.fabric import Team, accumulating, reshard
+from train.objective.objective import Losses
+from train.objective.task_losses import Shares, cells_by_stream, cells_by_task, means
+from train.trainer.balance_feed import CountedStep
+from train.trainer.balance_metrics import Tally
+from train.trainer.feed import Batch
+from train.trainer.logs import BALANCE
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """What a run gives for its balance.
+
+    Attributes:
+        names: of the balanced tasks, or the streams.
+        cells: number of targets of a batch by task and stream, [T, K] (on the CPU).
+        listening: parameters below the features, for level `features`.
+        outer: held-out batches, for the methods of two levels; each step takes the next one for each process.
+    """
+
+    names: Sequence[str]
+    cells: Callable[[Batch], Tensor]
+    listening: Callable[[], Sequence[nn.Parameter]] = list
+    outer: Sequence[Batch] = ()
+
+
+@dataclass
+class _Now:
+    """The step that is being taken: its counts, how far the budget is used, and who is told of each pass's losses."""
+
+    denominators: Tensor
+    cells: Tensor
+    progress: float
+    lr: float
+    add: Callable[[Losses], None]
+
+
+class Balancing:
+    """What a loop holds of its balance.
+
+    Args:
+        module: the objective as Fabric wraps it.
+        learning: parameters that learn, by name.
+        tasks, streams: names, in the order of `Losses.sums`.
+        targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
+        lanes: micro-batches of this process in a step.
+        aligned: an alignment loss is learnt.
+
+    Raises:
+        UserError: the model or the number of processes does not fit the method.
+    """
+
+    def __init__(
+        self,
+        section: BalanceSection,
+        given: Balanced,
+        fabric: Fabric,
+        module: Any,
+        learning: Sequence[tuple[str, nn.Parameter]],
+        tasks: Sequence[str],
+        streams: Sequence[str],
+        targets: Callable[[Batch], Tensor],
+        team: Team,
+        lanes: int,
+        aligned: bool,
+    ) -> None:
+        self.section, self.given, self.fabric, self.module, self.team = section, given, fabric, module, team
+        self.targets, self.aligned = targets, aligned
+        self.names = list(streams if section.tasks == "streams" else given.names)
+        self.balancer = build(section, self.names)
+        by_stream = section.tasks == "streams"
+        shape = len(tasks), len(streams)
+        self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, tasks, len(streams))
+        names = [name for name, _ in learning]
+        chosen = section.separate != BalanceSection.separate
+        apart = match_names(section.separate, names, "balance.separate", strict=chosen)
+        self.shared = [p for name, p in learning if name not in apart]
+        self.own = [p for name, p in learning if name in apart]
+        self.tap = Tap(self.balancer, team.sum) if section.at == "features" else None
+        self.tally = Tally()
+        self.steps = 0
+        self.told: set[str] = set()
+        self.before: Mapping[str, Tensor] | None = None
+        self.after: list[tuple[Batch, Shares]] = []
+        self._check(lanes)
+
+    def _check(self, lanes: int) -> None:
+        method, at = self.section.method, self.section.at
+        if at == "features" and not any(p.requires_grad for p in self.given.listening()):
+            raise UserError(
+                f"balance.level is features, but nothing below the features learns, so that {method} would change nothing; let "
+                "encoder or adapter learn, or choose level parameters or loss"
+            )
+        if at == "parameters" and not self.shared:
+            raise UserError("balance.separate names all parameters that learn; leave some to be shared")
+        if self.section.kind.batches == 3 and lanes % 3:
+            raise UserError(
+                f"balance.method {method} takes three batches a step apart, and each process has {lanes}; make "
+                f"data.micro_batches {3 * self.team.world}"
+            )
+        if isinstance(self.balancer, Bilevel) and lanes > 1:
+            raise UserError(
+                f"balance.method {method} takes one micro-batch a step in each process; make data.micro_batches "
+                f"{self.team.world}"
+            )
+        if isinstance(self.balancer, Bilevel) and not self.given.outer:
+            raise UserError(f"balance.method {method} judges by held-out rows, and the run has none")
+
+    # --- a step -----------------------------------------------------------------------------------------------------------
+
+    def take(self, step: CountedStep, denominators: Tensor, progress: float, lr: float, add: Callable[[Losses], None]) -> None:
+        """All forward and backward passes of a step; gradients are in `grad` afterwards.
+
+        Args:
+            denominators: targets of the whole step, [K + 1] on the device.
+            progress: share of the budget that is used.
+            lr: of the optimizer.
+            add: takes in the losses of each pass; every target is in one of them, and `total` is the plain objective.
+        """
+        now = _Now(denominators, step.cells, progress, lr, add)
+        level, balancer = self.section.at, self.balancer
+        large = level == "parameters" and not isinstance(balancer, Bilevel)  # what remembers gradients is not copied
+        self.before = None if large else balancer.state_dict()
+        if isinstance(balancer, Bilevel):
+            report = self._bilevel(balancer, step.batches[0], now)
+        elif level == "parameters":
+            report = self._by_parameters(balancer, step.batches, now)
+        elif level == "features":
+            report = self._by_features(step.batches, now)
+        else:
+            report = self._by_losses(balancer, step.batches, now)
+        self.steps += 1
+        self.tally.add(report.figures(self.names))
+        self._tell(report)
+
+    def _tell(self, report: Report) -> None:
+        """Say once of each task that its gradient of what is shared was zero."""
+        zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.told]
+        self.told.update(zero)
+        if zero and self.team.rank == 0:
+            warnings.warn(
+                f"{', '.join(zero)} did not touch the shared {self.section.at}: balance.method {self.section.method} chooses "
+                f"without such a task (weight 0), and what it does not share learns plainly; {BALANCE} counts such steps in "
+                f"zero/{zero[0]}. Leave it out of balance.names, or let a shared part learn that it uses (trainable)",
+                stacklevel=2,
+            )
+
+    def settle(self, left_out: Tensor, progress: float) -> None:
+        """The optimizer's step is done. Where it was left out (1, and not 0), the method forgets that it was asked, but for one
+        at level parameters: its gradients were numbers, or it left their tasks out.
+
+        Args:
+            progress: as in `take`.
+        """
+        balancer, after, self.after = self.balancer, self.after, []
+        if self.before is not None and bool(left_out):
+            absences = balancer.absences.clone()
+            balancer.load_state_dict(self.before)
+            balancer.absences = absences
+        elif after and isinstance(balancer, Balancer):
+            with torch.no_grad(), torch.random.fork_rng(self._devices()):
+                found = [_own(self.module(batch, self.denominators, progress, shares)) for batch, shares in after]
+            reshard(self.module)
+            balancer.after(torch.stack(found).sum(0), self.team.sum)
+        self.before = None
+
+    def counts(self, cells: Tensor) -> Tensor:
+        """Targets of each balanced task, and of the rest, [M + 1]."""
+        return torch.zeros(len(self.names) + 1, dtype=cells.dtype).index_add_(0, self.cell.flatten(), cells.flatten())
+
+    def _shares(self, now: _Now, weights: Tensor | None = None, **options: Any) -> Shares:
+        m = len(self.names)
+        ratio = means(self.cell, now.cells, m) if self.section.losses == "mean" else None
+        return Shares(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
+
+    def _with_rest(self, weights: Tensor) -> Tensor:
+        return torch.cat([weights.float(), torch.ones(1)])
+
+    def _pass(self, batch: Batch, shares: Shares, now: _Now, note: bool = True) -> Losses:
+        """A forward pass."""
+        losses: Losses = self.module(batch, now.denominators, now.progress, shares)
+        if note:
+            self._note(losses, now)
+        return losses
+
+    def _note(self, losses: Losses, now: _Now) -> None:
+        """Tell of a pass's losses; those that are no number are left out, as their step or task is."""
+        assert losses.by_task is not None
+        total, lost = losses.by_task.detach().nan_to_num(0, 0, 0).sum(), ~losses.sums.isfinite()
+        sums, counts = losses.sums.masked_fill(lost, 0), losses.counts.masked_fill(lost, 0)
+        now.add(losses._replace(total=total, sums=sums, counts=counts, ctc_sum=losses.ctc_sum.nan_to_num(0, 0, 0)))
+
+    def _backward(self, loss: Tensor) -> None:
+        self.fabric.backward(loss * self.team.world)
+
+    def _alone(self, more: bool) -> Any:
+        """Around the passes of a micro-batch that others follow: gradients need no exchange yet."""
+        return accumulating(self.fabric, self.module, more)
+
+    def _devices(self) -> list[torch.device]:
+        return [self.fabric.device] if self.fabric.device.type == "cuda" else []
+
+    # --- levels -----------------------------------------------------------------------------------------------------------
+
+    def _by_losses(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> Report:
+        counts, device = self.counts(now.cells)[:-1], self.fabric.device
+        famo, look = balancer.config.method == "famo", balancer.config.values.get("look")
+        if famo and look == "same":
+            batches = [batch.to(device) for batch in batches]
+            self.after, self.denominators = [(batch, self._shares(now)) for batch in batches], now.denominators
+        ahead = balancer.ahead()
+        if ahead is None and len(batches) == 1:
+            losses = self._pass(batches[0].to(device), self._shares(now, graph=True), now)
+            report = self._chosen(balancer, _own(losses), counts)
+            self._backward(balancer.total(losses.by_task[:-1], report) + losses.by_task[-1])  # type: ignore[index]
+            return report
+        chosen: Report | None = None
+        if ahead is None:
+            with torch.no_grad(), torch.random.fork_rng(self._devices()):
+                seen = [_own(self._pass(b.to(device), self._shares(now), now, False)) for b in batches]
+            chosen = self._chosen(balancer, torch.stack(seen).sum(0), counts)
+            ahead = chosen.weights
+        own = torch.zeros(len(self.names), device=device)
+        for i, batch in enumerate(batches):
+            with self._alone(i + 1 < len(batches)):
+                losses = self._pass(batch.to(device), self._shares(now, self._with_rest(ahead)), now)
+                self._backward(losses.total)
+            own += _own(losses)
+        return chosen or balancer.weights(own, counts, self.team.sum)
+
+    def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> Report:
+        if balancer.config.values.get("look") == "next" and balancer.steps:
+            balancer.after(losses, self.team.sum, counts)
+        return balancer.weights(losses, counts, self.team.sum)
+
+    def _by_features(self, batches: Sequence[Batch], now: _Now) -> Report:
+        tap = self.tap
+        assert tap is not None
+        tap.counts, tap.scale, tap.report = self.counts(now.cells)[:-1], float(self.team.world), None
+        own = torch.zeros(len(self.names), device=self.fabric.device)
+        by_losses = self.section.method == "gradnorm" or "loss" in str(self.section.values.get("normalize"))
+        for i, batch in enumerate(batches):
+            with self._alone(i + 1 < len(batches)):
+                losses = self._pass(batch.to(self.fabric.device), self._shares(now, tap=tap), now)
+                own += _own(losses)
+                tap.last, tap.losses = i + 1 == len(batches), self.team.sum(own) if by_losses else None
+                self._backward(losses.total)
+        assert tap.report is not None
+        return tap.report
+
+    def _by_parameters(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> Report:
+        parts = balancer.config.kind.batches
+        groups = [batches[i * len(batches) // parts : (i + 1) * len(batches) // parts] for i in range(parts)]
+        steps = [now] if parts == 1 else [self._part(group, now) for group in groups]
+        counts = torch.stack([self.counts(step.cells)[:-1] for step in steps]).amin(0)
+        found, device = [], self.fabric.device
+        for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
+            here = [batch.to(device) for batch in group]
+            passes = [lambda task, b=b, s=step, n=number: self._of_task(task, b, s, n == 0) for b in here]
+            found.append(
+                balancer.gather(passes, self.shared, self.own, self.team.sum, self._backward, self._alone, present=counts > 0)
+            )
+        (rows, rest, losses), others = found[0], [table for table, _, _ in found[1:]]
+        report = balancer.combine(losses, rows, self.shared, self.own, rest, self.team.sum, counts, others)
+        self._rest(batches, now)
+        return report
+
+    def _part(self, batches: Sequence[Batch], now: _Now) -> _Now:
+        """The same step as if it were of some of its micro-batches only."""
+        own = torch.stack([torch.cat([self.targets(b).double(), self.given.cells(b).double().flatten()]) for b in batches]).sum(
+            0
+        )
+        whole, plain = self.team.sum(own), len(now.denominators)
+        denominators = whole[:plain].to(now.denominators)
+        return _Now(denominators, whole[plain:].view(now.cells.shape), now.progress, now.lr, now.add)
+
+    def _of_task(self, task: int, batch: Batch, now: _Now, note: bool) -> Tensor:
+        weights = torch.zeros(len(self.names) + 1)
+        weights[task] = 1
+        return self._pass(batch, self._shares(now, weights), now, note).total
+
+    def _rest(self, batches: Sequence[Batch], now: _Now, note: bool = True) -> None:
+        """What belongs to no balanced task joins the gradients, if there is any."""
+        others = bool(self.counts(now.cells)[-1] > 0)
+        if not others and not self.aligned:
+            return
+        weights = torch.zeros(len(self.names) + 1)
+        weights[-1] = 1
+        for i, batch in enumerate(batches):
+            with self._alone(i + 1 < len(batches)):
+                shares = self._shares(now, weights, silent=not others)
+                self._backward(self._pass(batch.to(self.fabric.device), shares, now, note).total)
+
+    def _bilevel(self, balancer: Bilevel, batch: Batch, now: _Now) -> Report:
+        device, world, rank = self.fabric.device, self.team.world, self.team.rank
+        outers = [self.given.outer[(self.steps * world + i) % len(self.given.outer)] for i in range(world)]
+        cells = torch.stack([self.given.cells(b) for b in outers]).sum(0).double()
+        denominators = torch.stack([self.targets(b) for b in outers]).sum(0).to(now.denominators)
+        other = _Now(denominators, cells, now.progress, now.lr, now.add)
+        inside, outside = batch.to(device), outers[rank].to(device)
+        both = torch.minimum(self.counts(now.cells), self.counts(cells))[:-1] > 0
+        seen: list[Losses] = []
+
+        def losses_of(which: Batch, step: _Now) -> Tensor:
+            with torch.random.fork_rng(self._devices()):  # each draws the same noise: what differs is the parameters'
+                losses = self._pass(which, self._shares(step, graph=True), step, False)
+            seen.append(losses)
+            return torch.where(both.to(device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
+
+        report = balancer.learn(
+            lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr, self.team.sum,
+            self._backward, lambda: reshard(self.module),
+        )  # fmt: skip
+        if balancer.config.method == "forum":
+            if bool(both.any()) and bool(report.absent.all()):  # no number comes of it, so that the step is left out
+                for p in (*self.shared, *self.own):
+                    p.grad = None if p.grad is None else p.grad * torch.nan
+            self._note(seen[0], now)
+            self._rest([batch], now, False)
+        else:
+            self._backward(self._pass(inside, self._shares(now, self._with_rest(balancer.ahead())), now).total)
+        return report
+
+    # --- state ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors; of sharded gradients this process's part."""
+        return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": self._checksum()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if "names" in state and int(state["names"]) != int(self._checksum()):  # older checkpoints do not say
+            raise UserError(
+                f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
+                "with the same, or say --resume restart"
+            )
+        self.steps = int(state["taken"])
+        self.balancer.load_state_dict({name: t for name, t in state.items() if name not in ("taken", "names")})
+
+    def _checksum(self) -> Tensor:
+        return torch.tensor(zlib.crc32("\n".join(self.names).encode()))
+
+
+def _own(losses: Losses) -> Tensor:
+    """The balanced tasks' losses [M], without graph."""
+    assert losses.by_task is not None
+    return losses.by_task.detach()[:-1]

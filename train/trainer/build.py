@@ -1,0 +1,240 @@
+"""`python -m train fit`: from a configuration to a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+
+from omni.checkpoint.folder import save_folder
+from omni.errors import UserError
+from omni.generate.speech_time import EXTRA as SPEECH_TIME
+from omni.lora.weights import merged_state
+from omni.remote import refuse_remote
+from omni.tasks import TASKS
+from train.balance.section import BILEVEL, balanced_tasks
+from train.checkpoint.retention import write_text
+from train.config.run import FitConfig, plain_config
+from train.data.batching.batch import Batch
+from train.data.batching.loader import StepLoader
+from train.data.batching.pipeline import Pipeline
+from train.data.build import build_alignment, build_pipeline, held_out_by_source
+from train.data.sources.recorded_digits import speak_ahead
+from train.data.speech_time import estimate_speech_time
+from train.distributed.fabric import build_fabric, launch, leave
+from train.distributed.precision import quantized_type
+from train.objective.flops import StepFlops
+from train.objective.objective import Objective, cells, targets
+from train.optim.optimizer import describe
+from train.trainer import announce, balance_plots, plots
+from train.trainer import lora as adapters
+from train.trainer.balanced_step import Balanced
+from train.trainer.held_out_batches import outer_batches
+from train.trainer.held_out_loss import HeldOut, build_held_out
+from train.trainer.initial_model import Initial, build_initial
+from train.trainer.loop import Loop, Outcome, Parts
+from train.trainer.preflight import check_devices, check_resume, check_start
+from train.trainer.validation import build_validator
+
+MODEL = "model"
+
+
+def fit(config: FitConfig) -> Outcome | None:
+    """Run a configuration in all of its processes. None in the processes that only help.
+
+    Raises:
+        UserError: whatever is wrong with configuration, data or disk; in all processes alike.
+    """
+    refuse_remote(config.run_folder, "run_folder", write=True)
+    check_resume(config)
+    notes = check_start(with_alignment(config))
+    check_devices(config.fabric)
+    fabric = build_fabric(config.fabric)
+    launch(fabric)
+    try:
+        say = announce.speaker(config, fabric.global_rank == 0)
+        for note in notes:
+            say(note)
+        loop = prepare(config, fabric, Path(config.run_folder))
+        loop.team.first_alone(lambda: _speak_ahead(config))
+        outcome = loop.run()
+        return outcome if fabric.global_rank == 0 else None
+    finally:
+        leave()
+
+
+def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
+    """Build everything a run needs, in every process alike."""
+    say = announce.speaker(config, fabric.global_rank == 0)
+    for line in announce.beginning(config, fabric):
+        say(line)
+    initial = build_initial(with_alignment(config).model, config.seed)
+    say(announce.parameters_line("model", initial.model.parameters()))
+    plain = plain_config(config)
+    loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
+    loop.team.first_alone(lambda: write_text(folder / "config.yaml", _yaml(plain)))
+    for line in announce.going_on(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
+        say(line)
+    return loop
+
+
+def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
+    """The parts of a real run: our model, objective, data, validation and export."""
+    model, lora = initial.model, config.lora
+    base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
+    model.set_checkpointing(config.fabric.checkpointing)
+    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
+    found = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
+    validator = build_validator(
+        config.validation,
+        [row for _, rows in found for row in rows],
+        model.config,
+        initial.tokenizer,
+        initial.codec,
+        fabric.device,
+        config.fabric.precision,
+        folder,
+        broken,
+    )
+
+    def export(weights: dict[str, Tensor]) -> Path:
+        if lora is not None and base is not None:
+            adapter = adapters.save(folder, model, weights, base, config.model.init_from)
+            if not lora.merged:
+                return adapter
+        codec, extra = initial.codec_folder, dict(initial.extra)
+        time = estimate_speech_time(pipeline.mixture, initial.codec) if initial.codec is not None else None
+        if time is not None:
+            extra[SPEECH_TIME] = time.plain()
+        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32  # a base and adapters may differ
+        plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
+        save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
+        return folder / MODEL
+
+    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        assert validator is not None
+        return validator(merged_state(model, weights), step)
+
+    rank, world = fabric.global_rank, fabric.world_size
+    held_out = build_held_out(found, config.data.packing, pipeline.maker, rank, world, broken)
+    _check_metric(config, held_out)
+    objective = Objective(model, config.objective)
+    sizes = enumerate(source.size for source in pipeline.mixture.sources)
+    fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
+    if base is not None:
+        fixed["the checksum of the weights below the adapters"] = base
+    balanced = None
+    if config.balance is not None:
+        names = balanced_tasks(config.balance, config.data)
+        outer = outer_batches(config, names, pipeline.maker) if config.balance.method in BILEVEL else ()
+        balanced = Balanced(names, cells, objective.listening, outer)
+    return Parts(
+        objective=objective,
+        micro_batches=config.data.micro_batches,
+        steps=lambda lanes, start, states: _steps(pipeline, config, lanes, start, states),
+        targets=targets,
+        streams=model.layout.names,
+        tasks=tuple(TASKS),
+        idle=objective.idle,
+        balanced=balanced,
+        flops=StepFlops(model),
+        rows=fixed,
+        held_out=held_out,
+        validate=validate if validator is not None else None,
+        export=export,
+        draw=lambda: pictures(folder),
+        broken_limit=config.data.broken_limit,
+        sources=[(source.name, source.size) for source in pipeline.mixture.sources],
+    )
+
+
+def _speak_ahead(config: FitConfig) -> None:
+    """Let voices speak now what would keep the training waiting."""
+    for source in config.data.sources:
+        if source.kind == "recorded-digits":
+            speak_ahead(source.recorded, source.digits.question_rate, config.log.progress)
+
+
+def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
+    """Refuse to keep the checkpoints of the lowest loss where there is nothing to measure it on (UserError)."""
+    keep = config.checkpoint
+    measured = held_out.examples or not config.validation.questions
+    if keep.keep_best > 0 and keep.metric.partition("/")[0] == "loss" and not measured:
+        raise UserError(
+            f"checkpoint.metric is {keep.metric}, but none of the {held_out.rows} held-out rows makes an example: they lack "
+            "what the tasks of their sources need, are broken, or do not fit into packing.length; complete them, name another "
+            "metric, or set checkpoint.keep_best to 0"
+        )
+
+
+def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
+    data = config.data
+    return iter(StepLoader(pipeline, data.micro_batches, lanes, data.workers, start, states, prefetch=data.prefetch))
+
+
+def with_alignment(config: FitConfig) -> FitConfig:
+    """The configuration with `model.ctc` and `ctc_sounds` as the data's alignment needs them, where they are left open."""
+    ctc, sounds = config.model.ctc, config.model.ctc_sounds
+    if (ctc is not None and sounds is not None) or config.data.alignment == "none":
+        return config
+    if ctc is None and config.data.alignment == "tokens":
+        raise UserError("data.alignment tokens needs model.ctc: the number of the tokenizer's ids and one more")
+    from omni.text import Tokenizer
+
+    alignment = build_alignment(config.data, Tokenizer.bytes())
+    ctc = alignment.size if ctc is None else ctc
+    sounds = alignment.sound_size if sounds is None else sounds
+    return replace(config, model=replace(config.model, ctc=ctc, ctc_sounds=sounds))
+
+
+def pictures(folder: Path) -> dict[str, Path]:
+    """Refresh the curves; the pictures that there are."""
+    plots.curves(folder)
+    balance_plots.balance(folder)
+    files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": balance_plots.PICTURE}
+    found = {name: folder / file for name, file in files.items()}
+    return {name: file for name, file in found.items() if file.exists()}
+
+
+def _yaml(plain: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True)
+
+
+def dry_run(config: FitConfig) -> str:
+    """Build the model and one batch, and describe both; that the devices are not here, a note: they are another machine's."""
+    from train.data.batching.draw import describe as draw
+    from train.optim.optimizer import parameter_groups, set_trainable
+
+    config = with_alignment(config)
+    check_start(config)
+    try:
+        check_devices(config.fabric)
+        notes = []
+    except UserError as error:
+        notes = [f"note: {error}"]
+    initial = build_initial(config.model, config.seed)
+    model = initial.model
+    if config.lora is not None:
+        adapters.apply(model, config.lora)
+    also = set_trainable(model, config.learns)
+    learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
+    batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
+    whole, data = sum(p.numel() for p in model.parameters()), config.data
+    return "\n".join(
+        [
+            f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M learn",
+            f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
+            f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} columns",
+            draw(batch, model.layout, initial.tokenizer),
+            *notes,
+        ]
+    )

@@ -1,0 +1,97 @@
+"""The micro-batches of a step, and what the processes have to agree on before they compute it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni.errors import UserError
+from train.distributed.fabric import Team
+from train.trainer.signals import SIGNALS, Stop
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's share of this process, and what is known of the whole step.
+
+    Attributes:
+        batches: this process's micro-batches.
+        denominators: targets of the whole step by stream, and of its alignment loss, [K + 1] int64 (whole numbers: the
+            precisions that Fabric casts floating-point inputs to cannot count).
+        positions, flops: of the whole step.
+        seconds: the first process's clock.
+        stop: number of a signal that any process has received, or 0.
+    """
+
+    batches: Sequence[Batch]
+    denominators: Tensor
+    positions: float
+    flops: float
+    seconds: float
+    stop: int
+
+
+class Feed:
+    """Fetches steps. All processes call `next` together: it holds the loop's one exchange, on the CPU.
+
+    Args:
+        batches: this process's micro-batches of each step.
+        targets: number of targets of a batch, [K + 1].
+        flops: work of a batch with so many targets.
+        clock: seconds that the run has taken.
+
+    Attributes:
+        waited, held_up: seconds that the last step's data took in this process, and then those of the other processes.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Sequence[Batch]],
+        targets: Callable[[Batch], Tensor],
+        flops: Callable[[Batch, Tensor], float] | None,
+        clock: Callable[[], float],
+        streams: int,
+        team: Team,
+        stop: Stop,
+    ) -> None:
+        self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
+        self.streams, self.team, self.stop = streams, team, stop
+        self.waited = self.held_up = 0.0
+
+    def next(self) -> Step:
+        """The next step.
+
+        Raises:
+            UserError: the data of any process are broken; on all of them, so that none waits for another.
+        """
+        start = time.perf_counter()
+        batches: Sequence[Batch] = ()
+        failure: UserError | None = None
+        counts, positions, flops = torch.zeros(self.streams + 1, dtype=torch.float64), 0.0, 0.0
+        try:
+            batches = next(self.batches)
+            for batch in batches:
+                targets = self.targets(batch)
+                counts += targets
+                positions += batch.positions
+                flops += self.flops(batch, targets) if self.flops is not None else 0.0
+        except UserError as error:
+            failure = error
+        self.waited = time.perf_counter() - start
+        clock = self.clock() if self.team.first else 0.0
+        flags = [float(self.stop.number == s) for s in SIGNALS]
+        told = torch.tensor([positions, flops, clock, float(failure is not None), *flags], dtype=torch.float64)
+        everyone = self.team.sum(torch.cat([counts, told]))
+        self.held_up = time.perf_counter() - start - self.waited
+        positions, flops, clock, failed, *flags = everyone[len(counts) :].tolist()
+        if failed:
+            self.team.agree(failure)
+        noted = next((int(s) for s, flag in zip(SIGNALS, flags, strict=True) if flag), 0)
+        return Step(batches, everyone[: len(counts)].long(), positions, flops, clock, noted)

@@ -1,0 +1,60 @@
+"""Held-out batches, by which the methods of two levels judge a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from omni.errors import UserError
+from train.data.batching.batch import Batch
+from train.data.batching.examples import ExampleMaker
+from train.data.batching.packer import Lane
+from train.data.batching.pipeline import Pipeline
+from train.data.build import held_out_rows
+from train.data.rows.row import Row
+from train.data.sources.mixture import Mixture, TaskMixture
+
+if TYPE_CHECKING:
+    from train.config.run import FitConfig
+
+
+class KeptRows:
+    """A source of given rows."""
+
+    repeats = False
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.name, self.rows, self.size = "held-out rows", list(rows), len(rows)
+
+    def identity(self, index: int) -> int:
+        return index
+
+    def row(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) -> list[Batch]:
+    """Batches of held-out rows in all balanced tasks, unchanged by augmentation; the same ones every time.
+
+    Args:
+        names: the balanced tasks; where streams are balanced, none: tasks are drawn as the first source has them.
+
+    Raises:
+        UserError: the data have no held-out rows.
+    """
+    assert config.balance is not None
+    section, data = config.balance, config.data
+    try:
+        rows = held_out_rows(data, maker.codec, section.rows)
+    except UserError as error:
+        raise UserError(f"balance.method {section.method} judges by held-out rows: {error}") from error
+    calm = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, None, seed=data.seed)
+    tasks = dict.fromkeys(names, 1.0) if names else data.sources[0].tasks
+    pipeline = Pipeline(
+        Mixture([KeptRows(rows)], [1.0], data.seed), [TaskMixture(tasks)], calm, data.packing, data.seed, broken="skip"
+    )
+    lane, batches, examples = Lane(pipeline, 0, 1), [], 0
+    while examples < len(rows) * len(tasks):
+        batches.append(lane.batch())
+        examples += batches[-1].examples
+    return batches

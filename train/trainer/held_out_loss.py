@@ -1,0 +1,194 @@
+"""The loss of held-out rows: teacher-forced, over all processes, in nats per target.
+
+Rows are those that validation asks, each once for every task that its source trains (or its own), without augmentation, packed
+into micro-batches as training packs them. Batch i belongs to process i mod world, so that a batch is the same on any number of
+processes; all run equally many forwards, some over an empty batch, because FSDP2 gathers weights in each of them.
+
+Dimensions: T tasks, K streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.tasks import find_task
+from train.data.batching.batch import Batch, assemble
+from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
+from train.data.batching.packing import choose
+from train.data.config import PackingConfig, SourceConfig
+from train.data.rows.row import Row
+from train.distributed.fabric import Team, reshard
+from train.objective.objective import Losses
+from train.optim.optimizer import Average
+from train.trainer.metrics import means
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a held-out loss is measured on.
+
+    Attributes:
+        batches: of this process; equally many in every process.
+        rows, examples: over all processes.
+        broken: why rows were left out, by their names.
+    """
+
+    batches: Sequence[Any] = ()
+    rows: int = 0
+    examples: int = 0
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+
+def build_held_out(
+    found: Sequence[tuple[SourceConfig, Sequence[Row]]],
+    packing: PackingConfig,
+    maker: ExampleMaker,
+    rank: int,
+    world: int,
+    broken: dict[str, str] | None = None,
+) -> HeldOut:
+    """The held-out batches of process `rank` of `world`; none where no example can be made.
+
+    Examples that no packed row can hold are left out.
+
+    Args:
+        found: the rows of each source, as `held_out_by_source` gives them.
+        broken: is given why a row is broken, by its name, beside those that are there already, and the row is left out; None
+            where that is an error.
+
+    Raises:
+        UserError: a row is broken.
+    """
+    calm = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment)
+    layout, mels = maker.model.layout, maker.model.encoder.n_mels
+    own: list[Batch] = []
+    made, examples = 0, 0
+    for made, rows in enumerate(_groups(_packed(_examples(found, packing, calm, broken), packing), packing.rows), start=1):
+        examples += sum(map(len, rows))
+        if (made - 1) % world == rank:
+            own.append(assemble(rows, packing.length, layout, mels, {}))
+    if len(own) < -(-made // world):
+        own.append(assemble([[] for _ in range(packing.rows)], packing.length, layout, mels, {}))
+    return HeldOut(own, sum(len(rows) for _, rows in found), examples, broken or {})
+
+
+def _examples(
+    found: Sequence[tuple[SourceConfig, Sequence[Row]]],
+    packing: PackingConfig,
+    maker: ExampleMaker,
+    broken: dict[str, str] | None,
+) -> Iterator[Example]:
+    """Each row once for every task that its source trains, or for its own."""
+    for number, (source, row) in enumerate((source, row) for source, rows in found for row in rows):
+        prepared = Prepared(row, (0, number))  # heard once for all tasks
+        for name in [row.task] if row.task else [name for name, weight in source.tasks.items() if weight > 0]:
+            if any(turn.lacks(find_task(name)) for turn in row.turns):
+                continue
+            try:
+                example = maker.make(number, prepared, [name] * len(row.turns))
+            except TooLong:
+                continue
+            except UserError as error:
+                if broken is None:
+                    raise
+                broken.setdefault(row.where, str(error))
+                continue
+            if len(example.columns) <= packing.length:
+                yield example
+
+
+def _packed(examples: Iterator[Example], packing: PackingConfig) -> Iterator[list[Example]]:
+    """Examples packed into rows."""
+    waiting = list[Example]()
+    for example in chain(examples, [None]):
+        if example is not None:
+            waiting.append(example)
+        while waiting and (example is None or len(waiting) >= packing.buffer):
+            chosen = set(choose([len(example.columns) for example in waiting], packing.length))
+            yield [example for i, example in enumerate(waiting) if i in chosen]
+            waiting = [example for i, example in enumerate(waiting) if i not in chosen]
+
+
+def _groups(rows: Iterator[list[Example]], size: int) -> Iterator[list[list[Example]]]:
+    """Rows in groups of `size`, the last one filled up with empty ones."""
+    group: list[list[Example]] = []
+    for row in rows:
+        group.append(row)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group + [[] for _ in range(size - len(group))]
+
+
+@torch.no_grad()
+def held_out_loss(
+    module: Callable[..., Losses],
+    objective: nn.Module,
+    batches: Sequence[Any],
+    tasks: Sequence[str],
+    streams: Sequence[str],
+    device: torch.device,
+    average: Average | None,
+    team: Team,
+) -> dict[str, float]:
+    """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task. All
+    processes must call it, with equally many batches.
+
+    Args:
+        module: the objective as Fabric has wrapped it.
+        average: measured in place of the weights, where there is one.
+    """
+    cells = len(tasks) * len(streams)
+    found = torch.zeros(2 * cells + 2, dtype=torch.float64)
+    ones = torch.ones(len(streams) + 1, dtype=torch.long, device=device)
+    with _evaluated(objective, average):
+        for batch in batches:
+            losses = module(batch.to(device), ones, 1.0)
+            parts = (losses.sums.flatten(), losses.counts.flatten(), losses.ctc_sum[None], losses.ctc_count[None])
+            found += torch.cat([part.to("cpu", torch.float64) for part in parts])
+    found = team.sum(found)
+    sums, counts = found[: 2 * cells].view(2, len(tasks), len(streams))
+    whole = {"loss": float(sums.sum() / counts.sum())} if counts.sum() > 0 else {}
+    aligned = {"loss/alignment": float(found[-2] / found[-1])} if found[-1] > 0 else {}
+    return {**whole, **means(sums, counts, tasks, streams), **aligned}
+
+
+@contextmanager
+def _evaluated(objective: nn.Module, average: Average | None) -> Iterator[None]:
+    """For a while the objective is in eval mode and its weights are the running average; then all is as before, to the bit."""
+    modes = [(part, part.training) for part in objective.modules()]
+    kept: dict[str, Tensor] = {}
+    _exchange(average, kept)
+    objective.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        _exchange(average, kept)
+        reshard(objective)
+
+
+def _exchange(average: Average | None, kept: dict[str, Tensor]) -> None:
+    """Exchange weights and average in place, which takes one parameter's memory; called twice, all are as before.
+
+    Where their types differ, the average is left alone, and the weights are kept beside.
+    """
+    if average is None:
+        return
+    for name, p in average.params.items():
+        value, before = average.values[name], p.detach().clone()
+        p.copy_(kept.get(name, value))
+        if p.dtype == value.dtype:
+            value.copy_(before)
+        else:
+            kept[name] = before

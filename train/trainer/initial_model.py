@@ -1,0 +1,156 @@
+"""The model that a run starts from: a preset or a model folder, with what the configuration changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni.checkpoint.folder import load_folder, read_config
+from omni.checkpoint.places import CODEC
+from omni.codec.base import AudioCodec, load_codec
+from omni.config import ModelConfig, from_dict, preset, to_dict
+from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from train.checkpoint.retention import brief, differences
+from train.config.run import ModelSection
+
+ADJUSTABLE = ("ctc", "ctc_sounds", "decoder.context", "encoder.mode", "encoder.long_audio")
+"""Keys in which a run may differ from the folder it starts from: no weight depends on them but the alignment head's."""
+
+BYTES = 256
+"""Ids of the byte tokenizer."""
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run starts from.
+
+    Attributes:
+        codec: None where its weights are not at hand.
+        codec_folder: the codec's weights, to be copied along.
+        extra: plain data of the folder it came from (the files of a converted model), to be handed on.
+    """
+
+    model: SpeechModel
+    tokenizer: Tokenizer
+    codec: AudioCodec | None
+    codec_folder: Path | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+
+def build_initial(section: ModelSection, seed: int) -> Initial:
+    """Build or read the model. Random weights are drawn under `seed`, the same in every process.
+
+    Raises:
+        UserError: an unknown preset or key, no fitting tokenizer, or a configuration that does not fit `init_from`.
+    """
+    torch.manual_seed(seed)
+    codec_folder = Path(section.codec_folder) if section.codec_folder else None
+    if section.init_from is None:
+        config = changed(preset(str(section.preset)), section)
+        return Initial(SpeechModel(config), choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
+    loaded = load_folder(section.init_from, codec_folder=codec_folder)
+    config = continued(loaded.config, section)
+    own = Path(section.init_from) / CODEC
+    tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
+    model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
+    place = codec_folder or (own if own.is_dir() else None)
+    return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra)
+
+
+def shape_of(section: ModelSection) -> ModelConfig:
+    """The configuration of the model that a run trains, without its weights (see `build_initial`).
+
+    Raises:
+        UserError: an unknown preset or key, or a configuration that does not fit the folder it starts from.
+    """
+    if section.init_from is None:
+        return changed(preset(str(section.preset)), section)
+    return continued(read_config(section.init_from), section)
+
+
+def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
+    """The configuration of a run that starts from a folder of `stored`: the folder's, or the preset's with the folder's
+    alignment head, with what the section gives.
+
+    Raises:
+        UserError: an unknown preset or key, or a configuration that the folder's weights were not made for.
+    """
+    base = stored
+    if section.preset is not None:
+        base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds)
+    config = changed(base, section)
+    check_fits(stored, config, str(section.init_from))
+    return config
+
+
+def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
+    """A configuration with the fields that the section gives; an unknown one is a UserError that names the closest."""
+    data = to_dict(base)
+    for name in ("layout", "encoder", "adapter", "decoder"):
+        _merge(data[name], getattr(section, name))
+    for name in ("codec", "ctc", "ctc_sounds"):
+        if getattr(section, name) is not None:
+            data[name] = getattr(section, name)
+    if section.ctc == 0 and section.ctc_sounds is None:
+        data["ctc_sounds"] = 0
+    return from_dict(ModelConfig, data, "model")
+
+
+def _merge(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(data.get(key), dict):
+            _merge(data[key], value)
+        else:
+            data[key] = value
+
+
+def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
+    """Refuse a configuration that the weights of a folder were not made for (UserError naming the first field)."""
+    for key, old, new in differences(to_dict(stored), to_dict(wanted)):
+        if key not in ADJUSTABLE:
+            raise UserError(
+                f"model.{key} is {brief(new)}, but the weights in {folder} are of a model with {brief(old)}; leave it out, or "
+                "start from another folder"
+            )
+
+
+def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
+    """A model of `config` with the weights of `source`; an alignment head of other ids stays random."""
+    model = SpeechModel(config)
+    own, head = model.state_dict(), "alignment_head."
+    alike = (config.ctc, config.ctc_sounds) == (source.config.ctc, source.config.ctc_sounds)
+    weights = {name: t for name, t in source.state_dict().items() if name in own and (alike or not name.startswith(head))}
+    missing = [name for name in own if name not in weights and not name.startswith(head)]
+    assert not missing, missing  # check_fits lets only the alignment head differ
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def choose_tokenizer(section: ModelSection, config: ModelConfig) -> Tokenizer:
+    """The given tokenizer, or that of bytes where the text stream has just their ids."""
+    check_tokenizer(section, config)
+    return Tokenizer.bytes() if section.tokenizer is None else Tokenizer.from_file(section.tokenizer)
+
+
+def check_tokenizer(section: ModelSection, config: ModelConfig) -> None:
+    """Refuse a model from a preset without a tokenizer, where the text stream has other ids than bytes (UserError)."""
+    if section.init_from is None and section.tokenizer is None and config.layout.text.size != BYTES:
+        raise UserError(
+            f"model.tokenizer is missing: the text stream has {config.layout.text.size} ids, and only one of {BYTES} can do "
+            "without; give the model's tokenizer.json"
+        )
+
+
+def _codec(config: ModelConfig, folder: Path | None) -> AudioCodec | None:
+    """The codec, where it has no weights or they are given."""
+    return load_codec(config.codec, folder) if folder is not None or config.codec == "codec2" else None

@@ -1,0 +1,187 @@
+"""Where figures go: CSV and TensorBoard always, Weights & Biases on request. Only the first process writes."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni.errors import UserError
+from train.checkpoint.retention import write_text
+from train.data.batching.unused import Counts
+
+if TYPE_CHECKING:
+    from train.distributed.fabric import Team
+
+METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
+KINDS = ("weight", "norm", "cosine", "absent", "zero")
+"""Figures of the balance, each of which is followed by its tasks: `weight/A1T1`."""
+
+
+class Table:
+    """A CSV file that grows by whole rows and survives being killed at any byte.
+
+    Args:
+        upto: rows of a later step, which a resumed run will write anew, are dropped, and with them a last row cut short.
+        kinds: columns stand in this order by what is before their first /, whenever they came; the others before them.
+    """
+
+    def __init__(self, path: Path, upto: int, kinds: Sequence[str] = ()) -> None:
+        self.path, self.kinds = path, list(kinds)
+        self.columns: list[str] = ["step"]
+        rows = read_table(path)
+        if rows:
+            self.columns = list(rows[0])
+            self._rewrite([row for row in rows if row["step"] <= upto])
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Append a row. A figure not seen before becomes a new column of the whole file."""
+        row = {"step": float(step), **figures}
+        if not self.path.exists() or not set(row) <= set(self.columns):
+            self.columns += [name for name in row if name not in self.columns]
+            self.columns.sort(key=self._place)
+            self._rewrite([*read_table(self.path), row])
+            return
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(handle, self._line(row).encode())  # one call, so that a row is whole or missing
+        finally:
+            os.close(handle)
+
+    def _place(self, column: str) -> int:
+        kind = column.partition("/")[0]
+        return self.kinds.index(kind) if kind in self.kinds else -1
+
+    def _line(self, row: Mapping[str, float]) -> str:
+        text = io.StringIO()
+        cells = ["" if name not in row or row[name] != row[name] else f"{row[name]:.9g}" for name in self.columns]
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        return text.getvalue()
+
+    def _rewrite(self, rows: list[dict[str, float]]) -> None:
+        write_text(self.path, ",".join(self.columns) + "\n" + "".join(self._line(row) for row in rows))
+
+
+def read_table(path: Path) -> list[dict[str, float]]:
+    """The rows of a CSV file of numbers; empty cells and a last row cut short are left out."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    rows = []
+    for cells in csv.DictReader(lines):
+        if None in cells or None in cells.values():
+            continue
+        rows.append({name: float(cell) if cell else float("nan") for name, cell in cells.items()})
+    return rows
+
+
+def _wait_for_a_later_name(board: Path) -> None:
+    """Wait until a new event file sorts behind all that are there, one second at most.
+
+    TensorBoard reads files in the order of their names, `events.out.tfevents.<whole second>.<host>.<process>.<counter>`,
+    compared as text: of two starts within one second counter 10 would be read before counter 9, and purge the wrong steps.
+    """
+    while any(board.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
+
+
+class Logs:
+    """All places that figures go to."""
+
+    def __init__(self, folder: Path, upto: int, wandb_project: str | None = None, config: Any = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION)}
+        self.tables[BALANCE] = Table(folder / BALANCE, upto, KINDS)
+        _wait_for_a_later_name(folder / "tensorboard")
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
+        self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
+
+    def metrics(self, step: int, figures: Mapping[str, float]) -> None:
+        self._write(METRICS, "train", step, figures)
+
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
+        self._write(VALIDATION, "validation", step, figures)
+
+    def balance(self, step: int, figures: Mapping[str, float]) -> None:
+        """Weights, gradient norms and cosines of the tasks, and how often each was left out."""
+        self._write(BALANCE, "balance", step, figures)
+
+    def _write(self, table: str, group: str, step: int, figures: Mapping[str, float]) -> None:
+        self.tables[table].add(step, figures)
+        for name, value in figures.items():
+            self.board.add_scalar(f"{group}/{name}", value, step)
+        self.board.flush()
+        if self.wandb is not None:
+            self.wandb.log({f"{group}/{name}": value for name, value in figures.items()}, step=step)
+
+    def image(self, name: str, file: Path, step: int) -> None:
+        """Show a PNG of the run folder in TensorBoard, too."""
+        import numpy as np
+        from PIL import Image
+
+        self.board.add_image(name, np.asarray(Image.open(file).convert("RGB")), step, dataformats="HWC")
+
+    def close(self) -> None:
+        self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+class LeftOut:
+    """Rows that training leaves out because they are too long or broken, over all processes.
+
+    Args:
+        say: tells of each source, task and reason when it first happens.
+        limit: share of a source's draws for a task that may be broken.
+    """
+
+    def __init__(self, folder: Path, team: Team, say: Callable[[str], None], limit: float) -> None:
+        self.folder, self.team, self.say, self.limit = folder, team, say, limit
+        self.number, self.counts = 0, Counts()
+
+    def figures(self, lanes: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """How many there are since the beginning of the run, by the states of this process's lanes; all processes must call it.
+        `unused.csv` is written again where there are more."""
+        own, kinds = list(lanes), ("skipped", "broken")
+        each = self.team.gather([sum(lane.get(kind, 0) for lane in own) for kind in kinds])
+        numbers = [sum(of) for of in zip(*each, strict=True)]
+        if sum(numbers) != self.number:
+            self.number = sum(numbers)
+            self._tell([lane.get("counts", {}) for lane in own])
+        return {f"rows_{kind}": number for kind, number in zip(kinds, numbers, strict=True) if number}
+
+    def check(self) -> None:
+        """Refuse data of which too many are broken (UserError), in all processes alike."""
+        self.counts.check(self.limit)
+
+    def _tell(self, own: list[Mapping[str, Any]]) -> None:
+        known, self.counts = self.counts.unused, Counts.joined(one for of in self.team.gather(own) for one in of)
+        for key, line in self.counts.lines().items():
+            if key not in known:
+                self.say(f"{line}; see {self.folder / UNUSED}")
+        if self.counts.unused:
+            self.team.first_alone(lambda: write_text(self.folder / UNUSED, self.counts.table()))
+
+
+def _wandb_run(project: str, folder: Path, config: Any) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"log.wandb is {project!r}, but wandb is not installed; `pip install wandb`, or leave it out"
+        ) from error
+    return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
+
+
+def run_id(folder: Path) -> str:
+    """What a run is resumed by at Weights & Biases: its folder's name, and a mark of its place, as names come again."""
+    return f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"

@@ -1,0 +1,401 @@
+"""The training loop: a list of steps over parts that it knows by their interfaces only."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from omni.config import from_dict
+from omni.errors import UserError
+from omni.hardware import peak_flops
+from train.balance.section import BalanceSection
+from train.checkpoint import retention as shelf
+from train.checkpoint import state
+from train.config.run import BudgetConfig, FitConfig, completed
+from train.console.progress import Progress, figures_line
+from train.data.batching.loader import process_lanes
+from train.data.batching.packer import States, merge, remember
+from train.distributed.fabric import Team, accumulating, compile_blocks, full_state
+from train.optim.optimizer import Average, build_optimizer, set_learning_rate, set_trainable
+from train.optim.schedule import check_larger, due, extension, learning_rate, used
+from train.trainer.announce import closing
+from train.trainer.balance_feed import CountedStep, CountingFeed
+from train.trainer.balanced_step import Balancing
+from train.trainer.feed import Feed, Step
+from train.trainer.guard import Watch
+from train.trainer.held_out_loss import held_out_loss
+from train.trainer.logs import LeftOut, Logs
+from train.trainer.metrics import Meter
+from train.trainer.parts import Figures, Outcome, Parts
+from train.trainer.signals import Stop
+from train.trainer.step_times import StepTimes
+
+GIVE_UP = 10
+"""Steps one after another that may be left out because their gradients are no numbers."""
+FIRST_STEPS, LINE_SECONDS = 3, 30.0
+"""The steps of a start that the screen shows whatever `log.every` is, and the longest between two of its later lines."""
+
+
+class Loop:
+    """One start of a run: `run` to its end or to a signal.
+
+    Args:
+        plain: the configuration as plain data, to be stored and compared.
+        folder: where everything of the run is written.
+    """
+
+    def __init__(self, config: FitConfig, plain: Mapping[str, Any], parts: Parts, fabric: Fabric, folder: Path) -> None:
+        self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
+        self.place = folder / "checkpoints"
+        self.team = Team(fabric)
+        self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
+        self.objective = parts.objective
+        also = set_trainable(self.objective.get_submodule("model"), config.learns)
+        if config.fabric.compile:
+            compile_blocks(self.objective)
+        self.module = fabric.setup_module(self.objective)
+        learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
+        own_names = [(name.removeprefix("model."), p) for name, p in learning]
+        self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision, also)
+        self.stepper: Any = fabric.setup_optimizers(self.optimizer)
+        self.watch = Watch(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
+        self.average = Average(learning, config.ema) if config.ema is not None else None
+        self.own_names = own_names
+        self.balance = self.balancing(config.balance) if config.balance is not None else None
+        self.meter = Meter(parts.tasks, parts.streams, fabric.device, self.team)
+        self.position = state.Position()
+        self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
+        self.saved: Path | None = None
+        self.exported: Path | None = None
+        self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
+        torch.manual_seed(config.seed + 1 + self.team.rank)
+        resumed = self._resume()
+        self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
+        self.progress = Progress(config.log.progress if self.team.first else "off", (self._used(), self.position.seconds))
+        if resumed is not None:
+            self.progress.say(resumed)
+        self.left_out = LeftOut(folder, self.team, self.progress.say, parts.broken_limit)
+        self.before, self.since = self.position.seconds, time.perf_counter()
+        self.first_step, self.shown, self.times, self.idle = self.position.step + 1, self.before, StepTimes(), set[int]()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Train until the budget is spent or a signal comes (or while the end is written); the state is saved either way."""
+        position, stopped = self.position, 0
+        try:
+            with Stop() as stop:
+                feed, factor = self.feed(stop), 0.0
+                if position.step:
+                    self._validate_if_due()  # a signal came first
+                while not stopped and self._used() < 1:
+                    self.times.begin()
+                    self.meter.start()
+                    with self._data():
+                        step = feed.next()
+                    position.seconds = step.seconds
+                    if self._used() >= 1:  # by the clock: the last steps' row of the log is not there yet
+                        if position.step >= self.first_step and position.step % self.config.log.every:
+                            self._report(factor)
+                        break
+                    factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
+                    set_learning_rate(self.optimizer, factor)
+                    if self.watch is None:
+                        self.train(step)
+                    else:
+                        self.watch.step(position.step + 1, step, self._used(), self.train, self.progress.say)
+                    position.step += 1
+                    remember(position.lanes, step.batches)
+                    if self.average is not None:
+                        self.average.update(position.step)
+                    self.times.add("waiting for data", feed.waited)
+                    self.times.add("waiting for another process", feed.held_up)
+                    slow = self.times.end(position.step)
+                    self._report(factor)
+                    self.meter.pause()
+                    if slow is not None:
+                        self.progress.say(slow)
+                    stopped = step.stop
+                    if not stopped:
+                        self._save_if_due()
+                        self._validate_if_due()
+                self._save()
+                if not stopped:
+                    self._finish()
+            if self.team.first:
+                for line in closing(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
+                    self.progress.say(line)
+        finally:
+            self.progress.close()
+            if self.logs is not None:
+                self.logs.close()
+        assert self.saved is not None
+        return Outcome(position.step, stopped or stop.number, self.saved, self.exported, position.figures)
+
+    def feed(self, stop: Stop) -> Feed:
+        parts, position = self.parts, self.position
+        batches = parts.steps(self.lanes, position.step, position.lanes) if self._used() < 1 else iter(())
+        if self.balance is not None:
+            shape, cells = (len(parts.tasks), len(parts.streams)), self.balance.given.cells
+            return CountingFeed(batches, parts.targets, parts.flops, self._clock, shape, cells, self.team, stop)
+        return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.team, stop)
+
+    def balancing(self, section: BalanceSection) -> Balancing:
+        """What balances the tasks of this run's steps as a section has it."""
+        parts = self.parts
+        if parts.balanced is None:
+            raise UserError("balance is given, but this run's objective does not tell its losses by task; leave it out")
+        return Balancing(
+            section, parts.balanced, self.fabric, self.module, self.own_names, parts.tasks, parts.streams, parts.targets,
+            self.team, len(self.lanes), max(self.config.objective.ctc_weight, self.config.objective.ctc_final or 0) > 0,
+        )  # fmt: skip
+
+    @contextmanager
+    def _data(self) -> Iterator[None]:
+        """Broken data end the run, but the state is saved before."""
+        try:
+            yield
+        except UserError:
+            if self.position.step:
+                self._save()
+                self.progress.say(f"the state after step {self.position.step} is in {self.saved}")
+            raise
+
+    def _used(self) -> float:
+        return used(self.config.budget, self.position.step, self.position.seconds)
+
+    def _clock(self) -> float:
+        return self.before + time.perf_counter() - self.since
+
+    def train(self, step: Step) -> None:
+        """Forward and backward of every micro-batch, then one step of the optimizer.
+
+        Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes,
+        hence the factor. A step whose gradients are no numbers is left out, by the device itself: nobody waits for the norm.
+        """
+        denominators, progress = step.denominators.to(self.fabric.device, non_blocking=True), self._used()
+        balance = self.balance if progress >= self.config.objective.align_first else None
+        if balance is None:
+            for i, batch in enumerate(step.batches):
+                with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
+                    losses = self.module(batch.to(self.fabric.device), denominators, progress)
+                    self.fabric.backward(losses.total * self.team.world)
+                self.meter.add(losses)
+        else:
+            assert isinstance(step, CountedStep)
+            lr = max(group["lr"] for group in self.optimizer.param_groups)
+            balance.take(step, denominators, progress, lr, self.meter.add)
+        idle = {id(p): p for p in self.parts.idle(progress)}
+        if idle.keys() != self.idle:  # from here on steps take another time
+            self.times.recent.clear()
+            self.idle = set(idle)
+        for p in idle.values():
+            p.grad = None
+        limit = math.inf if self.config.clip is None else self.config.clip
+        norm = self.fabric.clip_gradients(self.module, self.stepper, max_norm=limit, error_if_nonfinite=False)
+        assert norm is not None
+        self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.optimizer.skip = skip = (~self.norm.isfinite()).float()
+        self.skipped_in_a_row = (self.skipped_in_a_row + skip) * skip
+        self.stepper.step()
+        self.stepper.zero_grad()
+        if balance is not None:
+            balance.settle(skip, progress)
+        self.meter.step(step.positions, step.flops, skip)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _report(self, factor: float) -> None:
+        position, share = self.position, self._used()
+        lr = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
+        if position.step % self.config.log.every and share < 1:
+            if self._line_is_due():
+                self._show({**self.meter.look(), "lr": lr})
+            else:
+                self.progress.show(position.step, share, position.seconds)
+            return
+        figures = self.meter.figures()
+        shelf.check_finite(self.place, position.step, "loss", figures["loss"])
+        if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
+            shelf.check_finite(
+                self.place, position.step, f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm)
+            )
+        figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.norm)}
+        figures |= self.left_out.figures(self._own_lanes().values())
+        self._show(figures)
+        balance = self.balance.tally.figures() if self.balance is not None else {}
+        if self.logs is not None:
+            self.logs.metrics(position.step, figures)
+            if balance:
+                self.logs.balance(position.step, balance)
+        with self._data():
+            self.left_out.check()
+
+    def _line_is_due(self) -> bool:
+        """Whether the screen shows this step although the log has no row of it; the same in all processes."""
+        first = self.position.step < self.first_step + FIRST_STEPS
+        return self.config.log.progress != "off" and (first or self.position.seconds - self.shown >= LINE_SECONDS)
+
+    def _show(self, figures: Figures) -> None:
+        """Show figures, among them how much of the devices' speed is used, which is noted there."""
+        position, self.shown = self.position, self.position.seconds
+        speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
+        if speed and peak:
+            figures["mfu"] = speed / (peak * self.team.world)
+        self.progress.row(position.step, self._used(), position.seconds, figures)
+
+    # --- validation ---------------------------------------------------------------------------------------------------
+
+    def _validate_if_due(self) -> None:
+        plan, position = self.config.validation, self.position
+        if due(position.step, position.seconds, *position.validated, plan.every_steps, plan.every_minutes):
+            self._validate()
+
+    def _validate(self) -> None:
+        """The loss of held-out rows, in all processes, and free-running generation, in the first one; the others wait."""
+        position, keep, parts = self.position, self.config.checkpoint, self.parts
+        position.validated = (position.step, position.seconds)
+        asked = self.team.share(parts.validate is not None)
+        batches = parts.held_out.batches
+        if not asked and not batches:
+            return
+        losses = held_out_loss(
+            self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.team
+        )
+        weights, validate = self._weights() if asked else {}, parts.validate
+        figures = self.team.first_alone(lambda: validate(weights, position.step) if validate is not None else None)
+        position.figures = self.team.share({**(figures or {}), **losses})
+        self.team.first_alone(self._show_validation)
+        value = position.figures.get(keep.metric)
+        best = self.team.first_alone(lambda: shelf.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
+        useless = value is None and keep.keep_best > 0 and self._used() < 1
+        if self.team.share(best) or useless:
+            self._save()
+        self.team.first_alone(self._note_validation)
+        if useless:
+            raise UserError(
+                f"checkpoint.metric {keep.metric!r} is not measured here; the validation's figures are "
+                f"{', '.join(position.figures)}: name one of them, or set checkpoint.keep_best to 0; the state is in "
+                f"{self.saved}"
+            )
+
+    def _show_validation(self) -> None:
+        position = self.position
+        if self.logs is not None:
+            self.logs.validation(position.step, {**position.figures, "seconds": position.seconds})
+        shown = {k: v for k, v in position.figures.items() if not k.startswith("loss/") or k in ("loss/text", "loss/audio")}
+        self.progress.say(f"validation at step {position.step}: {figures_line(shown)}")
+        self._draw()
+
+    def _note_validation(self) -> None:
+        """Figures belong to the checkpoint of their step, which may have been written before them."""
+        if self._is_saved() and self.saved is not None:
+            shelf.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
+            self._prune()
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The model's weights, or their running average, whole, on the CPU of the first process."""
+        return full_state(self.objective, self.average.values if self.average else None, self.team, prefix="model.")
+
+    def _draw(self) -> None:
+        if self.parts.draw is not None and self.logs is not None:
+            for name, file in self.parts.draw().items():
+                self.logs.image(name, file, self.position.step)
+
+    # --- saving and resuming ------------------------------------------------------------------------------------------
+
+    def _save_if_due(self) -> None:
+        plan, position = self.config.checkpoint, self.position
+        if due(position.step, position.seconds, *position.saved, plan.every_steps, plan.every_minutes):
+            self._save()
+
+    def _save(self) -> None:
+        position = self.position
+        if self._is_saved():
+            return
+        position.meters = self.meter.state()
+        position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
+        shelf.check_finite(self.place, position.step, "loss", position.meter[0])
+        position.seconds = self.team.share(self._clock())
+        position.saved = (position.step, position.seconds)
+        if position.validated[0] != position.step:
+            position.figures = {}
+        position.scaler = self.fabric.strategy.precision.state_dict()
+        whole = replace(position, lanes=merge(self.team.gather(self._own_lanes())))  # others' may date from the last start
+        balance = None
+        if self.balance is not None:
+            balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
+        self.saved = state.save(self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team, balance)
+        self.team.first_alone(self._prune)
+
+    def _prune(self) -> None:
+        keep = self.config.checkpoint
+        shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
+
+    def _own_lanes(self) -> States:
+        return {key: lane for key, lane in self.position.lanes.items() if lane["lane"] in self.lanes}
+
+    def _is_saved(self) -> bool:
+        return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)
+
+    def _resume(self) -> str | None:
+        """Continue from the last checkpoint of the run folder, if there is one and it is of this run; what is to be said of an
+        extended schedule."""
+        rows = self.position.rows = dict(self.parts.rows)
+        if self.config.resume == "restart":
+            self.team.first_alone(lambda: shelf.clear(self.folder))
+            return None
+        self.team.first_alone(lambda: shelf.sweep(self.place))
+        found = self.team.share(self.team.first_alone(lambda: shelf.newest(self.place)))
+        extend = self.config.resume == "extend"
+        if found is None and extend:
+            raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
+        if found is None:
+            return None
+        before = shelf.read_state(found)
+        stored_config = completed(before["config"])
+        if self.config.resume != "force":
+            shelf.check_goes_on(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
+        if extend:
+            budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
+            check_larger(budget, self.config.budget)
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.position = replace(state.load(found, self.objective, self.optimizer, self.average, self.team), rows=rows)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        self.fabric.strategy.precision.load_state_dict(self.position.scaler)
+        self.meter.restore(self.position.meters or [self.position.meter])
+        if self.balance is not None:
+            stored = state.load_balance(found, self.objective, self.team)
+            old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
+            if shelf.differences(old, new):  # forced
+                warnings.warn("balance or trainable has changed: the balance of the tasks begins anew", stacklevel=2)
+            elif stored is not None:
+                self.balance.load_state_dict(stored)
+                self.balance.tally.values = self.position.tally
+        self.saved = found
+        if not extend:
+            return None
+        rate, position = max(group["base_lr"] for group in self.optimizer.param_groups), self.position
+        return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """The budget is spent: the last validation, the exported model, the curves."""
+        if self.config.validation.at_end and self.position.validated[0] < self.position.step:
+            self._validate()
+        weights, export = self._weights(), self.parts.export
+        self.exported = self.team.first_alone(lambda: export(weights) if export is not None else None)
+        self.team.first_alone(self._draw)

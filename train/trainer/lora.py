@@ -1,0 +1,67 @@
+"""LoRA in a run: adapters on the model it starts from, on a base in few bits where asked, and their way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from omni.lora.attach import add_adapter, attach, linear_of, linears_of
+from omni.lora.peft import check_base, load_adapter, save_adapter
+from omni.lora.weights import base_checksum, base_weight, replace_whole, weights_of
+from omni.model.quantize import quantize
+from omni.patterns import match_names
+from train.config.sections import LoRASection
+
+ADAPTER = "adapter"
+"""The folder of a run's adapter."""
+
+
+def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32) -> int:
+    """Give a model the adapters of a run, in fp32.
+
+    Args:
+        dtype: what weights of 4 bits are multiplied in (`train.distributed.precision.quantized_type`).
+
+    Returns:
+        the checksum of the weights below them (`omni.lora.weights.base_checksum`), which are then quantised if asked.
+
+    Raises:
+        UserError: a pattern that matches no linear, an adapter of another model, or no bitsandbytes.
+    """
+    linears = linears_of(model)
+    given = load_adapter(section.init_from) if section.init_from is not None else None
+    targets = list(given.pairs) if given is not None else list(section.targets)
+    chosen = match_names(
+        targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", what="linear"
+    )
+    base = base_checksum(model, chosen)
+    if given is not None:
+        check_base(given, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
+        replace_whole(model, given, f"lora.init_from {section.init_from}")
+    if section.quantize is not None:
+        held = {name: linear_of(model, name) for name in quantize(model, section.quantize, section.quantize_targets, dtype)}
+        biases = [f"{name}.bias" for name, linear in held.items() if linear.bias is not None]
+        for name in match_names(section.trainable, biases, "lora.trainable", strict=False):  # bitsandbytes casts them in place
+            held[name.removesuffix(".bias")].compute_dtype = torch.float32  # type: ignore[assignment]
+    if given is not None:
+        attach(model, {name: pair.float() for name, pair in given.modules().items()})
+    else:
+        add_adapter(model, section)
+    return base
+
+
+def save(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, place: str | None) -> Path:
+    """Write the adapter of a run as a PEFT folder: its pairs, and what was trained beside them.
+
+    Args:
+        state: all values, adapters' included.
+        base: checksum of the weights below.
+        place: where the base model is found.
+    """
+    whole = [name for name, p in model.named_parameters() if p.requires_grad and ".lora." not in name]
+    weights = weights_of(model, state, whole, base)
+    save_adapter(folder / ADAPTER, weights, base=place)
+    return folder / ADAPTER

@@ -1,0 +1,123 @@
+"""What a training step measures, summed over micro-batches, steps and processes until the next row of the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from train.distributed.fabric import Team
+from train.objective.objective import Losses
+
+
+class Meter:
+    """Sums of losses and counts, kept on the device so that no step waits for it.
+
+    Dimensions: T tasks, K streams.
+    """
+
+    FIXED = 5
+    """Leading entries of the sums: the objective, steps, the alignment loss and its count, and steps left out."""
+
+    def __init__(self, tasks: Sequence[str], streams: Sequence[str], device: torch.device | str, team: Team) -> None:
+        self.tasks, self.streams, self.team = tuple(tasks), tuple(streams), team
+        self.cells = len(self.tasks) * len(self.streams)
+        self.values = torch.zeros(self.FIXED + 2 * self.cells, device=device)
+        self.positions = 0.0
+        self.flops = 0.0
+        self.seconds = 0.0
+        self._running_since: float | None = None
+        self._shown: tuple[Tensor, float, float, float] | None = None  # sums, positions, FLOPs and seconds at the last look
+
+    def add(self, losses: Losses) -> None:
+        """Take in one micro-batch's losses ([T, K] sums and counts)."""
+        none = losses.total.new_zeros(())
+        fixed = torch.stack([losses.total.detach(), none, losses.ctc_sum.to(none), losses.ctc_count.to(none), none])
+        self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten()]).to(self.values)
+
+    def step(self, positions: float, flops: float, skipped: Tensor) -> None:
+        """One optimizer step is done, or left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes."""
+        self.values[1] += 1.0 / self.team.world
+        self.values[4] += skipped / self.team.world
+        self.positions += positions
+        self.flops += flops
+
+    def start(self) -> None:
+        """From here on time passes for training, until `pause` (for validation and saving)."""
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._running_since is not None:
+            self.seconds += time.perf_counter() - self._running_since
+            self._running_since = None
+
+    def total(self) -> Tensor:
+        """The sums over all processes, on the CPU; all processes must call it."""
+        return self.team.sum(self.values)
+
+    def state(self) -> list[list[float]]:
+        """The sums of every process as plain data, for a checkpoint; all processes must call it."""
+        return self.team.gather(self.values.tolist())
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        """Continue from a checkpoint's sums: each process from its own, as sums in float32 depend on their order; where there
+        were more or fewer processes, the first one has the sums of all."""
+        if any(len(sums) != len(self.values) for sums in state):
+            return
+        total = torch.tensor(state, dtype=torch.float64).sum(0)
+        self.values.zero_()
+        if len(state) == self.team.world:
+            self.values += torch.tensor(state[self.team.rank]).to(self.values)
+        elif self.team.first:
+            self.values += total.to(self.values)
+        self._shown = (total, 0.0, 0.0, 0.0)
+
+    def figures(self) -> dict[str, float]:
+        """Mean losses and speed since the last call; all processes must call it. Streams and tasks without a target are
+        left out."""
+        values = self.total()  # waits for the device, so it comes before the clock is read
+        self.pause()
+        out = self._figures(values, self.positions, self.flops, self.seconds)
+        self.values.zero_()
+        self.positions = self.flops = self.seconds = 0.0
+        self._shown = None
+        self.start()
+        return out
+
+    def look(self) -> dict[str, float]:
+        """The figures since the last look, `figures` or `restore`, for the screen alone: nothing is taken from the next
+        `figures`. All processes must call it."""
+        values = self.total()
+        self.pause()
+        now = (values, self.positions, self.flops, self.seconds)
+        sums, positions, flops, seconds = self._shown or (torch.zeros_like(values), 0.0, 0.0, 0.0)
+        self._shown = now
+        self.start()
+        return self._figures(values - sums, now[1] - positions, now[2] - flops, now[3] - seconds)
+
+    def _figures(self, values: Tensor, positions: float, flops: float, seconds: float) -> dict[str, float]:
+        steps = max(1.0, round(float(values[1]), 3))
+        out = {"loss": float(values[0]) / steps}
+        sums, counts = values[self.FIXED :].view(2, len(self.tasks), len(self.streams))
+        out.update(means(sums, counts, self.tasks, self.streams))
+        if values[3] > 0:
+            out["loss/alignment"] = float(values[2] / values[3])
+        if values[4] > 0:
+            out["steps_skipped"] = round(float(values[4]))
+        if seconds > 0:
+            out["tokens_per_second"] = positions / seconds
+            out["flops_per_second"] = flops / seconds
+        return out
+
+
+def means(sums: Tensor, counts: Tensor, tasks: Sequence[str], streams: Sequence[str]) -> dict[str, float]:
+    """Losses per target from sums and counts [T, K]: of every stream, of the audio streams together (`loss/audio`) and of every
+    task; those without a target are left out."""
+    audio = [k for k, name in enumerate(streams) if name != "text"]
+    by_stream = [(name, sums[:, k].sum(), counts[:, k].sum()) for k, name in enumerate(streams)]
+    by_task = [(name, sums[t].sum(), counts[t].sum()) for t, name in enumerate(tasks)]
+    together = ("audio", sums[:, audio].sum(), counts[:, audio].sum())
+    return {f"loss/{name}": float(s / n) for name, s, n in [*by_stream, together, *by_task] if n > 0}

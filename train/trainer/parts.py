@@ -1,0 +1,78 @@
+"""What a loop is made of, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from train.trainer.balanced_step import Balanced
+from train.trainer.feed import Batch
+from train.trainer.held_out_loss import HeldOut
+
+Figures = dict[str, float]
+
+
+@dataclass
+class Parts:
+    """What a run trains, on what, and what is done with it.
+
+    Attributes:
+        objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
+            is used; its `model` is what is validated and exported.
+        micro_batches: of one step, over all processes.
+        steps: from this process's lanes, the first step and the lanes' states: the micro-batches of each step, without end.
+        targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
+        streams, tasks: names, in the order of `Losses.sums`.
+        idle: parameters that do not learn at that share of the budget.
+        balanced: what the balance of the tasks needs, where the configuration has one.
+        flops: work of a batch with so many targets.
+        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them: a run goes on with
+            the same ones only.
+        held_out: what a validation measures the loss of.
+        validate: figures of the model with these weights after so many steps.
+        export: writes the finished model and says where it is.
+        draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
+            first process only.
+        broken_limit: share of a source's draws for a task that may be broken.
+        sources: what the examples come from, and the number of rows, None where they are made without end.
+    """
+
+    objective: nn.Module
+    micro_batches: int
+    steps: Callable[[range, int, Mapping[str, Any]], Iterator[Sequence[Batch]]]
+    targets: Callable[[Batch], Tensor]
+    streams: Sequence[str]
+    tasks: Sequence[str]
+    idle: Callable[[float], Iterable[nn.Parameter]] = lambda progress: ()
+    balanced: Balanced | None = None
+    flops: Callable[[Batch, Tensor], float] | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
+    held_out: HeldOut = field(default_factory=HeldOut)
+    validate: Callable[[dict[str, Tensor], int], Figures] | None = None
+    export: Callable[[dict[str, Tensor]], Path] | None = None
+    draw: Callable[[], dict[str, Path]] | None = None
+    broken_limit: float = 1.0
+    sources: Sequence[tuple[str, int | None]] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start of a run ended.
+
+    Attributes:
+        step: optimizer steps done.
+        signal: number of the signal that stopped it, 0 where the budget is spent.
+        checkpoint: the last one.
+        model: the exported folder, where the run is finished.
+        figures: of the last validation.
+    """
+
+    step: int
+    signal: int
+    checkpoint: Path
+    model: Path | None
+    figures: Figures

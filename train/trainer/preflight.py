@@ -1,0 +1,232 @@
+"""What a run needs before it starts: what its configuration names must be there, and its patterns must name something.
+
+All that is lacking is told at once, before any weights are read: patterns are tried on a model without values, made from the
+configuration of the folder that the run starts from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from omni.checkpoint.folder import CODEC, check_sizes
+from omni.config import ModelConfig
+from omni.errors import UserError
+from omni.lora import peft
+from omni.lora.attach import add_adapter, targets_of
+from omni.model.linears import tied_names
+from omni.model.multitask_projector import SHARING
+from omni.model.quantize import chosen_linears
+from omni.model.speech_model import SpeechModel
+from omni.patterns import match_names
+from omni.remote import check_there
+from omni.tasks import find_task
+from train.checkpoint import retention as shelf
+from train.config.run import FabricConfig, FitConfig, completed, plain_config
+from train.config.sections import LORA
+from train.console.command import check_folder_to_be
+from train.data.augment.audio import noise_files
+from train.data.build import sources_held_out
+from train.data.config import DataConfig
+from train.data.rows.parquet import files_of
+from train.data.rows.samples import missing_parts, sample_rows
+from train.data.sources.recorded_digits import find_recordings
+from train.trainer.initial_model import check_tokenizer, shape_of
+
+PROCESSES_A_CORE = 4
+"""More, and they wait for each other longer than they compute."""
+
+
+def check_start(config: FitConfig) -> list[str]:
+    """Refuse a configuration that names what is not there: files, folders, parameters, or all that a task needs of its rows.
+
+    Returns:
+        what else is to be known of the rows, a line each: those that lack what a task of their source needs.
+
+    Raises:
+        UserError: a line for each of them, with its key.
+    """
+    lacks = _Lacks()
+    with lacks.of("run_folder"):
+        check_folder_to_be(Path(config.run_folder or "."), "run_folder")
+    _check_model_files(config, lacks)
+    _check_data_files(config.data, lacks)
+    notes = _check_rows(config.data, lacks)
+    if config.validation.questions:
+        with lacks.of("validation.questions"):
+            sources_held_out(config.data)
+    with lacks.of("model"):
+        shape = shape_of(config.model)
+        _check_tools(config, shape, lacks)
+        _check_patterns(config, shape, lacks)
+    lacks.tell()
+    return notes
+
+
+def check_resume(config: FitConfig) -> None:
+    """Refuse a configuration that the run's last checkpoint is not of, which needs no model (see `shelf.check_goes_on`)."""
+    folder = Path(config.run_folder)
+    found = shelf.newest(folder / "checkpoints")
+    if found is not None and config.resume in ("auto", "extend"):
+        before = completed(shelf.read_state(found)["config"])
+        shelf.check_goes_on(folder, (before,), (plain_config(config),), config.resume == "extend")
+
+
+class _Lacks:
+    """What is lacking, each thing once."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, str] = {}
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Note a UserError of the block, under the key that it is about; the first key that says the same counts."""
+        try:
+            yield
+        except UserError as error:
+            self.lines.setdefault(str(error), key)
+
+    def tell(self) -> None:
+        """Raise what was noted."""
+        lines = [text if text.startswith(key) else f"{key}: {text}" for text, key in self.lines.items()]
+        if len(lines) == 1:
+            raise UserError(lines[0])
+        if lines:
+            raise UserError("\n".join([f"{len(lines)} things are lacking:", *(f"  {line}" for line in lines)]))
+
+
+# --- devices --------------------------------------------------------------------------------------------------------------
+
+
+def check_devices(fabric: FabricConfig) -> None:
+    """UserError for devices that are not here, and for more processes than a CPU can run; what torchrun or srun has started is
+    theirs to count."""
+    kind, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
+    if not gpus and (kind == "cuda" or (kind == "gpu" and not mac)):
+        raise UserError(f"fabric.accelerator is {kind}, but PyTorch finds no GPU here; use cpu, or auto")
+    if fabric.processes is None and fabric.devices not in ("auto", -1, "-1"):
+        raise UserError(f"fabric.devices is {fabric.devices!r}; give a number, a list such as '0,1', or auto")
+    started = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ)
+    if started or fabric.processes is None or kind not in ("auto", "cpu", "cuda", "gpu") or (mac and kind != "cpu"):
+        return
+    on_gpu, listed = gpus > 0 and kind != "cpu", [int(device) for device in str(fabric.devices).split(",")]
+    most = gpus if on_gpu else max(8, PROCESSES_A_CORE * (os.cpu_count() or 1))
+    fits = all(0 <= device < most for device in listed) if len(listed) > 1 else 1 <= listed[0] <= most
+    if not fits:
+        there = f"{gpus} GPU(s)" if on_gpu else f"{os.cpu_count()} core(s), for at most {most} processes"
+        raise UserError(f"fabric.devices is {fabric.devices}, but there are {there} here; give a number from 1 to {most}")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_model_files(config: FitConfig, lacks: _Lacks) -> None:
+    section, lora = config.model, config.lora
+    if section.init_from is not None:
+        with lacks.of("model"):
+            check_sizes(section.init_from)
+    if section.tokenizer is not None:
+        with lacks.of("model.tokenizer"):
+            otherwise = f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json"
+            check_there(section.tokenizer, "tokenizer", otherwise, Path.is_file)
+    if section.codec_folder is not None:
+        with lacks.of("model.codec_folder"):
+            otherwise = f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights"
+            check_there(section.codec_folder, "codec folder", otherwise, Path.is_dir)
+    if lora is not None and lora.init_from is not None:
+        with lacks.of("lora.init_from"):
+            peft.check_folder(lora.init_from)
+
+
+def _check_data_files(data: DataConfig, lacks: _Lacks) -> None:
+    for i, source in enumerate(data.sources):
+        for name, place in (("path", source.path), ("held_out", source.held_out)):
+            if isinstance(place, str):
+                with lacks.of(f"data.sources.{i}.{name}"):
+                    files_of(place)
+        if source.kind == "recorded-digits":
+            with lacks.of(f"data.sources.{i}"):
+                find_recordings(source.recorded.folder)
+    augment = data.augment
+    if augment is not None and augment.noise_snr_db is not None and augment.noise_folder is not None:
+        with lacks.of("data.augment.noise_folder"):
+            noise_files(augment.noise_folder)
+
+
+def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
+    """Some rows of each stored source: a task that none of them can serve is lacking, one that only some can serve is noted."""
+    notes = []
+    for i, source in enumerate(data.sources):
+        if source.path is None:
+            continue
+        with lacks.of(f"data.sources.{i}"):
+            rows = sample_rows(source.path)
+            found = missing_parts(rows, source.mixtures)
+            for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
+                looked = f"{len(rows)} rows looked at in {source.path}"
+                if count == len(rows):
+                    text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows"
+                    lacks.lines.setdefault(text, f"data.sources.{i}.tasks")
+                    continue
+                then = "is left out" if data.broken == "skip" else "ends the run"
+                text = f"{count} of {looked} have no {part}, which task {task} needs"
+                notes.append(f"data.sources.{i}: {text}; with data.broken {data.broken} such a row {then}")
+    return notes
+
+
+def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
+    """Tokenizer, codec (codes of spoken answers are checked by it, and validation listens to them), and an adapter's tasks."""
+    section = config.model
+    with lacks.of("model.tokenizer"):
+        check_tokenizer(section, shape)
+    own = section.init_from is not None and (Path(section.init_from) / CODEC).is_dir()
+    spoken = sorted(name for name in config.data.drawn if find_task(name).audio)
+    if spoken and shape.codec != "codec2" and section.codec_folder is None and not own:
+        with lacks.of("model.codec_folder"):
+            raise UserError(
+                f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
+                "folder, or put them into the model folder (python -m train convert ... --codec_folder)"
+            )
+    adapter = shape.adapter
+    for name in sorted(config.data.drawn) if adapter.kind in SHARING else ():
+        task = find_task(name)
+        if task.question == "audio" and task.name not in adapter.tasks:
+            with lacks.of("data.sources"):
+                raise UserError(
+                    f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it there"
+                )
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def _check_patterns(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
+    """Each pattern for itself."""
+    lora, before = config.lora, len(lacks.lines)
+    with torch.device("meta"):
+        model = SpeechModel(shape)
+    if lora is not None:
+        for pattern in lora.quantize_targets if lora.quantize is not None else ():
+            with lacks.of("lora.quantize_targets"):
+                chosen_linears(model, [pattern])
+        for pattern in lora.targets if lora.init_from is None else ():
+            with lacks.of("lora.targets"):
+                targets_of(model, [pattern])
+    names, also, learning = [name for name, _ in model.named_parameters()], tied_names(model), set[str]()
+    where = "trainable" if lora is None else "lora.trainable"
+    for pattern in config.learns:
+        if pattern != LORA:
+            with lacks.of(where):
+                learning |= match_names([pattern], names, where, also=also)
+    if len(lacks.lines) > before or (lora is not None and lora.init_from is not None):
+        return  # which parameters are trainable is not known
+    if lora is not None:
+        add_adapter(model, lora)
+        learning |= match_names([LORA], [name for name, _ in model.named_parameters()], where)
+    for group in config.optimizer.groups:
+        with lacks.of("optimizer.groups"):
+            match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)

@@ -1,0 +1,90 @@
+"""Validation within a run: held-out questions, the figures of the moment, and something to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from omni.codec.base import AudioCodec
+from omni.config import ModelConfig
+from omni.generate.speech_lm import SpeechLM
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
+from train.config.run import ValidationConfig
+from train.data.rows.row import Row
+from train.eval.held_out import SAMPLE_RATE, Item, Report, evaluate, items_of, spoken, write_answers
+from train.trainer.plots import SPECTROGRAMS, spectrograms
+
+ANSWERS = "validation"
+
+
+@dataclass
+class Validator:
+    """Asks a copy of the model, so that training never meets what generation does to it.
+
+    Attributes:
+        items: the questions.
+        device, dtype: where and how precisely the copy computes.
+        folder: of the run; answers and a spectrogram go there.
+    """
+
+    model: ModelConfig
+    tokenizer: Tokenizer
+    codec: AudioCodec | None
+    items: Sequence[Item]
+    config: ValidationConfig
+    device: torch.device
+    dtype: torch.dtype
+    folder: Path
+
+    def __call__(self, weights: dict[str, Tensor], step: int) -> dict[str, float]:
+        """Figures of these weights after so many steps."""
+        copy = SpeechModel.from_state(self.model, weights).to(self.device, self.dtype).eval()
+        lm = SpeechLM(copy, self.tokenizer, self.codec)
+        with torch.no_grad():
+            report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)
+        self._show(report, step)
+        return report.figures
+
+    def _show(self, report: Report, step: int) -> None:
+        write_answers(report, self.folder / ANSWERS / f"step-{step:08d}.jsonl")
+        found = spoken(report, self.codec) if self.codec is not None else None
+        if found is None or self.codec is None:
+            return
+        judged, sound = found
+        question = judged.item.question
+        spectrograms(
+            self.folder / SPECTROGRAMS,
+            (question, SAMPLE_RATE) if isinstance(question, Tensor) else None,
+            (sound, self.codec.sample_rate),
+            judged.item.question_text,
+            judged.answer.text,
+        )
+
+
+def build_validator(
+    config: ValidationConfig,
+    rows: Sequence[Row],
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    codec: AudioCodec | None,
+    device: torch.device,
+    precision: str,
+    folder: Path,
+    broken: dict[str, str] | None = None,
+) -> Validator | None:
+    """The validator of a run on held-out rows; None where no questions are wanted. `broken` as in `items_of`.
+
+    Raises:
+        UserError: a row is broken, or none can be asked.
+    """
+    if config.questions == 0:
+        return None
+    half = device.type != "cpu" and precision.startswith("bf16")
+    dtype = torch.bfloat16 if half else torch.float32
+    items = items_of(rows, config.tasks, codec, model.encoder, broken)
+    return Validator(model, tokenizer, codec, items, config, device, dtype, folder)
