@@ -15,7 +15,7 @@ from omni.attention import attention
 from omni.hardware import multiplies_bf16
 from omni.model.blocks import RMSNorm
 from train.bench.precision import precision
-from train.config.run import FabricConfig
+from train.config.sections import FabricConfig
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **capabilities: bool | str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from infer.checks import check_file
 from infer.places import check_place
 from omni.audio.io import read_audio
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.convert.formats import open_foreign
 from omni.edit.storage import read_tensors
 from omni.errors import UserError

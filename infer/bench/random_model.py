@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.codec.base import AudioCodec, CodecStream, load_codec
+from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.registry import load_codec
 from omni.config import ModelConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize

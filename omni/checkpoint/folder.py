@@ -25,7 +25,8 @@ from torch import Tensor
 
 from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, check_inside, load_json
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
-from omni.codec.base import AudioCodec, load_codec
+from omni.codec.base import AudioCodec
+from omni.codec.registry import load_codec
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.files import replacing_folder

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.bounds import finite, load_json, read_header
-from omni.convert.contract import Lazy, Watch
+from omni.convert.lazy import Lazy, Watch
 from omni.errors import UserError
 
 PIECE = 8 << 20

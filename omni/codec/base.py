@@ -14,10 +14,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from omni.codec.registry import _loaders as _loaders
-from omni.codec.registry import codec_names as codec_names
-from omni.codec.registry import load_codec as load_codec
-from omni.codec.registry import register as register
 from omni.errors import UserError
 
 

@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
-from omni.codec.mimi_config import MimiConfig, read_config
-from omni.codec.mimi_network import Take, decoder, encoder, quantizer
+from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
 from omni.codec.mimi_stream import run
 from omni.errors import UserError
 

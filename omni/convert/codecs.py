@@ -11,8 +11,10 @@ from pathlib import Path
 
 from omni.checkpoint.places import CONFIG, WEIGHTS
 from omni.checkpoint.tensors import Written, read_json, read_weights, write_file, write_safetensors
-from omni.codec.base import AudioCodec, codec_names, load_codec
-from omni.convert.contract import CodecConfig, Foreign, Watch, check_float
+from omni.codec.base import AudioCodec
+from omni.codec.registry import codec_names, load_codec
+from omni.convert.contract import CodecConfig, Foreign, check_float
+from omni.convert.lazy import Watch
 from omni.errors import UserError
 from omni.files import replacing_folder
 

@@ -11,8 +11,9 @@ from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
 from omni.convert import omni_folder as streamed
 from omni.convert import whisper as whisper_weights
-from omni.convert.contract import Foreign, Watch
+from omni.convert.contract import Foreign
 from omni.convert.kinds import KINDS
+from omni.convert.lazy import Watch
 from omni.errors import UserError, closest
 from omni.remote import refuse_remote
 

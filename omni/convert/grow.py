@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from whisper.model import sinusoids
 
 from omni.config import AdapterConfig, ModelConfig
-from omni.convert.contract import Foreign, Lazy, TextConfig, cast, joined
+from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import EMBEDDING, HEAD
+from omni.convert.lazy import Lazy, cast, joined
 from omni.encoder.config import EncoderConfig
 from omni.encoder.whisper import SpeechEncoder
 from omni.errors import UserError, closest

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from omni.config import ModelConfig
-from omni.convert.contract import Lazy, joined
+from omni.convert.lazy import Lazy, joined
 from omni.model.speech_model import SpeechModel
 
 EMBEDDING, AUDIO_EMBEDDING = "decoder.text_embedding.weight", "decoder.audio_embedding.weight"

@@ -16,7 +16,8 @@ from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import Written, copy_file, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
 from omni.convert import codecs as codec_weights
-from omni.convert.contract import Foreign, Watch, check_tokenizer, match
+from omni.convert.contract import Foreign, check_tokenizer, match
+from omni.convert.lazy import Watch
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.model.speech_model import SpeechModel

@@ -23,7 +23,6 @@ from omni.edit.config import MendConfig
 from omni.edit.deltas import Delta, Edits, edited, stack
 from omni.edit.factors import Factors, gradient_factors
 from omni.edit.linears import find_linears, mlp_linears, shape_of, signature
-from omni.edit.metrics import kl_divergence
 from omni.edit.storage import Place, read_tensors, write_tensors
 from omni.edit.transform import GradientTransform
 from omni.errors import UserError
@@ -176,3 +175,14 @@ def load_mend(folder: Place) -> Mend:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"{folder}/mend.json does not fit its tensors ({error}); fetch or make the folder again") from error
     return mend
+
+
+def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
+    """Mean over positions of KL(before || after) in nats, logits [N, V] each; a gradient flows through both. 0 without
+    positions."""
+    if before.shape != after.shape or before.ndim != 2:
+        raise ValueError(f"logits before and after must both be [N, V], not {list(before.shape)} and {list(after.shape)}")
+    wide = torch.promote_types(before.dtype, torch.float32)
+    log_p, log_q = before.to(wide).log_softmax(-1), after.to(wide).log_softmax(-1)
+    each = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return each.sum() / max(1, len(each))

@@ -18,11 +18,11 @@ from omni.errors import UserError
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill
 from omni.generate.question import NOT_HEARD, Asked, encode_questions, is_finite
-from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
 from omni.generate.rows import Row, Start
 from omni.generate.runner import Runner
 from omni.generate.sampling import per_stream, seed_key
+from omni.generate.turn import Reply
 from omni.hardware import synchronize
 from omni.lora.attach import choice_of
 from omni.lora.selection import Acting, using

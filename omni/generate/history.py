@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.generate.question import Asked
 from omni.kv_cache import KVCache
 from omni.layout import Layout
 from omni.tasks import Columns, Turn, answer, join, prompt, system_message
@@ -138,3 +139,16 @@ def common_prefix(a: Sequence[Key], b: Sequence[Key]) -> int:
         if x != y:
             return i
     return min(len(a), len(b))
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a session begins with.
+
+    Attributes:
+        turns: questions with their answers in `turn`.
+        asked: how many questions there were in all, forgotten ones too; random draws go on from there.
+    """
+
+    turns: tuple[Asked, ...] = ()
+    asked: int = 0

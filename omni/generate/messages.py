@@ -24,7 +24,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.audio.waveform import read_sound, unwrap
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
-from omni.generate.history import Exchange
+from omni.generate.history import Exchange, Past
 from omni.generate.question import Asked, read_question
 from omni.generate.results import brief
 from omni.model.speech_model import SpeechModel
@@ -63,19 +63,6 @@ class Message:
 
 History = Sequence[Message | Mapping[str, Any]] | str | os.PathLike[str]
 """Messages, or the path of a saved conversation."""
-
-
-@dataclass(frozen=True)
-class Past:
-    """What a session begins with.
-
-    Attributes:
-        turns: questions with their answers in `turn`.
-        asked: how many questions there were in all, forgotten ones too; random draws go on from there.
-    """
-
-    turns: tuple[Asked, ...] = ()
-    asked: int = 0
 
 
 # --- a session's past as messages -------------------------------------------------------------------------------------

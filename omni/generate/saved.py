@@ -22,8 +22,7 @@ from torch import Tensor
 
 from omni.errors import UserError
 from omni.files import check_path, write_whole
-from omni.generate.history import Exchange
-from omni.generate.messages import Past
+from omni.generate.history import Exchange, Past
 from omni.generate.question import read_question
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, find_task

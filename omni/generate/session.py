@@ -28,18 +28,17 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.bounds import check_number
-from omni.generate.history import Exchange, Held, check_room, fit
-from omni.generate.messages import Message, Past, messages
+from omni.generate.history import Exchange, Held, Past, check_room, fit
+from omni.generate.messages import Message, messages
 from omni.generate.options import Options
 from omni.generate.prefill import pack, prefill, prefill_fork
 from omni.generate.question import NOT_HEARD, Asked, Question, encode_questions, is_finite, read_question, read_system
-from omni.generate.reply import Reply
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
-from omni.generate.turn import Running
+from omni.generate.turn import Reply, Running
 from omni.hardware import synchronize
 from omni.lora.attach import choice_of, edits_everywhere, kept, removals
 from omni.lora.selection import Acting, using

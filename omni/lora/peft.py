@@ -25,8 +25,9 @@ from torch import Tensor
 
 from omni.checkpoint.tensors import Written, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
-from omni.convert.contract import Foreign, Lazy, TextConfig, joined
+from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import our_name, their_name
+from omni.convert.lazy import Lazy, joined
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.lora.attach import fits

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from omni.checkpoint import tensors as safe
 from omni.checkpoint.tensors import read_safetensors, read_weights, write_safetensors
-from omni.convert.contract import FLOATS, Lazy, cast, joined
+from omni.convert.lazy import FLOATS, Lazy, cast, joined
 from omni.errors import UserError
 from omni.files import replacing_folder
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.codec.base import AudioCodec, codec_names, load_codec, register
+from omni.codec.base import AudioCodec
 from omni.codec.mimi import MimiCodec
+from omni.codec.registry import codec_names, load_codec, register
 from omni.codec.snac import SnacCodec
 from omni.errors import UserError
 

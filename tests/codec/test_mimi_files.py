@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MimiConfig as ReferenceConfig
 
-from omni.codec.base import load_codec
 from omni.codec.mimi import MimiCodec
-from omni.codec.mimi_config import MimiConfig, read_config
+from omni.codec.mimi_network import MimiConfig, read_config
+from omni.codec.registry import load_codec
 from omni.errors import UserError
 from tests.codec.mimi_toys import PLAIN, random_codes, save
 

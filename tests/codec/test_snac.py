@@ -16,11 +16,10 @@ from snac import SNAC
 from snac.layers import NoiseBlock
 from torch import Tensor, nn
 
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ, SnacCodec, from_levels, stream_levels, to_levels
 from omni.codec.snac_decoder import run
-from omni.codec.snac_noise import KeyedNoise, mix32
-from omni.codec.snac_stream import Noise
+from omni.codec.snac_stream import KeyedNoise, Noise, mix32
 from omni.errors import UserError
 
 MINI_OMNI = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50)

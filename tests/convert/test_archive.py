@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from omni.checkpoint import tensors as safe
 from omni.convert import mini_omni
-from omni.convert.archive import ALIGNED, write_archive
-from omni.convert.contract import FLOATS, Lazy
+from omni.convert.lazy import FLOATS, Lazy
+from omni.convert.mini_omni import ALIGNED, write_archive
 from tests.convert.mini_omni_toys import save, settings_of, state_of
 
 SHAPES = ((5, 3), (1,), (), (0, 4), (2, 3, 4), (70, 11))

@@ -15,7 +15,7 @@ import torch
 from omni.errors import UserError
 from tests.train.toys import ToyObjective, toy_config, toy_fit, toy_parts
 from tests.train.trainer.test_guard import Keeping, Written
-from train.config.run import FabricConfig
+from train.config.sections import FabricConfig
 from train.distributed.fabric import leave
 
 

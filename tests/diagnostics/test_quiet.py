@@ -19,10 +19,11 @@ from omni.model.speech_model import SpeechModel
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, Program, data
 from tests.train.objective.test_objective import MODELS, make_examples, pack
-from train.config.run import OptimizerConfig
-from train.config.sections import ObjectiveConfig
+from train.config.sections import OptimizerConfig
+from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
-from train.optim.optimizer import Average, build_optimizer, set_trainable
+from train.optim.ema import Average
+from train.optim.optimizer import build_optimizer, set_trainable
 
 MENDED: dict[str, Callable[[], Program]] = {
     "cache": programs.cache_mended,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omni.edit.metrics import kl_divergence
+from omni.edit.mend import kl_divergence
 from tests.close import assert_near
 
 

@@ -14,7 +14,7 @@ import torch
 import omni
 from omni.audio.io import audio_info, read_audio, write_wav
 from omni.checkpoint.folder import save_folder
-from omni.codec.base import register
+from omni.codec.registry import register
 from omni.errors import UserError
 from omni.generate.options import Options, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta

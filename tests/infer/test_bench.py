@@ -39,7 +39,7 @@ def configs(monkeypatch) -> dict[str, ModelConfig]:
     monkeypatch.setattr(bench_module, "NANO_BATCHES", (1, 3))
     real = TimedCodec.__init__
     monkeypatch.setattr("infer.bench.random_model.random_codec", lambda name, device: tiny_snac() if name == "snac" else None)
-    from omni.codec.base import load_codec
+    from omni.codec.registry import load_codec
 
     monkeypatch.setattr(TimedCodec, "__init__", lambda self, inner: real(self, inner or load_codec("codec2")))
     return known

@@ -31,7 +31,7 @@ from omni.checkpoint.places import TOKENIZER
 from omni.codec.snac import to_levels
 from omni.convert import mini_omni
 from omni.convert import omni_folder as streamed
-from omni.convert.contract import Lazy
+from omni.convert.lazy import Lazy
 from omni.convert.litgpt import split
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel

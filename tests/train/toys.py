@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from tests.guarded import child
-from train.config.run import (
+from train.config.run import FitConfig
+from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
     FabricConfig,
-    FitConfig,
     LogConfig,
+    LoRASection,
     ModelSection,
     OptimizerConfig,
     ScheduleConfig,
     ValidationConfig,
 )
-from train.config.sections import LoRASection
 from train.distributed.fabric import Team, build_fabric, leave
 from train.distributed.precision import quantized_type
 from train.objective.objective import Losses

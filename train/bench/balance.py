@@ -12,8 +12,9 @@ import torch
 
 from omni.errors import UserError
 from train.balance.section import BILEVEL, BalanceSection, check_balance
-from train.bench.tables import Row, at_hand, seconds_of
-from train.commands.bench import BALANCED
+from train.bench.names import BALANCED
+from train.bench.runs import at_hand
+from train.bench.timing import Row, seconds_of
 from train.config.parse import read_fit_config
 
 

@@ -34,7 +34,7 @@ from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from train.bench.child import CONFIGS, commands, repeat
-from train.bench.tables import seconds_of, timed
+from train.bench.timing import seconds_of, timed
 from train.config.parse import read_fit_config
 from train.objective.cross_entropy import LinearCrossEntropy
 from train.objective.flops import StepFlops

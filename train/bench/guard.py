@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from omni.errors import UserError
-from train.bench.tables import Row, at_hand, seconds_of
+from train.bench.runs import at_hand
+from train.bench.timing import Row, seconds_of
 from train.config.parse import read_fit_config
-from train.config.run import BudgetConfig
+from train.config.sections import BudgetConfig
 from train.trainer.guard import Watch
 
 PHASES = {"aligning": 0, "all of the model": 1}

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
 from train.bench.child import Taken, run_apart
-from train.bench.tables import Row
+from train.bench.timing import Row
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
 

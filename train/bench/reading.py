@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from omni.audio.io import SAMPLE_RATE
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.config import preset
 from omni.text import Tokenizer
 from train.bench.prepare import one_thread, sound
-from train.bench.tables import Row
+from train.bench.timing import Row
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline

@@ -38,7 +38,7 @@ from omni.lora.attach import adapted
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, write_text
 from train.checkpoint.rng import random_state, set_random_state
 from train.distributed.fabric import Team, is_sharded
-from train.optim.optimizer import Average
+from train.optim.ema import Average
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -160,7 +160,7 @@ def draw(found: Found, file: Path) -> Path:
     """Exact match of every method by task: a point for each seed, the whole with its interval."""
     import numpy as np
 
-    from train.trainer.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
+    from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 
     pyplot = pyplot_quietly()
     figure_, axis = pyplot.subplots(figsize=(8, 4))

@@ -16,15 +16,8 @@ import jsonargparse
 
 from omni.errors import UserError
 from omni.process import importing
+from train.bench.names import BALANCED, OF_RECIPE, SECTIONS
 from train.console.command import check_config
-
-BALANCED = ("uncertainty", "dwa", "stch", "famo", "mgda:features")
-"""Methods of the balance's table, each at its first level or at the one after a colon."""
-SECTIONS = ("objective", "step", "data", "balance", "guard", "precision", "convert", "prepare", "reading")
-
-
-OF_RECIPE = ("data", "balance", "guard", "precision")
-"""Tables that need the configuration of a run."""
 
 
 def main(argv: Sequence[str]) -> int:

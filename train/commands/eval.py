@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import jsonargparse
 
-from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
-from omni.tasks import Task, find_task
-from train.console.command import check_folder_to_be, check_renamed
+from train.console.command import check_renamed
 from train.data.readers import READERS
 from train.eval.config import EvalConfig, Progress
-from train.eval.journal import alone, claim, read_records
-from train.eval.questions import OWN, Questions, choose_task, fingerprint, open_data
+from train.eval.questions import OWN
+from train.eval.run import evaluate
 
 if TYPE_CHECKING:
     from train.eval.compare import Comparison
@@ -38,85 +35,6 @@ def main(argv: Sequence[str]) -> int:
     run, figures = evaluate(Path(model), Path(data), Path(out), EvalConfig(**values), progress)
     _show_figures(run, figures)
     return 0
-
-
-def evaluate(
-    model: Path, data: Path, out: Path, config: EvalConfig, progress: Progress = "auto"
-) -> tuple[Run, dict[str, Figure]]:
-    """Evaluate a model folder on data, into the folder `out`; what stands there of the same evaluation is gone on with.
-
-    Raises:
-        UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
-            that could be asked.
-    """
-    if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
-        raise UserError(f"output folder {out} lies in the data {data}, which it would change: name one outside with --out")
-    check_folder_to_be(out, "output folder")
-    questions = Questions.spread(open_data(data, config.read), config.limit)
-    check_folder(model)
-    with importing():
-        from omni.generate.speech_lm import SpeechLM
-        from train.eval.answers import answer_all
-        from train.eval.forgetting import check_before, check_texts, load_before, score_texts
-        from train.eval.pictures import draw_report
-        from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
-        from train.eval.timing import time_some
-        from train.scoring.hearers import open_ear
-
-    lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
-    task = choose_task(questions, lm) if config.task is None else find_task(config.task)
-    ear = open_ear(config.ear, config.ear_words, config.ear_longest, config.device)
-    if ear is not None and not (task.audio and lm.codec is not None):
-        why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
-        raise UserError(f"there is nothing for an ear to hear: {task.name if not task.audio else model} {why}; leave --ear out")
-    if config.text_only:
-        check_texts(questions)
-    if config.text_before is not None:
-        check_before(Path(config.text_before), lm.tokenizer, questions)
-    with alone(out):
-        claim(out, _started(model, data, questions, task, config, None if ear is None else ear.name))
-        answer_all(lm, questions, task, config, ear, out / ANSWERS, progress)
-        answered = [r["index"] for r in read_records(out / ANSWERS) if "broken" not in r]
-        if config.timed and answered:
-            time_some(lm, questions, answered, task, config, out / TIMINGS, progress)
-        if config.text_only:
-            score_texts(lm, questions, config, out / TEXT, progress)
-        if config.text_before is not None:
-            del lm  # the other may be as large
-            before = load_before(Path(config.text_before), config.device)
-            score_texts(before, questions, config, out / TEXT_BEFORE, progress)
-        run = Run.read(out)
-        if not run.answered:
-            first = run.broken[0]
-            raise UserError(
-                f"none of the {len(questions)} questions could be asked; the first: {first['where']}: {first['broken']}"
-            )
-        figures = write_report(run)
-        draw_report(run, figures)
-    return run, figures
-
-
-def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, ear: str | None) -> dict[str, Any]:
-    """What tells this evaluation from others."""
-    return {
-        "model": str(model),
-        "model_hash": _model_hash(model),
-        "data": str(data),
-        "data_hash": fingerprint(data),
-        "format": questions.source.format,
-        "items": len(questions),
-        "task": task.name,
-        "ear": ear,
-        "device": config.device,
-        "settings": config.deciding(),
-        "text_before": config.text_before,
-        "text_before_hash": None if config.text_before is None else fingerprint(Path(config.text_before)),
-    }
-
-
-def _model_hash(folder: Path) -> str:
-    """Of the model folder's `config.json`, which holds the checksums of its other files."""
-    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from train.data.config import SourceConfig
 from train.data.sources.spoken_digits import SpokenDigits
 from train.eval.conversations import Conversed, examine_conversations
 from train.eval.held_out import Judged, Report, evaluate, items_of, write_answers
-from train.scoring.similarity import Sphinx, describe, nearest
+from train.scoring.asr import Sphinx
+from train.scoring.similarity import describe, nearest
 from train.trainer.build import MODEL, fit
 from train.trainer.logs import VALIDATION, read_table
 

@@ -11,6 +11,7 @@ from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing
 from train.config.parse import read_fit_config
+from train.plan.options import check_options
 
 HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
 
@@ -68,13 +69,3 @@ def _options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         else:
             rest.append(argument)
     return found, rest
-
-
-def check_options(devices: int | None = None, gpu_gib: float | None = None, mfu: float = 0.35) -> None:
-    """UserError for a number that no machine has."""
-    if devices is not None and devices < 1:
-        raise UserError(f"--devices is {devices}; it must be at least 1")
-    if gpu_gib is not None and gpu_gib <= 0:
-        raise UserError(f"--gpu_gib is {gpu_gib:g}; it must be above 0")
-    if not 0 < mfu <= 1:
-        raise UserError(f"--mfu is {mfu:g}; it must lie between 0 and 1")

@@ -1,12 +1,14 @@
-"""Sections of a run's configuration whose own modules need PyTorch, which reading a configuration does not."""
+"""Sections of a run's configuration: frozen dataclasses, read without PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from omni.config import preset
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
+from omni.process import importing
 
 LORA = "*.lora.*"
 """Names of adapters' parameters."""
@@ -39,35 +41,306 @@ def learning(trainable: tuple[str, ...], section: LoRASection | None) -> tuple[s
     return trainable if section is None else (LORA, *section.trainable)
 
 
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
 @dataclass(frozen=True)
-class ObjectiveConfig:
-    """What is trained, and how much each part counts.
+class FabricConfig:
+    """Where and how the run computes; handed to Lightning Fabric.
 
     Attributes:
-        stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
-        ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
-        ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
-        ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
-        align_first: share of the budget in which only the encoder learns, by the alignment loss alone: listening takes
-            longest, and it is cheapest while nothing else runs.
-        chunk: largest number of logits held at once.
+        accelerator: `auto`, `cpu`, `gpu`, or another of Fabric's.
+        devices: processes per node; a number, a list such as "0,1", or `auto`.
+        num_nodes: machines; under torchrun or srun they are counted from the environment.
+        strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over all processes).
+        precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
+            by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
+            `bf16-true` adapters, and what learns beside them, stay in fp32 (see `train.distributed.precision`).
+        checkpointing: recompute activations in the backward pass (less memory, about a third more work).
+        compile: compile the transformer blocks with torch.compile.
     """
 
-    stream_weights: tuple[float, ...] | None = None
-    ctc_weight: float = 0.0
-    ctc_final: float | None = None
-    ctc_words: float = 1.0
-    align_first: float = 0.0
-    chunk: int = 1 << 25
+    accelerator: str = "auto"
+    devices: int | str = "auto"
+    num_nodes: int = 1
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
+    checkpointing: bool = False
+    compile: bool = False
+
+    def decided(self) -> FabricConfig:
+        """The same with the precision that `auto` means on this machine, which PyTorch is asked for."""
+        if self.precision != "auto":
+            return self
+        with importing():
+            from omni.hardware import multiplies_bf16
+
+        return replace(self, precision="bf16-mixed" if multiplies_bf16(self.accelerator) else "32-true")
+
+    @property
+    def processes(self) -> int | None:
+        """Processes of the run over all nodes; None where only the machine tells."""
+        listed = str(self.devices).split(",")
+        if not all(device.strip().isdecimal() for device in listed):
+            return None
+        return (len(listed) if len(listed) > 1 else int(listed[0])) * self.num_nodes
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model is trained: a preset or a model folder, and what differs from it.
+
+    Attributes:
+        preset: name of a preset, such as `nano` or `qwen2-0.5b-omni`; random weights.
+        init_from: a model folder to start from (configuration, weights, tokenizer, codec). What else is given here must
+            fit it.
+        tokenizer: a `tokenizer.json`; by default the folder's, or one id per byte where the text stream has 256 ids.
+        codec_folder: weights of the codec, where it has any; by default the folder's.
+        layout, encoder, adapter, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
+        codec: name of the audio codec.
+        ctc, ctc_sounds: ids of the alignment head on the encoder, each with its blank; 0 for none.
+    """
+
+    preset: str | None = None
+    init_from: str | None = None
+    tokenizer: str | None = None
+    codec_folder: str | None = None
+    layout: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    decoder: dict[str, Any] = field(default_factory=dict)
+    codec: str | None = None
+    ctc: int | None = None
+    ctc_sounds: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.align_first < 1:
-            raise UserError(f"objective.align_first is {self.align_first}; it is a share of the budget, from 0 to below 1")
-        if self.ctc_weight < 0 or (self.ctc_final or 0) < 0:
-            raise UserError(f"objective.ctc_weight {self.ctc_weight} and ctc_final {self.ctc_final} must not be negative")
-        if not 0 < self.ctc_words < float("inf"):
-            raise UserError(f"objective.ctc_words is {self.ctc_words}; it must be above 0")
-        if self.align_first > 0 and self.ctc_weight == 0:
-            raise UserError("objective.align_first learns by the alignment loss alone, but objective.ctc_weight is 0")
-        if self.chunk < 1:
-            raise UserError(f"objective.chunk is {self.chunk}; it must be at least 1")
+        _need(
+            self.preset is not None or self.init_from is not None,
+            "model has neither preset nor init_from; name a preset (such as nano) or a model folder",
+        )
+
+    @property
+    def streams(self) -> int | None:
+        """How many the layout has, where that is known before a model folder is read."""
+        given = self.layout.get("streams")
+        if isinstance(given, (list, tuple)):
+            return len(given)
+        return None if self.preset is None else len(preset(self.preset).layout)
+
+
+LARGEST_RATE = 1e3
+"""Of learning rates and weight decay."""
+
+
+Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Parameters that learn differently.
+
+    Attributes:
+        pattern: names of the parameters, as in `trainable`.
+        lr: learning rate of those that learn by AdamW (under Muon: tables, heads, norms, biases); the optimizer's own where
+            absent.
+        muon_lr: learning rate of those that learn by Muon; the optimizer's own where absent.
+        weight_decay: their weight decay; the optimizer's own where absent.
+        rule: as the optimizer's `name`, which holds where it is absent.
+    """
+
+    pattern: str
+    lr: float | None = None
+    muon_lr: float | None = None
+    weight_decay: float | None = None
+    rule: Rule | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "muon_lr", "weight_decay"):
+            value = getattr(self, name)
+            _need(
+                value is None or 0 <= value <= LARGEST_RATE,
+                f"optimizer.groups {self.pattern!r}: {name} is {value}; it must lie between 0 and {LARGEST_RATE:g}",
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters learn.
+
+    Attributes:
+        name: `adamw`, `paged_adamw_8bit` (AdamW with its state in 8 bits, by bitsandbytes; on a GPU it gives way to the host's
+            memory), or `muon` (Muon for hidden matrices, AdamW for the rest).
+        lr: peak learning rate of AdamW.
+        betas, eps: of AdamW.
+        weight_decay: decoupled; for parameters of two or more dimensions.
+        muon_lr: peak learning rate of Muon.
+        muon_momentum: of Muon (Nesterov).
+        muon_steps: Newton-Schulz steps.
+        muon_scale: `original` (sqrt(max(1, out / in))) or `match_rms_adamw` (0.2 sqrt(max(out, in)), so that AdamW's
+            learning rates fit).
+        muon_exclude: names of matrices that AdamW keeps: tables and heads.
+        groups: parameters that learn differently; the first matching pattern decides.
+    """
+
+    name: Rule = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    muon_steps: int = 5
+    muon_scale: Literal["original", "match_rms_adamw"] = "original"
+    muon_exclude: tuple[str, ...] = ("*embedding*", "*_head.*")
+    groups: tuple[GroupConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "muon_lr", "weight_decay"):
+            value = getattr(self, name)
+            _need(0 <= value <= LARGEST_RATE, f"optimizer.{name} is {value}; it must lie between 0 and {LARGEST_RATE:g}")
+        _need(self.muon_steps >= 1, f"optimizer.muon_steps is {self.muon_steps}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a factor of each group's own.
+
+    Attributes:
+        name: `cosine`, `linear`, `constant`, or `wsd` (warm up, stay, decay).
+        warmup_steps: steps of linear rise.
+        final: factor at the end (not for `constant`).
+        decay: share of the budget that `wsd` decays over.
+    """
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    final: float = 0.0
+    decay: float = 0.2
+
+    def __post_init__(self) -> None:
+        _need(self.warmup_steps >= 0, f"schedule.warmup_steps is {self.warmup_steps}; it must not be negative")
+        _need(0 <= self.final <= 1, f"schedule.final is {self.final}; it must lie between 0 and 1")
+        _need(0 < self.decay <= 1, f"schedule.decay is {self.decay}; it must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """How long the run lasts: until the first of these is spent.
+
+    Attributes:
+        steps: optimizer steps.
+        minutes: wall-clock time, validation and saving included; the learning rate follows its share that has passed,
+            so that such a run is not repeatable bit for bit.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        _need(
+            self.steps is not None or self.minutes is not None,
+            "budget has neither steps nor minutes; say how long to train, such as --budget.steps 1000",
+        )
+        _need(self.steps is None or self.steps >= 1, f"budget.steps is {self.steps}; it must be at least 1")
+        _need(
+            self.minutes is None or 0 < self.minutes < float("inf"),
+            f"budget.minutes is {self.minutes}; it must be above 0, and finite",
+        )
+
+
+FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
+"""What a validation measures; some of it also by task, kind of question or stream (`exact_match/A1A2`, `loss/text`). See
+`train.eval.held_out` and, for the loss, `train.trainer.held_out_loss`."""
+
+
+LOWER_IS_BETTER = ("wer", "loss")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the training state is saved, and what is kept. It is always saved at the end and when the run is stopped.
+
+    Attributes:
+        every_steps, every_minutes: how often; both may be given.
+        keep_last: newest checkpoints kept.
+        keep_best: best checkpoints kept, by the validation's figure `metric`.
+        metric: a figure of the validation: `exact_match`, `wer`, `code_accuracy`, `ended`, `loss` (of the held-out rows; where
+            answers are open and no answer is the only right one), or one of a part (`exact_match/A1A2`, `loss/text`).
+        mode: `max` or `min`: which values of it are good; `auto` is `min` for `wer` and `loss`, `max` for the others.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = 15.0
+    keep_last: int = 2
+    keep_best: int = 1
+    metric: str = "exact_match"
+    mode: Literal["max", "min", "auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        _need(self.keep_last >= 1, f"checkpoint.keep_last is {self.keep_last}; it must be at least 1")
+        _need(self.keep_best >= 0, f"checkpoint.keep_best is {self.keep_best}; it must not be negative")
+        _need(
+            self.metric.partition("/")[0] in FIGURES,
+            f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
+            f"{FIGURES[0]}/A1A2",
+        )
+        _need(
+            self.mode != "max" or self.metric.partition("/")[0] != "loss",
+            f"checkpoint.mode is max, but checkpoint.metric is {self.metric}: the highest is the worst; leave the mode out",
+        )
+
+    @property
+    def good(self) -> Literal["max", "min"]:
+        """Which values of the metric are good."""
+        if self.mode != "auto":
+            return self.mode
+        return "min" if self.metric.partition("/")[0] in LOWER_IS_BETTER else "max"
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Held-out rows of the data's sources: their loss, and free-running generation on their questions.
+
+    Attributes:
+        every_steps, every_minutes: how often; neither means only at the end.
+        at_end: also when the budget is spent.
+        questions: how many held-out rows there are, 0 for no validation.
+        tasks: what they are asked as; a row is left out of a task that it lacks something for. Their loss is of the tasks that
+            their source trains.
+        rows: questions generated side by side.
+        max_seconds: longest spoken answer.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    at_end: bool = True
+    questions: int = 64
+    tasks: tuple[str, ...] = ("A1A2",)
+    rows: int = 32
+    max_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        _need(self.questions >= 0, f"validation.questions is {self.questions}; it must not be negative")
+        _need(self.rows >= 1, f"validation.rows is {self.rows}; it must be at least 1")
+        _need(self.max_seconds > 0, f"validation.max_seconds is {self.max_seconds}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is reported. `metrics.csv`, `validation.csv`, TensorBoard files and `curves.png` are always written.
+
+    Attributes:
+        every: steps between two rows of the log (each the mean since the last). The screen also shows the first three steps and
+            a line every 30 s.
+        progress: `bar`, `lines` (one line a row of the log), `off`, or `auto`: a bar on a terminal, lines elsewhere.
+        wandb: project at Weights & Biases to report to as well; needs the package `wandb`.
+    """
+
+    every: int = 10
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    wandb: str | None = None
+
+    def __post_init__(self) -> None:
+        _need(self.every >= 1, f"log.every is {self.every}; it must be at least 1")

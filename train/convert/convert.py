@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from omni.checkpoint.tensors import Written
 from omni.config import AdapterConfig, ModelConfig
@@ -13,17 +11,18 @@ from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
 from omni.convert import omni_folder as streamed
 from omni.convert import whisper as whisper_weights
-from omni.convert.contract import FLOATS, CodecConfig, Foreign, TextConfig, cast, one_dtype, type_name
+from omni.convert.contract import CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.formats import FORMATS, kind_of, open_foreign, refuse_file
 from omni.convert.grow import Growth, grow, with_encoder
+from omni.convert.lazy import FLOATS, cast, type_name
 from omni.encoder.config import ENCODER_PRESETS, EncoderConfig
 from omni.errors import UserError, closest
 from omni.files import real_place
 from omni.layout import Layout
 from omni.lora import peft
-from train.commands.convert import Options, check
-from train.console.progress import LINE_SECONDS, Screen, duration, short
-from train.convert.target import check_in_place
+from train.console.progress import Bar
+from train.convert.options import Options, check_options
+from train.convert.target import check, check_in_place
 
 DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
 
@@ -143,14 +142,6 @@ def codec_of(options: Options, codec: str) -> Foreign | None:
     return weights
 
 
-def check_options(options: Options, allowed: tuple[str, ...], what: str) -> None:
-    """Refuse an option that would be ignored (UserError)."""
-    for field in fields(Options):
-        given = getattr(options, field.name) != field.default
-        if given and field.name not in ("kind", "overwrite", "quiet", "lora", *allowed):
-            raise UserError(f"--{field.name} has no meaning here: {what}; leave it out")
-
-
 def into_speech(text: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
     """A language model, grown into a speech model."""
     assert isinstance(text.config, TextConfig)
@@ -227,29 +218,3 @@ def choose_encoder(options: Options) -> Foreign | EncoderConfig:
 def _typed(model: Foreign, options: Options) -> Foreign:
     """The model's weights in the type that was asked for."""
     return replace(model, tensors=cast(model.tensors, DTYPES[options.dtype])) if options.dtype else model
-
-
-class Bar(Screen):
-    """Bytes written, the rate and the time left: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, on: bool = True, stream: TextIO | None = None) -> None:
-        super().__init__("auto" if on else "off", stream, unit="B", unit_scale=True, desc="writing", leave=False)
-        self.started = self.told = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.bar is not None:
-            self.bar.total = total
-            self.bar.update(done - self.bar.n)
-            return
-        now = time.monotonic()
-        if now - self.told >= LINE_SECONDS and done:
-            self.told = now
-            rate = done / (now - self.started)
-            left = duration((total - done) / rate)
-            self.say(f"{short(done)}B of {short(total)}B written ({done / total:.0%}), {short(rate)}B/s, {left} left")
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.convert.kinds import FLOATS, KINDS
 from omni.encoder.config import ENCODER_PRESETS
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.files import real_place
+from omni.remote import check_there
+from train.convert.options import Options
 
 if TYPE_CHECKING:
-    from train.commands.convert import Options
+    from train.convert.options import Options
 
 
 def check_target(source: Path, target: Path, options: Options) -> None:
@@ -57,3 +60,13 @@ def check_in_place(source: Path, target: Path, kind: str, becomes: str = "omni")
         known = FORMATS[becomes]
         raise UserError(f"{target} is SOURCE too: as {known.what} it would lose {known.loses}; give another TARGET")
     raise UserError(f"{target} is SOURCE too: {FORMATS[kind].what}, whose own files would be lost; give another TARGET")
+
+
+def check(source: Path, target: Path, options: Options) -> None:
+    """UserError for what can be refused before any weights are looked at."""
+    check_target(source, target, options)
+    check_there(source, "model", f"{source} does not exist; give a model's file or folder")
+    if options.kind is not None and options.kind not in KINDS:
+        raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, KINDS)}")
+    if options.dtype is not None and options.dtype not in FLOATS:
+        raise UserError(f"--dtype {options.dtype!r} is unknown; {closest(options.dtype, FLOATS)}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
+from omni.tasks import TASKS, Task, find_task
 from train.data.augment.config import AugmentConfig
 from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 from train.data.sources.mixture import Stage, TaskMixture
@@ -170,3 +171,9 @@ class DataConfig:
         return {
             name for source in self.sources for mixture in source.mixtures for name, weight in mixture.items() if weight > 0
         }
+
+
+def tasks_of(data: DataConfig) -> list[Task]:
+    """The tasks that the mixture can draw, in the table's order."""
+    names = {find_task(name).name for name in data.drawn}
+    return [task for name, task in TASKS.items() if name in names]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from omni.model.quantize import is_quantized
-from train.config.run import FabricConfig
+from train.config.sections import FabricConfig
 from train.distributed.precision import AdapterPrecision
 
 T = TypeVar("T")

@@ -38,8 +38,8 @@ from train.edit.config import EditEvalConfig
 from train.edit.facts import Facts, plain, read_facts
 from train.edit.lessons import Lessons
 from train.edit.speak import Speakers, fact_rows, untouched_rows
-from train.eval.held_out import normalise
 from train.scoring.similarity import describe, nearest
+from train.scoring.text import normalise
 
 REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"
 
@@ -212,7 +212,7 @@ def _heard(
 
 def draw(figures: Mapping[str, Figure], file: Path) -> None:
     """Shares as bars with their intervals."""
-    from train.trainer.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
+    from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 
     pyplot = pyplot_quietly()
     shares = {name: f for name, f in figures.items() if f.low is not None and f.high is not None}

@@ -22,16 +22,16 @@ from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task, prompt
-from train.console.rates import Display
+from train.console.progress import Display
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.data.seeding import key
 from train.eval.config import EvalConfig, Progress
-from train.eval.held_out import Item, compare_codes
+from train.eval.held_out import Item
 from train.eval.journal import Journal
 from train.eval.questions import GivenRow, Questions
-from train.scoring.hearers import Ear, transcript
-from train.scoring.text import find_normaliser, text_errors
+from train.scoring.asr import Ear, transcript
+from train.scoring.text import compare_codes, find_normaliser, text_errors
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from omni.generate.speech_lm import SpeechLM
 from train.data.rows.row import Row
 from train.data.seeding import dice
 from train.data.sources.spoken_digits import SpokenDigits
-from train.eval.held_out import SAMPLE_RATE, evaluate, items_of, normalise
+from train.eval.held_out import SAMPLE_RATE, evaluate, items_of
+from train.scoring.text import normalise
 
 TASKS = ("A1A2", "T1A2")
 MAX_SECONDS = 6.0

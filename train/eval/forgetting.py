@@ -27,7 +27,7 @@ from omni.layout import IGNORE
 from omni.model.decoder import Hidden
 from omni.tasks import TASKS, Columns, Turn, example
 from omni.text import Tokenizer
-from train.console.rates import Display
+from train.console.progress import Display
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.eval.answers import Asked, ask, make_item
@@ -44,8 +44,8 @@ def load_before(path: Path, device: str) -> SpeechLM:
     """The model before speech training: a model folder, or a language model's Hugging Face folder (grown as
     `train convert --keep_text` does); UserError where it is neither."""
     if path.is_dir() and not streamed.recognise(path) and huggingface.recognise(path):
-        from train.commands.convert import Options
         from train.convert.convert import convert
+        from train.convert.options import Options
 
         with tempfile.TemporaryDirectory() as folder:
             convert(path, Path(folder) / "model", Options(keep_text=True))

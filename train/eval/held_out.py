@@ -11,9 +11,7 @@ Dimensions: A audio streams, F frames, S samples.
 
 from __future__ import annotations
 
-import itertools
 import json
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.tasks import find_task
+from train.scoring.text import compare_codes, normalise, word_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 16000
 GROUPS = 12
 """Most parts of a set that are reported by themselves."""
-
-_VARIANTS = (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
-_ALIKE: dict[int, str | None] = {0x2019: "'", 0x02BC: "'", **dict.fromkeys(_VARIANTS)}
-"""Apostrophes that are written as one; variation selectors, which only choose a glyph, are dropped."""
 
 
 @dataclass(frozen=True)
@@ -130,30 +125,6 @@ def items_of(
     return items
 
 
-def normalise(text: str) -> str:
-    """Text for comparing: NFKC, lower case, no punctuation, single spaces (an apostrophe within a word stays).
-
-    Words are of letters, digits and the marks upon them (Unicode's Mn and Mc: vowel signs, accents, tones). Characters that
-    are not seen (Cf, such as joiners and soft hyphens) are dropped, all others part words.
-    """
-    text = unicodedata.normalize("NFKC", text).casefold().translate(_ALIKE)
-    words = ("".join(itertools.dropwhile(_no_beginning, word)) for word in "".join(map(_compared, text)).split())
-    return " ".join(bare for word in words if (bare := word.rstrip("'")))
-
-
-def _compared(character: str) -> str:
-    """What a character becomes: itself, nothing, or a space."""
-    category = unicodedata.category(character)
-    if character.isalnum() or character == "'" or category in ("Mn", "Mc"):
-        return character
-    return "" if category == "Cf" else " "
-
-
-def _no_beginning(character: str) -> bool:
-    """Whether no word begins so: an apostrophe, or a mark upon nothing."""
-    return not character.isalnum()
-
-
 def evaluate(lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False) -> Report:
     """Ask every question, greedily, `rows` side by side, and compare the answers.
 
@@ -185,26 +156,6 @@ def judge(item: Item, answer: Answer) -> Judged:
         errors, words = word_errors(wanted, said)
     right, total = (0, 0) if item.codes is None else compare_codes(item.codes, answer.codes)
     return Judged(item, answer, exact, errors, words, right, total)
-
-
-def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
-    """Substitutions, deletions and insertions, and the words of the reference."""
-    import jiwer
-
-    words = len(reference.split())
-    if words == 0:
-        return len(hypothesis.split()), 0
-    out = jiwer.process_words(reference, hypothesis)
-    return out.substitutions + out.deletions + out.insertions, words
-
-
-def compare_codes(reference: Tensor, codes: Tensor | None) -> tuple[int, int]:
-    """Equal codes and compared codes of two answers [A, F]."""
-    frames = 0 if codes is None else min(reference.shape[1], codes.shape[1])
-    if codes is None or frames == 0:
-        return 0, reference.numel()
-    same = reference[:, :frames] == codes[:, :frames].to(reference.device)
-    return int(same.sum()), same.numel()
 
 
 def summarise(judged: Sequence[Judged]) -> dict[str, float]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 from train.eval.measures import MEASURES, Figure, pairs_of, shown
 from train.eval.report import TEXT_BEFORE, Change, Record, Run, signed
-from train.trainer.plots import COLORS, GRID, INK, pyplot_quietly, save_figure
 
 PICTURE, COMPARISON = "report.png", "compare.png"
 SHARES = ("exact_match", "ended", "code_accuracy", "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match")

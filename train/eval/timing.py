@@ -17,7 +17,7 @@ import torch
 from omni.generate.results import Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task
-from train.console.rates import Display
+from train.console.progress import Display
 from train.data.readers import Broken
 from train.eval.answers import make_item
 from train.eval.config import EvalConfig, Progress

@@ -21,7 +21,7 @@ from omni.errors import UserError
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
-from train.config.sections import ObjectiveConfig
+from train.objective.config import ObjectiveConfig
 from train.objective.cross_entropy import LinearCrossEntropy, TaskCrossEntropy
 from train.objective.task_losses import Shares, feature_tasks
 

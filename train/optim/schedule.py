@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from omni.errors import UserError
-from train.config.run import BudgetConfig, ScheduleConfig
+from train.config.sections import BudgetConfig, ScheduleConfig
 
 
 def used(budget: BudgetConfig, step: int, seconds: float) -> float:

@@ -17,8 +17,8 @@ from train.distributed.fabric import Team
 from train.distributed.precision import product_type
 from train.objective.objective import cells, targets
 from train.plan.step import Balance, Workbench
-from train.trainer.balance_feed import CountedStep
 from train.trainer.balanced_step import Balanced, Balancing
+from train.trainer.feed import CountedStep
 
 
 class _Fabric:

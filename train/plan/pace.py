@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omni.checkpoint.folder import CODEC, TOKENIZER
-from omni.codec.base import AudioCodec, load_codec
+from omni.codec.base import AudioCodec
+from omni.codec.registry import load_codec
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import PEAK_FLOPS
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
-from train.config.run import FitConfig, ModelSection
+from train.config.run import FitConfig
+from train.config.sections import ModelSection
 from train.data.batching.batch import Batch
 from train.data.batching.packer import Lane
 from train.data.build import build_pipeline

@@ -10,10 +10,10 @@ import torch
 
 from omni.config import ModelConfig
 from omni.hardware import peak_flops
-from train.commands.plan import check_options
 from train.config.run import FitConfig
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import Turned, turn_knobs
+from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, paper_model
 from train.plan.trial import KEPT, RETURNED, Attempt, attempt

@@ -15,7 +15,8 @@ from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.distributed.precision import product_type, quantized_type
 from train.objective.objective import Objective
-from train.optim.optimizer import Average, Optimizers, build_optimizer, set_trainable
+from train.optim.ema import Average
+from train.optim.optimizer import Optimizers, build_optimizer, set_trainable
 from train.plan.quantized import adapt
 
 Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]

@@ -11,21 +11,15 @@ import torch
 
 from omni.config import ModelConfig
 from omni.layout import IGNORE
-from omni.tasks import TASKS, Task, find_task
+from omni.tasks import TASKS
 from train.data.batching.batch import Batch
-from train.data.config import DataConfig
+from train.data.config import DataConfig, tasks_of
 
 PROMPT = 4
 """Columns of a spoken question's example beside the question itself: input, end, the marker, and one of the answer."""
 
 PADDED_COLUMNS = 256
 """Columns of an example under `encoder.mode` padded, where every clip costs the encoder its whole window, however short."""
-
-
-def tasks_of(data: DataConfig) -> list[Task]:
-    """The tasks that the mixture can draw, in the table's order."""
-    names = {find_task(name).name for name in data.drawn}
-    return [task for name, task in TASKS.items() if name in names]
 
 
 def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:

@@ -10,19 +10,20 @@ Dimensions: S samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from omni.audio.io import resample
 from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
-from omni.convert.contract import Lazy, match
+from omni.convert.contract import match
+from omni.convert.lazy import Lazy
 from omni.errors import UserError
-from train.eval.held_out import word_errors
-from train.scoring.text import by_characters
+from train.scoring.text import by_characters, word_errors
 
 WINDOW_POSITIONS = 1500
 """Encoder frames of the 30 s that Whisper's decoding works on."""
@@ -159,3 +160,96 @@ def _sizes(found: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
             raise UserError(f"{where}: {theirs} is {value!r}; it must be a whole number")
         sizes[ours] = value
     return sizes
+
+
+class Sphinx:
+    """pocketsphinx with a grammar of one rule: a sequence of the given words.
+
+    Every recording is heard as if it were the first: what pocketsphinx learns of its level is then forgotten.
+
+    Args:
+        words: what may be said, each any number of times, at most `longest` in all.
+    """
+
+    def __init__(self, words: Sequence[str], longest: int = 4) -> None:
+        try:
+            from pocketsphinx import Decoder
+        except ImportError as error:
+            raise UserError('pocketsphinx is not installed; run: pip install "omni-speech[demo]"') from error
+        some = "(" + " | ".join(sorted(set(words))) + ")"
+        rule = some + f" [{some}]" * (longest - 1)
+        grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
+        self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=16000)
+        self._decoder.add_jsgf_string("answers", grammar)
+        self._decoder.activate_search("answers")
+
+    def hear(self, audio: Tensor, sample_rate: int) -> str:
+        """The words heard in a recording [S]; empty where the grammar fits nothing."""
+        if sample_rate != 16000:
+            audio = resample(audio, sample_rate, 16000)
+        quiet = torch.zeros(4000)
+        audio = torch.cat([quiet, audio / audio.abs().max().clamp_min(1e-3) * 0.7, quiet])
+        self._decoder.reinit_feat()
+        self._decoder.activate_search("answers")
+        self._decoder.start_utt()
+        self._decoder.process_raw((audio * 32767).short().numpy().tobytes(), full_utt=True)
+        self._decoder.end_utt()
+        best = self._decoder.hyp()
+        return "" if best is None else " ".join(w.split("(")[0] for w in best.hypstr.split())
+
+
+RATE = 16000
+
+
+class Ear(Protocol):
+    """Writes down what it hears."""
+
+    name: str
+
+    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
+        """The words of a recording [S]; "" for silence."""
+
+
+class WhisperEar:
+    """A Whisper (`train.scoring.asr`): OpenAI's .pt file or a Hugging Face folder, greedily; UserError where it is
+    none."""
+
+    def __init__(self, weights: Path, device: str = "cpu") -> None:
+        if not weights.exists():
+            raise UserError(f"the ear {weights} does not exist: name a Whisper's .pt file or folder, or 'sphinx'")
+        self._inner = Hearing(weights, device)
+        self.name = f"whisper {weights.name}"
+
+    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
+        """See `Ear`."""
+        return self._inner.hear(resample(audio, sample_rate, RATE), language)
+
+
+class SphinxEar:
+    """pocketsphinx with a grammar of the given words (`similarity.Sphinx`); UserError for a word that it cannot pronounce."""
+
+    def __init__(self, words: Sequence[str], longest: int) -> None:
+        try:
+            self._inner = Sphinx(words, longest)
+        except RuntimeError as error:
+            raise UserError(f"pocketsphinx refuses --ear_words ({error}): give English words of its dictionary") from error
+        self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
+
+    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
+        """See `Ear`."""
+        return self._inner.hear(audio, sample_rate)
+
+
+def open_ear(name: str | None, words: Sequence[str], longest: int, device: str) -> Ear | None:
+    """The ear of that name or file; None where nobody listens."""
+    if name is None:
+        return None
+    return SphinxEar(words, longest) if name == "sphinx" else WhisperEar(Path(name), device)
+
+
+def transcript(ear: Ear, audio: Tensor | None, sample_rate: int, language: str) -> str:
+    """What an ear hears of an answer; "" where there is (next to) no sound."""
+    if audio is None or audio.numel() < sample_rate // 50 or not bool(audio.abs().max() > 0):
+        return ""
+    with torch.no_grad():
+        return ear.hear(audio.float().cpu(), sample_rate, language)

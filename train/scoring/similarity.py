@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from omni.audio.io import resample
 from omni.audio.mel import log_mel
-from omni.errors import UserError
 
 
 def describe(audio: Tensor, sample_rate: int) -> Tensor:
@@ -51,39 +50,3 @@ def dtw(query: Tensor, references: Sequence[Tensor]) -> Tensor:
 def nearest(query: Tensor, references: Sequence[Tensor]) -> int:
     """Index of the reference that sounds most like the query; both as `describe` gives them."""
     return int(dtw(query, references).argmin())
-
-
-class Sphinx:
-    """pocketsphinx with a grammar of one rule: a sequence of the given words.
-
-    Every recording is heard as if it were the first: what pocketsphinx learns of its level is then forgotten.
-
-    Args:
-        words: what may be said, each any number of times, at most `longest` in all.
-    """
-
-    def __init__(self, words: Sequence[str], longest: int = 4) -> None:
-        try:
-            from pocketsphinx import Decoder
-        except ImportError as error:
-            raise UserError('pocketsphinx is not installed; run: pip install "omni-speech[demo]"') from error
-        some = "(" + " | ".join(sorted(set(words))) + ")"
-        rule = some + f" [{some}]" * (longest - 1)
-        grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
-        self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=16000)
-        self._decoder.add_jsgf_string("answers", grammar)
-        self._decoder.activate_search("answers")
-
-    def hear(self, audio: Tensor, sample_rate: int) -> str:
-        """The words heard in a recording [S]; empty where the grammar fits nothing."""
-        if sample_rate != 16000:
-            audio = resample(audio, sample_rate, 16000)
-        quiet = torch.zeros(4000)
-        audio = torch.cat([quiet, audio / audio.abs().max().clamp_min(1e-3) * 0.7, quiet])
-        self._decoder.reinit_feat()
-        self._decoder.activate_search("answers")
-        self._decoder.start_utt()
-        self._decoder.process_raw((audio * 32767).short().numpy().tobytes(), full_utt=True)
-        self._decoder.end_utt()
-        best = self._decoder.hyp()
-        return "" if best is None else " ".join(w.split("(")[0] for w in best.hypstr.split())

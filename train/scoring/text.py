@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
+import unicodedata
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
-from train.eval.held_out import normalise, word_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+import functools
 
 Normaliser = Callable[[str], str]
 
@@ -68,3 +75,54 @@ def text_errors(reference: str, said: str, language: str) -> tuple[str, int, int
         spread = (" ".join("".join(text.split())) for text in (reference, said))
         return "cer", *word_errors(*spread)
     return "wer", *word_errors(reference, said)
+
+
+_VARIANTS = (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
+
+
+_ALIKE: dict[int, str | None] = {0x2019: "'", 0x02BC: "'", **dict.fromkeys(_VARIANTS)}
+"""Apostrophes that are written as one; variation selectors, which only choose a glyph, are dropped."""
+
+
+def normalise(text: str) -> str:
+    """Text for comparing: NFKC, lower case, no punctuation, single spaces (an apostrophe within a word stays).
+
+    Words are of letters, digits and the marks upon them (Unicode's Mn and Mc: vowel signs, accents, tones). Characters that
+    are not seen (Cf, such as joiners and soft hyphens) are dropped, all others part words.
+    """
+    text = unicodedata.normalize("NFKC", text).casefold().translate(_ALIKE)
+    words = ("".join(itertools.dropwhile(_no_beginning, word)) for word in "".join(map(_compared, text)).split())
+    return " ".join(bare for word in words if (bare := word.rstrip("'")))
+
+
+def _compared(character: str) -> str:
+    """What a character becomes: itself, nothing, or a space."""
+    category = unicodedata.category(character)
+    if character.isalnum() or character == "'" or category in ("Mn", "Mc"):
+        return character
+    return "" if category == "Cf" else " "
+
+
+def _no_beginning(character: str) -> bool:
+    """Whether no word begins so: an apostrophe, or a mark upon nothing."""
+    return not character.isalnum()
+
+
+def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
+    """Substitutions, deletions and insertions, and the words of the reference."""
+    import jiwer
+
+    words = len(reference.split())
+    if words == 0:
+        return len(hypothesis.split()), 0
+    out = jiwer.process_words(reference, hypothesis)
+    return out.substitutions + out.deletions + out.insertions, words
+
+
+def compare_codes(reference: Tensor, codes: Tensor | None) -> tuple[int, int]:
+    """Equal codes and compared codes of two answers [A, F]."""
+    frames = 0 if codes is None else min(reference.shape[1], codes.shape[1])
+    if codes is None or frames == 0:
+        return 0, reference.numel()
+    same = reference[:, :frames] == codes[:, :frames].to(reference.device)
+    return int(same.sum()), same.numel()

@@ -33,10 +33,9 @@ from train.balance.tap import Tap
 from train.distributed.fabric import Team, accumulating, reshard
 from train.objective.objective import Losses
 from train.objective.task_losses import Shares, cells_by_stream, cells_by_task, means
-from train.trainer.balance_feed import CountedStep
-from train.trainer.balance_metrics import Tally
-from train.trainer.feed import Batch
+from train.trainer.feed import Batch, CountedStep
 from train.trainer.logs import BALANCE
+from train.trainer.metrics import Tally
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from train.distributed.precision import quantized_type
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
 from train.optim.optimizer import describe
-from train.trainer import announce, balance_plots, plots
+from train.trainer import announce, plots
 from train.trainer import lora as adapters
 from train.trainer.balanced_step import Balanced
 from train.trainer.held_out_batches import outer_batches
@@ -196,8 +196,8 @@ def with_alignment(config: FitConfig) -> FitConfig:
 def pictures(folder: Path) -> dict[str, Path]:
     """Refresh the curves; the pictures that there are."""
     plots.curves(folder)
-    balance_plots.balance(folder)
-    files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": balance_plots.PICTURE}
+    plots.balance(folder)
+    files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": plots.PICTURE}
     found = {name: folder / file for name, file in files.items()}
     return {name: file for name, file in found.items() if file.exists()}
 

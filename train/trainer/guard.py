@@ -15,9 +15,8 @@ from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.tasks import TASKS, find_task
 from train.data.batching.batch import Batch
-from train.data.config import DataConfig
+from train.data.config import DataConfig, tasks_of
 from train.objective.objective import cells
-from train.plan.worst_batch import tasks_of
 from train.trainer.feed import Step
 
 SEEN = 30

@@ -22,12 +22,12 @@ from omni.errors import UserError
 from omni.tasks import find_task
 from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
-from train.data.batching.packing import choose
+from train.data.batching.packer import choose
 from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row
 from train.distributed.fabric import Team, reshard
 from train.objective.objective import Losses
-from train.optim.optimizer import Average
+from train.optim.ema import Average
 from train.trainer.metrics import means
 
 

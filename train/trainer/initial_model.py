@@ -11,13 +11,14 @@ import torch
 
 from omni.checkpoint.folder import load_folder, read_config
 from omni.checkpoint.places import CODEC
-from omni.codec.base import AudioCodec, load_codec
+from omni.codec.base import AudioCodec
+from omni.codec.registry import load_codec
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
-from train.checkpoint.retention import brief, differences
-from train.config.run import ModelSection
+from train.checkpoint.config_diff import brief, differences
+from train.config.sections import ModelSection
 
 ADJUSTABLE = ("ctc", "ctc_sounds", "decoder.context", "encoder.mode", "encoder.long_audio")
 """Keys in which a run may differ from the folder it starts from: no weight depends on them but the alignment head's."""

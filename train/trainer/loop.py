@@ -20,19 +20,19 @@ from omni.config import from_dict
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.balance.section import BalanceSection
-from train.checkpoint import retention as shelf
-from train.checkpoint import state
-from train.config.run import BudgetConfig, FitConfig, completed
+from train.checkpoint import config_diff, retention, state
+from train.config.run import FitConfig, completed
+from train.config.sections import BudgetConfig
 from train.console.progress import Progress, figures_line
 from train.data.batching.loader import process_lanes
 from train.data.batching.packer import States, merge, remember
 from train.distributed.fabric import Team, accumulating, compile_blocks, full_state
-from train.optim.optimizer import Average, build_optimizer, set_learning_rate, set_trainable
+from train.optim.ema import Average
+from train.optim.optimizer import build_optimizer, set_learning_rate, set_trainable
 from train.optim.schedule import check_larger, due, extension, learning_rate, used
 from train.trainer.announce import closing
-from train.trainer.balance_feed import CountedStep, CountingFeed
 from train.trainer.balanced_step import Balancing
-from train.trainer.feed import Feed, Step
+from train.trainer.feed import CountedStep, CountingFeed, Feed, Step
 from train.trainer.guard import Watch
 from train.trainer.held_out_loss import held_out_loss
 from train.trainer.logs import LeftOut, Logs
@@ -226,9 +226,9 @@ class Loop:
                 self.progress.show(position.step, share, position.seconds)
             return
         figures = self.meter.figures()
-        shelf.check_finite(self.place, position.step, "loss", figures["loss"])
+        retention.check_finite(self.place, position.step, "loss", figures["loss"])
         if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
-            shelf.check_finite(
+            retention.check_finite(
                 self.place, position.step, f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm)
             )
         figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.norm)}
@@ -278,7 +278,7 @@ class Loop:
         position.figures = self.team.share({**(figures or {}), **losses})
         self.team.first_alone(self._show_validation)
         value = position.figures.get(keep.metric)
-        best = self.team.first_alone(lambda: shelf.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
+        best = self.team.first_alone(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
         useless = value is None and keep.keep_best > 0 and self._used() < 1
         if self.team.share(best) or useless:
             self._save()
@@ -301,7 +301,7 @@ class Loop:
     def _note_validation(self) -> None:
         """Figures belong to the checkpoint of their step, which may have been written before them."""
         if self._is_saved() and self.saved is not None:
-            shelf.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
+            retention.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
             self._prune()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -326,7 +326,7 @@ class Loop:
             return
         position.meters = self.meter.state()
         position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
-        shelf.check_finite(self.place, position.step, "loss", position.meter[0])
+        retention.check_finite(self.place, position.step, "loss", position.meter[0])
         position.seconds = self.team.share(self._clock())
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
@@ -341,32 +341,32 @@ class Loop:
 
     def _prune(self) -> None:
         keep = self.config.checkpoint
-        shelf.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
+        retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
 
     def _own_lanes(self) -> States:
         return {key: lane for key, lane in self.position.lanes.items() if lane["lane"] in self.lanes}
 
     def _is_saved(self) -> bool:
-        return self.saved is not None and self.saved.name == shelf.name_of(self.position.step)
+        return self.saved is not None and self.saved.name == retention.name_of(self.position.step)
 
     def _resume(self) -> str | None:
         """Continue from the last checkpoint of the run folder, if there is one and it is of this run; what is to be said of an
         extended schedule."""
         rows = self.position.rows = dict(self.parts.rows)
         if self.config.resume == "restart":
-            self.team.first_alone(lambda: shelf.clear(self.folder))
+            self.team.first_alone(lambda: retention.clear(self.folder))
             return None
-        self.team.first_alone(lambda: shelf.sweep(self.place))
-        found = self.team.share(self.team.first_alone(lambda: shelf.newest(self.place)))
+        self.team.first_alone(lambda: retention.sweep(self.place))
+        found = self.team.share(self.team.first_alone(lambda: retention.newest(self.place)))
         extend = self.config.resume == "extend"
         if found is None and extend:
             raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
         if found is None:
             return None
-        before = shelf.read_state(found)
+        before = retention.read_state(found)
         stored_config = completed(before["config"])
         if self.config.resume != "force":
-            shelf.check_goes_on(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
+            config_diff.check_goes_on(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
         if extend:
             budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
             check_larger(budget, self.config.budget)
@@ -379,7 +379,7 @@ class Loop:
         if self.balance is not None:
             stored = state.load_balance(found, self.objective, self.team)
             old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
-            if shelf.differences(old, new):  # forced
+            if config_diff.differences(old, new):  # forced
                 warnings.warn("balance or trainable has changed: the balance of the tasks begins anew", stacklevel=2)
             elif stored is not None:
                 self.balance.load_state_dict(stored)
@@ -389,8 +389,6 @@ class Loop:
             return None
         rate, position = max(group["base_lr"] for group in self.optimizer.param_groups), self.position
         return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
-
-    # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """The budget is spent: the last validation, the exported model, the curves."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,15 @@ import torch
 from torch import Tensor
 
 from omni.tasks import TASKS
+from train.console.charts import COLORS, GRID, INK, printable, pyplot_quietly, save_figure
 from train.console.progress import duration
-from train.trainer.logs import METRICS, VALIDATION, read_table
+from train.trainer.logs import BALANCE, METRICS, VALIDATION, read_table
 
 CURVES, SPECTROGRAMS = "curves.png", "spectrogram.png"
 
-INK, GRID = "#333333", "#dddddd"
 MEASURED = ("exact_match", "code_accuracy", "wer")
 HIGHEST = 1.5
 """Top of the axis of errors and shares; what is above is drawn there, as a triangle."""
-COLORS = (
-    *("#1f6fb4", "#e07b00", "#2c9c4b", "#c23b3b", "#7d5fb2", "#8a5a44", "#d16ba5", "#6f6f6f", "#a8a018", "#169aa8"),
-    *("#86b9e6", "#ffbe73", "#93d6a6", "#eb9a9a", "#c2b0e0", "#c9a793", "#efb6d6", "#b9b9b9", "#d9d36b", "#84d5de"),
-)
-
-
-def pyplot_quietly() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as pyplot
-
-    return pyplot
 
 
 def curves(folder: Path) -> Path | None:
@@ -136,19 +122,41 @@ def spectrogram(samples: Tensor, rate: int, window: float = 0.025, hop: float = 
     return power.numpy(), len(samples) / rate
 
 
-def printable(text: str, length: int = 90) -> str:
-    """A text as a title: one line, nothing that matplotlib would read as a formula."""
-    text = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
-    return text if len(text) <= length else f"{text[:length]} ..."
+PICTURE = "balance.png"
 
 
-def save_figure(figure: Any, file: Path) -> Path:
-    beside = file.with_name(f".{file.stem}.writing{file.suffix}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a script that the font lacks shows as boxes
-        figure.tight_layout()
-        figure.savefig(beside, dpi=110)
-    pyplot_quietly().close(figure)
-    beside.replace(file)
-    return file
+PANELS = {"weight": "weight", "norm": "gradient norm", "cosine": "cosine"}
+
+
+def balance(folder: Path) -> Path | None:
+    """Draw `balance.png` from a folder's `balance.csv`; a panel for each kind of figure that it has. None before there is a
+    row."""
+    rows = read_table(folder / BALANCE)
+    kinds = [kind for kind in PANELS if rows and any(name.startswith(f"{kind}/") for name in rows[0])]
+    if not kinds:
+        return None
+    pyplot = pyplot_quietly()
+    figure, axes = pyplot.subplots(len(kinds), 1, figsize=(8, 2.6 * len(kinds) + 0.4), sharex=True, squeeze=False)
+    for kind, axis in zip(kinds, axes[:, 0], strict=True):
+        names = [name for name in rows[0] if name.startswith(f"{kind}/")]
+        for i, name in enumerate(names):
+            points = [(row["step"], row[name]) for row in rows if row[name] == row[name]]
+            if points:
+                label = name.removeprefix(f"{kind}/").replace("/", " and ")
+                marker = "o" if len(points) == 1 else ""
+                axis.plot(*zip(*points, strict=True), color=COLORS[i % len(COLORS)], label=label, linewidth=1.2, marker=marker)
+        values = [row[name] for row in rows for name in names if row[name] > 0]
+        if kind == "norm" and values and max(values) > 20 * min(values):
+            axis.set_yscale("log")
+        if kind == "cosine":
+            axis.set_ylim(-1.05, 1.05)
+            axis.axhline(0, color=INK, linewidth=0.6)
+        axis.set_ylabel(PANELS[kind])
+        axis.grid(color=GRID, linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(colors=INK)
+        axis.legend(fontsize=8, ncols=3, frameon=False)
+    axes[-1, 0].set_xlabel("step")
+    axes[0, 0].set_title(f"{folder.resolve().name}: balance of the tasks", fontsize=11, loc="left")
+    return save_figure(figure, folder / PICTURE)

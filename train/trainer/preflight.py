@@ -25,9 +25,9 @@ from omni.model.speech_model import SpeechModel
 from omni.patterns import match_names
 from omni.remote import check_there
 from omni.tasks import find_task
-from train.checkpoint import retention as shelf
-from train.config.run import FabricConfig, FitConfig, completed, plain_config
-from train.config.sections import LORA
+from train.checkpoint import config_diff, retention
+from train.config.run import FitConfig, completed, plain_config
+from train.config.sections import LORA, FabricConfig
 from train.console.command import check_folder_to_be
 from train.data.augment.audio import noise_files
 from train.data.build import sources_held_out
@@ -68,12 +68,12 @@ def check_start(config: FitConfig) -> list[str]:
 
 
 def check_resume(config: FitConfig) -> None:
-    """Refuse a configuration that the run's last checkpoint is not of, which needs no model (see `shelf.check_goes_on`)."""
+    """Refuse a configuration that the run's last checkpoint is not of, without a model (see `config_diff.check_goes_on`)."""
     folder = Path(config.run_folder)
-    found = shelf.newest(folder / "checkpoints")
+    found = retention.newest(folder / "checkpoints")
     if found is not None and config.resume in ("auto", "extend"):
-        before = completed(shelf.read_state(found)["config"])
-        shelf.check_goes_on(folder, (before,), (plain_config(config),), config.resume == "extend")
+        before = completed(retention.read_state(found)["config"])
+        config_diff.check_goes_on(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
 class _Lacks:

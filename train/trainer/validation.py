@@ -14,7 +14,7 @@ from omni.config import ModelConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
-from train.config.run import ValidationConfig
+from train.config.sections import ValidationConfig
 from train.data.rows.row import Row
 from train.eval.held_out import SAMPLE_RATE, Item, Report, evaluate, items_of, spoken, write_answers
 from train.trainer.plots import SPECTROGRAMS, spectrograms

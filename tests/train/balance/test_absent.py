@@ -17,7 +17,7 @@ from tests.train.toys import toy_fit
 from train.balance.section import BalanceSection
 from train.checkpoint import retention as shelf
 from train.checkpoint import state
-from train.config.run import BudgetConfig
+from train.config.sections import BudgetConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import Team, build_fabric
 from train.objective.objective import Losses, Objective

@@ -14,7 +14,7 @@ from omni.layout import Layout
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from train.balance.section import BalanceSection, balanced_tasks
 from train.config.parse import read_fit_config
-from train.config.run import FabricConfig, ModelSection
+from train.config.sections import FabricConfig, ModelSection
 from train.data.config import DataConfig, SourceConfig
 from train.data.sources.mixture import Stage
 

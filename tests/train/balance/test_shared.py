@@ -13,7 +13,7 @@ from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from tests.train.balance.toys import MIX, balanced_config, balanced_fit, balanced_parts, tiny, tiny_pipeline
 from train.balance.section import BalanceSection
-from train.config.run import BudgetConfig, ModelSection
+from train.config.sections import BudgetConfig, ModelSection
 from train.data.batching.loader import StepLoader
 from train.data.config import DataConfig, SourceConfig
 from train.objective.objective import Objective, targets

@@ -19,8 +19,7 @@ from tests.train.balance.toys import MIX, balanced_config, balanced_fit, balance
 from tests.train.distributed.test_fabric import environment, free_port
 from tests.train.toys import final_tensors
 from train.balance.section import BalanceSection
-from train.config.run import BudgetConfig, CheckpointConfig, FabricConfig, LogConfig
-from train.config.sections import LoRASection
+from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, LogConfig, LoRASection
 from train.data.config import DataConfig, SourceConfig
 from train.trainer.logs import BALANCE, read_table
 

@@ -24,8 +24,16 @@ from tests.guarded import child
 from tests.train.data.toys import MODELS, pipeline_of
 from tests.train.toys import toy_config, toy_fit
 from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
-from train.config.run import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, LogConfig, OptimizerConfig, ScheduleConfig
-from train.config.sections import LoRASection, ObjectiveConfig
+from train.config.run import FitConfig
+from train.config.sections import (
+    BudgetConfig,
+    CheckpointConfig,
+    FabricConfig,
+    LogConfig,
+    LoRASection,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
@@ -33,6 +41,7 @@ from train.data.batching.transcripts import Alignment
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.mixture import TaskMixture
 from train.distributed.fabric import leave
+from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, cells, targets
 from train.trainer.balanced_step import Balanced
 from train.trainer.loop import Parts

@@ -10,17 +10,18 @@ import pytest
 import torch
 import transformers
 
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.convert.contract import text_shapes
 from omni.convert.huggingface import text_config
 from omni.errors import UserError
 from train.bench.child import run_apart
 from train.bench.convert import QWEN2_05B, convert, write_model
+from train.bench.names import SECTIONS
 from train.bench.prepare import prepare, sound, write_snac
 from train.bench.reading import KINDS, reading, write_shards
-from train.bench.tables import Row
-from train.commands.bench import SECTIONS, main
+from train.bench.timing import Row
+from train.commands.bench import main
 from train.data.config import PackingConfig
 from train.data.rows.parquet import StoredRows
 

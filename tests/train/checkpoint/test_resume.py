@@ -18,7 +18,7 @@ from torch import Tensor
 from omni.errors import UserError
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train.checkpoint import retention as shelf
-from train.config.run import (
+from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
     FabricConfig,

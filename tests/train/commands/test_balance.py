@@ -14,9 +14,9 @@ import yaml
 
 from omni.errors import UserError
 from train.bench.balance import balance
+from train.bench.names import BALANCED
 from train.commands import bench as bench_command
 from train.commands.balance import ALL, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
-from train.commands.bench import BALANCED
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.trainer.validation import ANSWERS

@@ -16,7 +16,7 @@ from snac import SNAC
 from infer.__main__ import main as infer
 from omni.audio.io import read_audio
 from omni.checkpoint.folder import load_folder
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.generate.speech_time import EXTRA, SpeechTime
 from tests.convert.hub_toys import VOCABULARY, save_text, stirred, text_logits, text_model

@@ -17,17 +17,8 @@ from omni.patterns import match_names
 from omni.text import Tokenizer
 from train.checkpoint.retention import clear
 from train.config.parse import read_fit_config
-from train.config.run import (
-    BudgetConfig,
-    CheckpointConfig,
-    FitConfig,
-    GroupConfig,
-    ModelSection,
-    OptimizerConfig,
-    ValidationConfig,
-    completed,
-    plain_config,
-)
+from train.config.run import FitConfig, completed, plain_config
+from train.config.sections import BudgetConfig, CheckpointConfig, GroupConfig, ModelSection, OptimizerConfig, ValidationConfig
 from train.data.build import build_alignment
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.config import SpokenDigitsConfig

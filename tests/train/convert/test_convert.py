@@ -12,7 +12,7 @@ import torch
 from snac import SNAC
 
 from omni.checkpoint.folder import load_folder
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.convert.formats import kind_of
 from omni.convert.grow import NOISE
@@ -23,7 +23,7 @@ from tests.codec.mimi_toys import PLAIN
 from tests.codec.mimi_toys import save as save_mimi
 from tests.convert.hub_toys import VOCABULARY, edit_config, save_text, text_model
 from train.commands.convert import main
-from train.convert.convert import Bar
+from train.console.progress import Bar
 
 GROW = ["--encoder", "nano", "--codec", "codec2"]
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])

@@ -20,7 +20,7 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train.checkpoint import retention as shelf
-from train.config.run import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
+from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.distributed import fabric as parallel
 from train.distributed.fabric import build_fabric, compile_blocks, placement
 from train.trainer.logs import METRICS, VALIDATION, read_table

@@ -27,7 +27,6 @@ from tests.close import assert_near
 from tests.train.eval.toys import save_model
 from train.commands.edit import main
 from train.config.options import read_command
-from train.config.sections import ObjectiveConfig
 from train.data.config import SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row, RowTurn
@@ -38,6 +37,7 @@ from train.edit.facts import read_facts
 from train.edit.judge import Figure, _held_out, judge_edits
 from train.edit.lessons import Draws, Lessons, Piece
 from train.edit.speak import Speakers, fact_rows
+from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 
 VOICE = "tests.train.edit.test_edit:say"

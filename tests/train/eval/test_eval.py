@@ -22,10 +22,10 @@ from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound, features, to_plain
 from train.data.tts.espeak import synthesise
 from train.eval.config import EvalConfig
-from train.eval.held_out import normalise
 from train.eval.journal import Journal, alone
 from train.eval.questions import Questions, open_data, readable
-from train.scoring.hearers import open_ear, transcript
+from train.scoring.asr import open_ear, transcript
+from train.scoring.text import normalise
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

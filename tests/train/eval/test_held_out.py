@@ -15,10 +15,10 @@ from torch import Tensor
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
-from train.config.run import FIGURES, CheckpointConfig
+from train.config.sections import FIGURES, CheckpointConfig
 from train.data.rows.row import Codes, Row, RowTurn, Sound
-from train.eval.held_out import Item, compare_codes, evaluate, items_of, normalise, spoken, word_errors, write_answers
-from train.scoring.text import text_errors
+from train.eval.held_out import Item, evaluate, items_of, spoken, write_answers
+from train.scoring.text import compare_codes, normalise, text_errors, word_errors
 
 
 def answer(text: str = "", codes: Tensor | None = None, ended: Any = "end") -> Answer:

@@ -17,6 +17,7 @@ from torch import Tensor
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
 from omni.tasks import TASKS
+from train.console.charts import pyplot_quietly
 from train.data.rows.row import Row, RowTurn
 from train.eval.answers import Asked, judge
 from train.eval.config import EvalConfig
@@ -26,7 +27,6 @@ from train.eval.pictures import _bars, draw_comparison, draw_report
 from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Change, Run, signed, verdict
 from train.eval.timing import scores
 from train.scoring.text import find_normaliser, text_errors
-from train.trainer.plots import pyplot_quietly
 
 PAIRS = np.array([[0, 2], [1, 3], [4, 4], [2, 1], [0, 5]], dtype=float)
 KINDS = {"share": "wer", "ratio": "real_time_factor", "perplexity": "text_perplexity", "median": "first_audio"}

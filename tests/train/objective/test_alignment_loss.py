@@ -12,8 +12,8 @@ from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import TOKENIZER
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
-from train.config.sections import ObjectiveConfig
 from train.data.batching.transcripts import Alignment
+from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 
 

@@ -18,7 +18,7 @@ from omni.lora.config import LoRAConfig
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.close import assert_near
-from train.config.sections import ObjectiveConfig
+from train.objective.config import ObjectiveConfig
 from train.objective.cross_entropy import LinearCrossEntropy
 from train.objective.objective import Objective, targets
 

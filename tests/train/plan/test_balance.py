@@ -13,8 +13,8 @@ from omni.errors import UserError
 from tests.train.plan.test_plan import MIB, run, shape
 from train.balance.section import BILEVEL, BalanceSection
 from train.config.run import FitConfig
-from train.config.sections import ObjectiveConfig
 from train.data.config import SourceConfig
+from train.objective.config import ObjectiveConfig
 from train.objective.objective import targets
 from train.plan.balanced import passes_of, spread
 from train.plan.balanced_trial import balance_of

@@ -15,9 +15,9 @@ from omni.errors import UserError
 from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
 from train.commands.plan import main
-from train.config.run import BudgetConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig
-from train.config.sections import LoRASection
-from train.data.config import DataConfig, PackingConfig, SourceConfig
+from train.config.run import FitConfig
+from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig
+from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
 from train.objective.objective import Objective, targets
 from train.plan.estimate import Estimate, estimate, phases_of, sharded
 from train.plan.knobs import turn_knobs
@@ -26,7 +26,7 @@ from train.plan.plan import make_plan
 from train.plan.quantized import dense_bytes, packed_bytes
 from train.plan.trace import trace
 from train.plan.trial import attempt
-from train.plan.worst_batch import tasks_of, worst_batch
+from train.plan.worst_batch import worst_batch
 
 MIB = float(1 << 20)
 

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from train.scoring.similarity import Sphinx, describe, dtw, nearest
+from train.scoring.asr import Sphinx
+from train.scoring.similarity import describe, dtw, nearest
 
 
 def slow_dtw(a: torch.Tensor, b: torch.Tensor) -> float:

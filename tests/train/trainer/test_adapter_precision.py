@@ -16,8 +16,7 @@ from omni.model.quantize import quantize
 from tests.train.distributed.test_fabric import environment, losses, start
 from tests.train.distributed.test_precision import real_parts
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
-from train.config.run import CheckpointConfig, FabricConfig, OptimizerConfig, ScheduleConfig
-from train.config.sections import LoRASection
+from train.config.sections import CheckpointConfig, FabricConfig, LoRASection, OptimizerConfig, ScheduleConfig
 from train.distributed.fabric import build_fabric
 from train.distributed.precision import quantized_type
 from train.trainer import lora as adapters

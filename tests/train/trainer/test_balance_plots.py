@@ -12,8 +12,8 @@ from torch import nn
 from train.balance.balancer import Balancer
 from train.balance.config import BalanceConfig
 from train.balance.rows import Rows
-from train.trainer.balance_plots import balance
 from train.trainer.logs import BALANCE, Logs, Table, read_table
+from train.trainer.plots import balance
 
 NAMES = ["A1T1", "A1T2", "A1A2"]
 

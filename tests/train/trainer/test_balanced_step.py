@@ -20,7 +20,8 @@ from train.balance.balancer import build
 from train.balance.bilevel import Bilevel
 from train.balance.config import METHODS
 from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
-from train.config.run import FabricConfig, FitConfig, LogConfig
+from train.config.run import FitConfig
+from train.config.sections import FabricConfig, LogConfig
 from train.data.batching.batch import Batch
 from train.objective.objective import cells, targets
 from train.trainer.logs import BALANCE, METRICS, read_table

@@ -29,7 +29,15 @@ from tests.train.toys import (
     toy_targets,
 )
 from train.checkpoint import retention as shelf
-from train.config.run import BudgetConfig, CheckpointConfig, LogConfig, OptimizerConfig, Rule, ScheduleConfig, ValidationConfig
+from train.config.sections import (
+    BudgetConfig,
+    CheckpointConfig,
+    LogConfig,
+    OptimizerConfig,
+    Rule,
+    ScheduleConfig,
+    ValidationConfig,
+)
 from train.objective.objective import Losses
 from train.optim.schedule import learning_rate
 from train.trainer.logs import METRICS, VALIDATION, Logs, Table, read_table, run_id

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from omni.errors import UserError
-from train.config.run import BudgetConfig, ScheduleConfig
+from train.config.sections import BudgetConfig, ScheduleConfig
 from train.optim.schedule import due, learning_rate, used
 
 STEPS = BudgetConfig(steps=100)

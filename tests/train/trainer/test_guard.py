@@ -20,18 +20,17 @@ from omni.tasks import TASKS, Turn, example
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
 from train.bench.guard import guard
-from train.bench.tables import Row
+from train.bench.timing import Row
 from train.cli import main
 from train.commands.doctor import examine
 from train.config.parse import read_fit_config
-from train.config.run import LogConfig
-from train.config.sections import ObjectiveConfig
+from train.config.sections import LogConfig
 from train.data.batching.batch import Batch, assemble
-from train.data.config import DataConfig, SourceConfig
+from train.data.config import DataConfig, SourceConfig, tasks_of
 from train.data.sources.config import RecordedDigitsConfig
 from train.data.sources.mixture import Stage
+from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
-from train.plan.worst_batch import tasks_of
 from train.trainer.feed import Step
 from train.trainer.guard import SEEN, Ends, Targets, Watch, shares_of
 from train.trainer.loop import Loop

@@ -32,7 +32,7 @@ from tests.train.toys import (
 )
 from tests.train.toys import TASKS as TOY_TASKS
 from train.checkpoint import retention as shelf
-from train.config.run import BudgetConfig, CheckpointConfig, LogConfig, ValidationConfig
+from train.config.sections import BudgetConfig, CheckpointConfig, LogConfig, ValidationConfig
 from train.data.augment.config import AugmentConfig
 from train.data.build import held_out_by_source, held_out_rows
 from train.data.config import DataConfig, PackingConfig, SourceConfig
@@ -40,7 +40,7 @@ from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, Sound
 from train.eval.held_out import items_of
 from train.objective.objective import Losses, Objective
-from train.optim.optimizer import Average
+from train.optim.ema import Average
 from train.trainer.held_out_loss import HeldOut, build_held_out, held_out_loss
 from train.trainer.logs import VALIDATION, read_table
 

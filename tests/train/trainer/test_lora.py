@@ -21,8 +21,8 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.train.toys import ToyModel, adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit
-from train.config.run import BudgetConfig, CheckpointConfig, FabricConfig, FitConfig, ModelSection, OptimizerConfig, Rule
-from train.config.sections import LoRASection
+from train.config.run import FitConfig
+from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, Rule
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.distributed.fabric import build_fabric
 from train.distributed.precision import quantized_type

@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
+from train.console.charts import printable
 from train.trainer import plots
 from train.trainer.logs import METRICS, VALIDATION, Table
-from train.trainer.plots import CURVES, curves, printable, spectrogram, spectrograms
+from train.trainer.plots import CURVES, curves, spectrogram, spectrograms
 
 
 def ink(file: Path) -> float:

@@ -20,7 +20,8 @@ from tests.train.config.test_config import CONFIGS, small
 from train.checkpoint.retention import FORMAT, STATE
 from train.cli import main
 from train.config.parse import read_fit_config
-from train.config.run import FabricConfig, FitConfig, plain_config
+from train.config.run import FitConfig, plain_config
+from train.config.sections import FabricConfig
 from train.trainer.build import fit
 from train.trainer.initial_model import changed
 from train.trainer.preflight import check_devices, check_start

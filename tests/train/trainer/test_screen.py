@@ -17,7 +17,7 @@ from tests.train.eval.toys import save_model
 from tests.train.toys import ALONE, toy_batch, toy_config, toy_fit, toy_parts
 from train.checkpoint.state import Position
 from train.cli import main
-from train.config.run import BudgetConfig, LogConfig, ValidationConfig
+from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
 from train.console.progress import Progress, figures_line, losses_line
 from train.trainer import announce, loop
 from train.trainer import build as fit

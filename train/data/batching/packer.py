@@ -18,7 +18,6 @@ from typing import Any
 from omni.errors import UserError
 from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example
-from train.data.batching.packing import choose
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import TOO_LONG, Counts, Unused
 
@@ -124,3 +123,22 @@ def remember(states: States, batches: Iterable[Batch]) -> None:
 def merge(parts: Sequence[States]) -> States:
     """The states of all processes as one, to be stored with a checkpoint."""
     return {key: state for part in parts for key, state in part.items()}
+
+
+def choose(lengths: Sequence[int], room: int) -> list[int]:
+    """Which examples fill a row of `room` positions best, as ascending indices; the first, oldest one is always among them.
+
+    `lengths` are positive and each at most `room`.
+    """
+    mask = (1 << (room + 1)) - 1
+    # reachable[i]: bit s is set where examples i, i + 1, ... have a subset of summed length s.
+    reachable = [1] * (len(lengths) + 1)
+    for i in range(len(lengths) - 1, 0, -1):
+        reachable[i] = (reachable[i + 1] | reachable[i + 1] << lengths[i]) & mask
+    rest = (reachable[1] & ((1 << (room - lengths[0] + 1)) - 1)).bit_length() - 1
+    chosen = [0]
+    for i in range(1, len(lengths)):
+        if lengths[i] <= rest and reachable[i + 1] >> (rest - lengths[i]) & 1:
+            chosen.append(i)
+            rest -= lengths[i]
+    return chosen

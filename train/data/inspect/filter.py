@@ -6,29 +6,27 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
-from omni.process import importing
 from omni.remote import refuse_remote
 from train.console.progress import Kind, percent
 from train.data.inspect.checks import Bounds, Checked, check_row
-from train.data.inspect.display import Parser, display_of, make_folder, print_table, watched
+from train.data.inspect.display import display_of, make_folder, watched
 from train.data.inspect.findings import KINDS
 from train.data.inspect.measures import BadSound, load, stored_bytes
-from train.data.inspect.rules import Rules, WerRule, broken_rules, read_rules
+from train.data.inspect.rules import Rules, WerRule, broken_rules
 from train.data.inspect.scan import Found, Lost, Scan
 from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.prepare.files import write_json
 from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.report import REPORT
+from train.data.prepare.rows import Tally
 from train.data.prepare.shards import ShardWriter, notes
-from train.data.prepare.tally import Tally
 from train.data.prepare.worker import BLOCK, Block
 from train.data.rows.row import Row, Sound, features
 
@@ -39,43 +37,6 @@ DROPPED = "dropped.jsonl"
 UNREADABLE = "unreadable"
 
 Reason = tuple[str, str]
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command; prints how many rows are kept, and how many each rule has dropped."""
-    parser = Parser(
-        "filter",
-        "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
-        f"its {REPORT} counts what each rule dropped and its {DROPPED} says why for each row.",
-    )
-    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--rules", type=Path, required=True, help="YAML file, see train/data/inspect/rules.py")
-    parser.add_argument("--whisper", type=Path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder")
-    parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
-    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, to hear answers that are codes only")
-    parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
-    parser.progress()
-    chosen = parser.values(argv)
-    if chosen["shard_mb"] < 1:
-        raise UserError(f"shard_mb is {chosen['shard_mb']}; it must be at least 1")
-    rules = read_rules(chosen["rules"])
-    if rules.max_wer is not None and chosen["whisper"] is None:
-        raise UserError(
-            f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
-        )
-    with importing():
-        from train.scoring.asr import Hearing
-
-    hearing = Hearing(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
-    judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
-    report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
-    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
-    if report["dropped"]:
-        rows = [[name, str(count)] for name, count in report["rules"].items()]
-        print_table("", ("rule", "rows it drops"), rows)
-        print(f"why each row was dropped: {chosen['out'] / DROPPED}")
-    return 0
 
 
 class Judge:

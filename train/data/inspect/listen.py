@@ -5,18 +5,16 @@ from __future__ import annotations
 import filecmp
 import re
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.audio.wav import write_wav
 from omni.errors import UserError
-from omni.process import importing
 from omni.tasks import TASKS, Task, find_task
-from train.data.inspect.display import Parser, make_folder
+from train.data.inspect.display import make_folder
 from train.data.inspect.measures import BadSound, load, measure
 from train.data.inspect.scan import Lost, Scan, one_line
-from train.data.inspect.target import Target, add_options, chosen_target, own_codec
+from train.data.inspect.target import Target
 from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.rows.row import Row, Sound
 
@@ -27,39 +25,6 @@ if TYPE_CHECKING:
 
 USUAL = ("A1A2", "T1A2", "A1T2", "T1T2", "A1T1", "T1A1")
 """Tasks as they are tried where none is named: the first that the row has all parts for."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command; writes WAV files and prints what the row holds."""
-    parser = Parser(
-        "listen",
-        "Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at hand, and "
-        "draw its prompt and targets as a model is shown them: `*` marks what is learnt, `~` what is heard, `.` is pad.",
-    )
-    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
-    parser.add_argument("row", type=str, help="its number in the data, FILE:ROW with the number in that file, or its id")
-    parser.add_argument("--out", type=Path, help="folder for the WAV files; listen-DATA-ROW in this one where none is named")
-    parser.add_argument("--overwrite", action="store_true", help="replace files of other sounds that are there")
-    add_options(parser)
-    parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
-    parser.add_argument("--columns", type=int, default=24, help="columns that are drawn at either end of a long example")
-    parser.add_argument("--codec_folder", type=Path, help="weights of the codec; by default those in the model's folder")
-    chosen = parser.values(argv)
-    if chosen["columns"] < 1:
-        raise UserError(f"columns is {chosen['columns']}; it must be at least 1")
-    scan, codecs = Scan(chosen["data"]), Codecs(own_codec(chosen))
-    target = chosen_target(chosen)
-    with importing():
-        from train.data.inspect.collect import FIELDS
-
-    row = find_row(scan, chosen["row"])
-    print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in ("id", *FIELDS)))
-    out = chosen["out"] or own_folder(scan.path, chosen["row"])
-    for line in sounds(row, out, codecs, chosen["overwrite"]):
-        print(line)
-    if target is not None:
-        print(draw(row, target, codecs, chosen["task"], chosen["columns"]))
-    return 0
 
 
 def own_folder(data: Path, row: str) -> Path:

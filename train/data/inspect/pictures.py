@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from train.console.charts import COLORS, GRID, INK
 from train.data.inspect.collect import Collected, Sample, StreamUse
-from train.trainer.plots import COLORS, GRID, INK
 
 PANELS = {
     "durations.png": (("question seconds", "answer seconds"), "seconds", "turns"),

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.process import importing
-from omni.tasks import Task, find_task
-from train.console.progress import Kind, duration
-from train.data.inspect.display import Parser, display_of, make_folder, print_table, save_report, watched
+from omni.tasks import Task
+from train.console.progress import Kind
+from train.data.inspect.display import display_of, watched
 from train.data.inspect.scan import Lost, Scan
-from train.data.inspect.target import Target, add_options, chosen_target
+from train.data.inspect.target import Target
 from train.data.prepare.codecs import Codecs
 
 if TYPE_CHECKING:
-    from train.data.inspect.collect import Collected, Group
+    from train.data.inspect.collect import Collected
 
 STATS = "stats.json"
 SHOWN = 12
@@ -26,35 +23,6 @@ SHOWN = 12
 
 COLUMNS = {"mean": "mean", "min": "min", "p5": "5 %", "p50": "50 %", "p95": "95 %", "max": "max"}
 """What the table of lengths shows of `Sample.summary`."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command; prints tables, and writes pictures and a report where a folder is given."""
-    parser = Parser(
-        "stats",
-        "Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for a model "
-        "also tokens and the columns of its examples. Recordings are not decoded: their headers say how long they are.",
-    )
-    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
-    parser.add_argument("--out", type=Path, help=f"write {STATS} and the pictures to this folder")
-    add_options(parser)
-    parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
-    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
-    parser.progress()
-    chosen = parser.values(argv)
-    scan, target = Scan(chosen["data"]), chosen_target(chosen)
-    with importing():
-        from train.data.inspect.pictures import draw_all
-
-    tasks = tuple(find_task(name) for name in chosen["tasks"]) if target is not None else ()
-    collected = collect(scan, Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])
-    show(collected)
-    if chosen["out"] is not None:
-        make_folder(chosen["out"])
-        save_report(chosen["out"] / STATS, plain(collected, chosen["data"]))
-        files = draw_all(collected, chosen["out"], target.config.decoder.context if target is not None else 0)
-        print(f"wrote {', '.join(str(file) for file in [chosen['out'] / STATS, *files])}")
-    return 0
 
 
 def collect(
@@ -76,56 +44,6 @@ def collect(
     finally:
         display.close()
     return collector.done
-
-
-def show(collected: Collected) -> None:
-    """The tables, on standard output."""
-    whole = collected.all
-    print(
-        f"{whole.rows} rows, {whole.turns} turns, {duration(whole.question_seconds)} of spoken questions, "
-        f"{duration(whole.answer_seconds)} of spoken answers"
-    )
-    for name, count in sorted(collected.noted.items()):
-        print(f"{count} {name}")
-    for name, groups in collected.groups.items():
-        if set(groups) - {""}:
-            _show_groups(name, groups)
-    rows = []
-    for name, sample in collected.samples.items():
-        summary = sample.summary()
-        rows.append([name, str(sample.count), *(f"{summary[column]:.4g}" for column in COLUMNS)])
-    if rows:
-        print_table("lengths; spaces are no characters", ("", "count", *COLUMNS.values()), rows)
-    for codec in collected.codes:
-        uses = collected.use(codec)
-        cells = [
-            [
-                f"audio{i}",
-                str(len(use.counts)),
-                f"{100 * use.used:.1f}",
-                f"{use.entropy:.2f}",
-                f"{math.log2(max(1, len(use.counts))):.2f}",
-                f"{100 * float(use.shares[0]) if len(use.shares) else 0:.1f}",
-            ]
-            for i, use in enumerate(uses)
-        ]
-        print_table(f"codes of {codec}", ("stream", "codes", "used %", "entropy, bits", "at most", "most frequent %"), cells)
-
-
-def _show_groups(name: str, groups: dict[str, Group]) -> None:
-    order = sorted(groups, key=lambda value: (-groups[value].rows, value))
-    rows = [
-        [
-            value or "(none)",
-            str(groups[value].rows),
-            str(groups[value].turns),
-            duration(groups[value].question_seconds),
-            duration(groups[value].answer_seconds),
-        ]
-        for value in order[:SHOWN]
-    ]
-    more = f" ({len(order)}, the {SHOWN} largest)" if len(order) > SHOWN else ""
-    print_table(f"by {name}{more}", (name, "rows", "turns", "questions", "answers"), rows)
 
 
 def plain(collected: Collected, data: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.process import importing
-from train.data.inspect.display import Parser
+from train.console.options import Parser
 
 if TYPE_CHECKING:
     from omni.text import Tokenizer

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.files import flush
 from omni.remote import refuse_remote
-from train.console.progress import Kind
-from train.console.rates import Display
+from train.console.progress import Display, Kind
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.pool import make_blocks
 from train.data.prepare.report import REPORT, read_report, write_report
+from train.data.prepare.rows import Tally
 from train.data.prepare.settings import agree, discard, settings_of
 from train.data.prepare.shards import ShardWriter, stored
-from train.data.prepare.tally import Tally
 from train.data.prepare.worker import BLOCK, codec_of
 from train.data.readers import Source, open_source
 from train.data.tts.voices import make_voice

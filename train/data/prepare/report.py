@@ -12,8 +12,8 @@ from typing import Any
 
 from train.console.progress import duration
 from train.data.prepare.files import part_of, publish, read_json, write_json, writing
+from train.data.prepare.rows import Tally
 from train.data.prepare.shards import notes
-from train.data.prepare.tally import Tally
 
 REPORT, BROKEN = "report.json", "broken.csv"
 _KINDS = 20

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.data.prepare.files import part_of, publish, read_json, write_json, writing
-from train.data.prepare.tally import Tally
+from train.data.prepare.rows import Tally
 from train.data.prepare.worker import Block, BrokenItem
 from train.data.rows.parquet import ROW_GROUP
 from train.data.rows.row import features

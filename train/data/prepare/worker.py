@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omni.codec.registry import load_codec
 from omni.errors import UserError
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.rows import RowMaker
-from train.data.prepare.tally import Tally
+from train.data.prepare.rows import RowMaker, Tally
 from train.data.readers import Broken, Source
 from train.data.rows.row import Row
 from train.data.tts.voices import make_voice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,3 +32,36 @@ class Records(ABC):
     def first(self) -> Mapping[str, Any]:
         """The fields of the first record; empty where it cannot be read, or there is none."""
         return next((record.data for record in self.iterate(0, 1)), {})
+
+
+class Reading(ABC):
+    """The records of one file, read onwards.
+
+    Attributes:
+        at: number of the first record that can still be read.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    @abstractmethod
+    def read(self, start: int, stop: int | None) -> Iterator[Record]:
+        """Records `start`, which is not before `at`, to `stop`."""
+
+
+_kept: list[tuple[int, Records, Reading]] = []
+"""At most one, with the process it belongs to: a fork shares the place in an open file, and must not read on there."""
+
+
+def take(records: Records, start: int) -> Reading | None:
+    """The reading that was kept of these records, where it has not gone past `start`. Another one is let go."""
+    try:
+        process, owner, reading = _kept.pop()
+    except IndexError:
+        return None
+    return reading if process == os.getpid() and owner is records and reading.at <= start else None
+
+
+def keep(records: Records, reading: Reading) -> None:
+    """Keep this one in place of the last."""
+    _kept[:] = [(os.getpid(), records, reading)]

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
-from train.data.readers.reading import Reading, keep, take
-from train.data.readers.record import Record, Records
+from train.data.readers.record import Reading, Record, Records, keep, take
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary
 
 __all__ = ["JsonArray", "JsonLines", "ParquetRecords", "Record", "Records", "TableRecords", "open_binary", "open_records"]

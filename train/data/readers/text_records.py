@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from omni.errors import UserError
-from train.data.readers.reading import Reading, keep, take
-from train.data.readers.record import Record, Records
+from train.data.readers.record import Reading, Record, Records, keep, take
 
 STRIDE = 256
 """Records between two places that are remembered."""

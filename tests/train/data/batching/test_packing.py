@@ -15,8 +15,7 @@ from omni.tasks import TASKS
 from tests.train.data.toys import MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.batch import assemble
 from train.data.batching.draw import describe
-from train.data.batching.packer import Lane
-from train.data.batching.packing import choose
+from train.data.batching.packer import Lane, choose
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.row import Sound

@@ -15,9 +15,10 @@ from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 from omni.codec import base as codecs
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, Beeper, noise, only_snac, row, spoilt, stored, wav
+from train.commands.data_filter import main
 from train.console.progress import percent
 from train.data.inspect.checks import Bounds, check_row
-from train.data.inspect.filter import DROPPED, Judge, filter_rows, main
+from train.data.inspect.filter import DROPPED, Judge, filter_rows
 from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_rules
 from train.data.inspect.scan import Found, Scan
 from train.data.prepare.codecs import Codecs

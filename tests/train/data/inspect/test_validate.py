@@ -15,12 +15,12 @@ import torch
 from omni.codec.codec2 import Codec2Codec
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row, spoilt, stored, wav
+from train.commands.data_validate import main
 from train.data.inspect.checks import Bounds
-from train.data.inspect.duplicates import Digests
 from train.data.inspect.findings import KINDS, Findings
-from train.data.inspect.measures import BadSound, clipped_share, head, load, measure, silence_share, stored_bytes
+from train.data.inspect.measures import BadSound, Digests, clipped_share, head, load, measure, silence_share, stored_bytes
 from train.data.inspect.scan import Found, Lost, Scan
-from train.data.inspect.validate import main, validate
+from train.data.inspect.validate import validate
 from train.data.prepare.codecs import KNOWN, Codecs
 from train.data.readers.codes import CODECS
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word

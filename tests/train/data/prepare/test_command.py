@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.errors import UserError
 from tests.train.data.readers.toys import flac, heard, write_tone
 from train.cli import main

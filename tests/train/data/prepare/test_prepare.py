@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.errors import UserError
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
 from train.data.prepare import shards
@@ -23,7 +23,7 @@ from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.prepare import prepare
-from train.data.prepare.tally import Tally
+from train.data.prepare.rows import Tally
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni.codec.base import load_codec
+from omni.codec.registry import load_codec
 from omni.config import AdapterConfig, ModelConfig
 from omni.errors import UserError
 from omni.layout import Layout
@@ -17,7 +17,7 @@ from tests.train.data.toys import DECODER, ENCODER, TOKENIZER
 from train.data.batching.examples import ExampleMaker, Prepared
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.tally import Tally
+from train.data.prepare.rows import Tally
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Row, RowTurn
 from train.data.tts.voices import make_voice

@@ -1,0 +1,130 @@
+"""Tensors in files, read when they are needed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from omni.convert import kinds
+from omni.errors import UserError
+
+Watch = Callable[[int, int], None]
+"""Told how many bytes are written, and of how many."""
+
+
+FLOATS: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in kinds.FLOATS)
+"""The types that weights may have."""
+
+
+BLOCK = 256
+"""Rows that are drawn at once: a drawn tensor is the same however it is read."""
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read when it is needed.
+
+    Attributes:
+        read: rows `[start, stop)` of the first dimension (of a scalar: itself); a fresh tensor or a view of a mapped file,
+            which must not be written to.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Lazy:
+        """A tensor that is already there (or mapped)."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda a, b: tensor[a:b] if tensor.ndim else tensor)
+
+    @classmethod
+    def drawn(
+        cls, shape: Sequence[int], dtype: torch.dtype, draw: Callable[[torch.Generator, int], Tensor], key: str, seed: int
+    ) -> Lazy:
+        """Random rows: `draw(generator, rows)` makes a block of them, keyed by (seed, key, block)."""
+
+        def block(number: int, total: int) -> Tensor:
+            digest = hashlib.blake2b(f"{seed}/{key}/{number}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            return draw(generator, min(BLOCK, total - number * BLOCK)).to(dtype)
+
+        def read(start: int, stop: int) -> Tensor:
+            numbers = range(start // BLOCK, -(-stop // BLOCK))
+            rows = torch.cat([block(n, shape[0]) for n in numbers]) if numbers else torch.empty(0, *shape[1:], dtype=dtype)
+            first = numbers.start * BLOCK
+            return rows[start - first : stop - first]
+
+        return cls(tuple(shape), dtype, read)
+
+    @classmethod
+    def filled(cls, shape: Sequence[int], dtype: torch.dtype, value: float = 0.0) -> Lazy:
+        """One value everywhere."""
+        return cls(tuple(shape), dtype, lambda a, b: torch.full((b - a, *shape[1:]), value, dtype=dtype))
+
+    def __call__(self) -> Tensor:
+        """The whole tensor."""
+        return self.read(0, self.length)
+
+    @property
+    def length(self) -> int:
+        """Rows: size of the first dimension, 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> Lazy:
+        """Some rows, as a tensor of their own."""
+        return Lazy((stop - start, *self.shape[1:]), self.dtype, lambda a, b: self.read(start + a, start + b))
+
+    def to(self, dtype: torch.dtype, name: str = "") -> Lazy:
+        """In another type; UserError (when read) where a finite value does not fit it."""
+        if dtype == self.dtype:
+            return self
+
+        def read(start: int, stop: int) -> Tensor:
+            rows = self.read(start, stop)
+            out = rows.to(dtype)
+            if dtype == torch.float16 and bool((out.isinf() & ~rows.isinf()).any()):
+                raise UserError(
+                    f"tensor {name} holds {float(rows.abs().max()):.3g}, beyond float16; choose bfloat16 or float32"
+                )
+            return out
+
+        return Lazy(self.shape, dtype, read)
+
+
+def joined(parts: Sequence[Lazy]) -> Lazy:
+    """Tensors of one width and type, one behind the other in the first dimension."""
+    kinds = {(part.shape[1:], part.dtype) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"tensors of {kinds} cannot be joined: widths and types must agree")
+
+    def read(start: int, stop: int) -> Tensor:
+        out, first = [], 0
+        for part in parts:
+            low, high = max(start - first, 0), min(stop - first, part.length)
+            if low < high:
+                out.append(part.read(low, high))
+            first += part.length
+        if not out:
+            return torch.empty(0, *parts[0].shape[1:], dtype=parts[0].dtype)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    return Lazy((sum(part.length for part in parts), *parts[0].shape[1:]), parts[0].dtype, read)
+
+
+def cast(tensors: Mapping[str, Lazy], dtype: torch.dtype) -> dict[str, Lazy]:
+    """All tensors in one type."""
+    return {name: tensor.to(dtype, name) for name, tensor in tensors.items()}
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

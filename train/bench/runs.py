@@ -1,0 +1,110 @@
+"""Runs with their first batches at hand, and data made while training."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.bench.timing import Row
+
+if TYPE_CHECKING:
+    from train.config.run import FitConfig
+    from train.trainer.feed import Step
+    from train.trainer.loop import Loop
+
+
+WARM_UP = 6
+"""Steps that are not measured at the beginning of a round with data made while it trains."""
+
+
+def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> list[Row]:
+    """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
+
+    Kinds alternate, so that a machine's moods meet both; while batches are at hand, the loader's workers fill their queue and
+    then wait. Where utterances come back (`digits.reuse`), only some steps make new ones: 16 of 124 with the recipe of
+    `make demo`; what is measured holds that share.
+    """
+    from train.config.parse import read_fit_config
+    from train.data.batching.loader import StepLoader
+    from train.data.build import build_pipeline
+    from train.distributed.precision import product_type
+    from train.objective.objective import Objective, targets
+    from train.optim.optimizer import build_optimizer
+    from train.trainer.build import with_alignment
+    from train.trainer.initial_model import build_initial
+
+    config = with_alignment(read_fit_config([file])[0])
+    half = product_type(config.fabric.precision, config.lora is not None)
+    initial = build_initial(config.model, config.seed)
+    module = Objective(initial.model, replace(config.objective, align_first=0.0)).to(device)
+    optimizer = build_optimizer(
+        [(n.removeprefix("model."), p) for n, p in module.named_parameters()], config.optimizer, config.fabric.precision
+    )
+    pipeline = build_pipeline(config.data, initial.config, initial.tokenizer, initial.codec)
+
+    def run(batches: Iterator[Any], count: int) -> tuple[list[Any], float]:
+        seen, start = [], time.perf_counter()
+        for _ in range(count):
+            step = next(batches)
+            wanted = torch.stack([targets(batch) for batch in step]).sum(0).to(device)
+            for batch in step:
+                with torch.autocast(device.type, half, enabled=half is not None):
+                    total = module(batch.to(device), wanted).total
+                total.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(step)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return seen, time.perf_counter() - start
+
+    live, at_hand, examples, positions, used = [], [], 0, 0, 0
+    loader = StepLoader(
+        pipeline, config.data.micro_batches, workers=config.data.workers, prefetch=config.data.prefetch
+    )  # fmt: skip
+    for _ in range(rounds):
+        run(loader, WARM_UP)  # and empties the queue that filled while nothing was drawn
+        seen, seconds = run(loader, steps)
+        live.append(seconds / steps)
+        at_hand.append(run(iter(seen), steps)[1] / steps)
+        flat = [batch for step in seen for batch in step]
+        examples += sum(b.examples for b in flat)
+        positions += sum(b.segments.numel() for b in flat)
+        used += sum(b.positions for b in flat)
+    loader.close()
+    made, given = statistics.fmean(live), statistics.fmean(at_hand)
+    return [
+        Row("step, batches at hand", given * 1e3, "ms"),
+        Row("step, data made while training", made * 1e3, "ms"),
+        Row("examples, data made while training", examples / rounds / steps / made, "/s"),
+        Row("throughput, made / at hand", given / made, "x"),
+        Row("padding", (1 - used / positions) * 100, "%"),
+    ]
+
+
+def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -> tuple[Loop, list[Step]]:
+    """A run in one process that writes into `folder`, and the batches of its first steps."""
+    from train.distributed.fabric import build_fabric
+    from train.trainer.build import prepare
+    from train.trainer.signals import Stop
+
+    config = replace(
+        config,
+        run_folder=str(folder),
+        resume="restart",
+        fabric=replace(config.fabric, accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, strategy="auto"),
+        data=replace(config.data, workers=0),
+        validation=replace(config.validation, questions=0),
+        log=replace(config.log, progress="off", wandb=None),
+    )
+    loop = prepare(config, build_fabric(config.fabric), folder)
+    with Stop() as stop:
+        feed = loop.feed(stop)
+        return loop, [feed.next() for _ in range(count)]

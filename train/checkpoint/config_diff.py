@@ -1,0 +1,57 @@
+"""Whether a checkpoint belongs to a configuration: what differs, and what may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omni.errors import UserError
+
+FREE = (
+    "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy",
+    "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
+    "data.broken_limit", "model.tokenizer", "model.codec_folder", "model.init_from",
+)  # fmt: skip
+"""Keys that may differ between the starts of a run: they do not change what is learnt, or say where files lie, which move."""
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
+    """Keys of plain data with another value, with the old and the new one; keys in `FREE` are left out."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys((*old, *new)):
+        key = f"{where}{name}"
+        a, b = old.get(name), new.get(name)
+        if key in FREE or a == b:
+            continue
+        if isinstance(a, Sequence) and isinstance(b, Sequence) and len(a) == len(b) and not isinstance(a, str):
+            a, b = ({f"[{i}]": value for i, value in enumerate(items)} for items in (a, b))
+            found += differences(a, b, key)
+        elif isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{key}.")
+        else:
+            found.append((key, a, b))
+    return found
+
+
+def check_goes_on(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
+    """Refuse to go on with the run in `folder` where something has changed: UserError naming the first.
+
+    Args:
+        before, now: configuration, and sizes of the data, as the run was started and at this start.
+        extend: the budget may be another one.
+    """
+    for key, old, new in (entry for pair in zip(before, now, strict=True) for entry in differences(*pair)):
+        if extend and key.startswith("budget."):
+            continue
+        way = "--resume extend (go on with a larger budget), " if key.startswith("budget.") else ""
+        raise UserError(
+            f"{key} is {brief(new)}, but the run in {folder} was started with {brief(old)}; set it back, choose another "
+            f"--run_folder, or say {way}--resume restart (start over) or --resume force (go on all the same)"
+        )
+
+
+def brief(value: Any) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

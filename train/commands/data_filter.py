@@ -1,0 +1,52 @@
+"""`python -m train data filter DATA OUT --rules FILE`: keep the rows that rules allow, and say why the others went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omni.errors import UserError
+from omni.process import importing
+from train.console.options import Parser
+from train.console.tables import print_table
+from train.data.inspect.filter import DROPPED, Judge, filter_rows
+from train.data.inspect.rules import read_rules
+from train.data.prepare.codecs import Codecs
+from train.data.prepare.report import REPORT
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; prints how many rows are kept, and how many each rule has dropped."""
+    parser = Parser(
+        "filter",
+        "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
+        f"its {REPORT} counts what each rule dropped and its {DROPPED} says why for each row.",
+    )
+    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--rules", type=Path, required=True, help="YAML file, see train/data/inspect/rules.py")
+    parser.add_argument("--whisper", type=Path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder")
+    parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
+    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, to hear answers that are codes only")
+    parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
+    parser.progress()
+    chosen = parser.values(argv)
+    if chosen["shard_mb"] < 1:
+        raise UserError(f"shard_mb is {chosen['shard_mb']}; it must be at least 1")
+    rules = read_rules(chosen["rules"])
+    if rules.max_wer is not None and chosen["whisper"] is None:
+        raise UserError(
+            f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
+        )
+    with importing():
+        from train.scoring.asr import Hearing
+
+    hearing = Hearing(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
+    judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
+    report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
+    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
+    if report["dropped"]:
+        rows = [[name, str(count)] for name, count in report["rules"].items()]
+        print_table("", ("rule", "rows it drops"), rows)
+        print(f"why each row was dropped: {chosen['out'] / DROPPED}")
+    return 0

@@ -1,0 +1,70 @@
+"""`python -m train data validate DATA`: find what is wrong with stored rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from omni.errors import UserError
+from train.console.options import Parser
+from train.console.progress import duration
+from train.console.tables import print_table
+from train.data.inspect.checks import Bounds
+from train.data.inspect.display import make_folder, save_report
+from train.data.inspect.findings import KINDS, Findings
+from train.data.inspect.validate import Summary, report, validate
+from train.data.prepare.codecs import Codecs
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; 1 where an error was found, 0 where at most warnings were."""
+    parser = Parser(
+        "validate",
+        "Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
+        "Exit code 1 where there are errors; warnings do not count.",
+    )
+    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
+    parser.add_argument("--against", type=Path, nargs="+", default=[], help="other splits, which must share nothing")
+    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
+    parser.add_argument("--report", type=Path, help="write counts and examples to this JSON file")
+    parser.add_argument("--findings", type=Path, help="write every finding to this JSON lines file")
+    parser.add_argument("--examples", type=int, default=3, help="how many of a kind are shown")
+    parser.add_class_arguments(Bounds, None)
+    parser.progress()
+    chosen = parser.values(argv)
+    bounds = Bounds(*(chosen[name] for name in Bounds.__dataclass_fields__))
+    if chosen["examples"] < 0:
+        raise UserError(f"examples is {chosen['examples']}; it must be at least 0")
+    with contextlib.ExitStack() as stack:
+        stream: TextIO | None = None
+        if chosen["findings"] is not None:
+            make_folder(chosen["findings"].parent)
+            stream = stack.enter_context(open(chosen["findings"], "w", encoding="utf-8"))
+        findings = Findings(chosen["examples"], stream)
+        summary = validate(
+            chosen["data"], chosen["against"], bounds, Codecs(chosen["codec_folder"]), findings, chosen["progress"]
+        )
+    show(summary, chosen["data"])
+    if chosen["report"] is not None:
+        save_report(chosen["report"], report(summary, chosen["data"], chosen["against"], bounds))
+    return 1 if findings.of("error") else 0
+
+
+def show(summary: Summary, data: Path) -> None:
+    """The findings for people, on standard output."""
+    findings = summary.findings
+    print(f"{summary.rows} of {summary.total} rows of {data} read, {duration(3600 * summary.hours)} of sound")
+    if not findings.counts:
+        print("nothing found")
+        return
+    rows = [[name, KINDS[name].severity, str(findings.counts[name]), KINDS[name].what] for name in findings.kinds()]
+    print_table("", ("finding", "severity", "count", "what it is"), rows)
+    for name in findings.kinds():
+        for where, text in findings.shown[name]:
+            print(f"{KINDS[name].severity} {name}: {where}: {text}")
+        rest = findings.counts[name] - len(findings.shown[name])
+        if rest > 0 and findings.shown[name]:
+            print(f"  and more of {name}")
+    print(f"{findings.of('error')} errors, {findings.of('warning')} warnings")

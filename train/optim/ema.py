@@ -1,0 +1,31 @@
+"""The running average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from omni.errors import UserError
+
+
+class Average:
+    """Exponential moving average of the trainable weights, in fp32; sharded where they are.
+
+    Early on the average follows faster (decay (1 + n) / (10 + n) at step n), so that the random start is soon forgotten.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise UserError(f"ema is {decay}; it must lie between 0 and 1, such as 0.999")
+        self.decay = decay
+        self.params = dict(params)
+        self.values = {name: p.detach().float().clone() for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step number `step` (counted from 1)."""
+        weight = 1 - min(self.decay, (1 + step) / (10 + step))
+        for name, p in self.params.items():
+            self.values[name].lerp_(p.detach().float(), weight)
