@@ -1,10 +1,12 @@
-"""Law 10: imports point one way."""
+"""Law 10: imports point one way: between the packages, and inside `train` from floor to floor; none go round."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,86 @@ def test_importing_omni_brings_no_launcher_along():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# --- inside the packages ------------------------------------------------------------------------------------------------
+
+FLOORS = (
+    {"console", "scoring"},
+    {"data", "convert"},
+    {"balance", "eval"},
+    {"objective"},
+    {"config"},
+    {"optim", "distributed", "edit"},
+    {"checkpoint"},
+    {"trainer"},
+    {"plan"},
+    {"bench"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+"""Folders and modules of `train`, from the ground: each imports from those below it, and from itself."""
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(file): file for package in FORBIDDEN for file in (ROOT / package).rglob("*.py")}
+
+
+def modules_imported(source: str, known: Iterable[str]) -> set[str]:
+    """Modules of this repository that a source imports, wherever in it: in functions and under TYPE_CHECKING too."""
+    known, found = set(known), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner if inner <= known else (inner & known) | {node.module}
+    return found & known
+
+
+def climbing(graph: Mapping[str, set[str]]) -> list[str]:
+    """Imports in `train` that do not lead to a lower floor."""
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    found = []
+    for module, imports in graph.items():
+        for other in imports:
+            here, there = ([*name.split("."), ""][1] for name in (module, other))
+            if module.startswith("train.") and other.startswith("train.") and here != there and floor[there] >= floor[here]:
+                found.append(f"{module} imports {other}")
+    return sorted(found)
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    sorter = graphlib.TopologicalSorter({module: imports - {module} for module, imports in graph.items()})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+GRAPH = {name: modules_imported(file.read_text(encoding="utf-8"), FILES) for name, file in FILES.items()}
+
+
+def test_imports_inside_train_lead_down():
+    assert {name.split(".")[1] for name in FILES if name.startswith("train.")} == set().union(*FLOORS)
+    assert climbing(GRAPH) == []
+
+
+def test_no_imports_go_round():
+    assert circles(GRAPH) == []
+
+
+def test_the_checks_of_floors_and_circles_can_fail():
+    known = {"train.cli", "train.console.tables", "train.data.rows", "train.data.rows.row"}
+    source = "def f():\n    from train.data.rows import row\nif TYPE_CHECKING:\n    from train.cli import main"
+    imports = modules_imported(source, known)
+    assert imports == {"train.data.rows.row", "train.cli"}
+    graph = {"train.console.tables": imports, "train.cli": {"train.console.tables"}}
+    assert climbing(graph) == ["train.console.tables imports train.cli", "train.console.tables imports train.data.rows.row"]
+    assert set(circles(graph)) == {"train.cli", "train.console.tables"}
+    assert climbing({"train.cli": {"train.console.tables"}}) == []

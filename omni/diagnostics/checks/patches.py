@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,6 @@ from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.trace.held import MODULE_FIELDS, modules_of, shape_of, storage_of, tensors_in
 from omni.diagnostics.trace.source import definition
 
-if TYPE_CHECKING:
-    from omni.diagnostics.guard import Guard
-
 _FSDP = "/torch/distributed/fsdp/"
 HOOK = (
     "add the edit to the module's output in a forward hook (out + scale * (x @ A.T) @ B): it runs wherever the module is called"
@@ -28,10 +26,17 @@ TWIN = "bound to another module, whose weights are used"
 FUNCTIONAL = "call torch.func.functional_call(model, weights, inputs) on the original instead of patching a copy, or " + HOOK
 
 
+class FindingSink(Protocol):
+    """Takes findings, and knows the names of modules by their ids; `omni.diagnostics.guard.Guard` is one."""
+
+    def add(self, findings: Iterable[Finding]) -> list[Finding]: ...
+    def names(self) -> Mapping[int, str]: ...
+
+
 class Expectation:
     """Around one forward; see `Guard.expect_changed`."""
 
-    def __init__(self, guard: Guard, module: nn.Module, tensors: Any) -> None:
+    def __init__(self, guard: FindingSink, module: nn.Module, tensors: Any) -> None:
         self.guard, self.module = guard, module
         given = list(tensors_in(tensors)) if tensors is not None else []
         hooked = bool(module._forward_hooks or module._forward_pre_hooks)
