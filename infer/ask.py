@@ -16,7 +16,7 @@ from infer.device import cpu_threads
 from infer.messages import in_options, on_one_line
 from infer.options import AskOptions
 from infer.places import PIPE
-from infer.timing import Figures, Meter
+from infer.timing import AnswerMeter, Figures
 from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
@@ -117,7 +117,7 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
     answer did not end with an error."""
     rate = session.codec.sample_rate if session.codec is not None else 0
     outputs = Outputs(_outputs(options, place, rate) if task.audio else [])
-    meter, pieces, told = Meter(rate), list[str](), list(question.remarks)
+    meter, pieces, told = AnswerMeter(rate), list[str](), list(question.remarks)
 
     def print_report(figures: Figures, ended: Ended) -> None:
         file = str(place) if outputs.kept else None
@@ -171,7 +171,7 @@ REASONS = {
 
 
 def follow(
-    events: Iterable[Event], meter: Meter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
+    events: Iterable[Event], meter: AnswerMeter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
 ) -> tuple[Figures, Ended]:
     """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
     figures and how it ended.

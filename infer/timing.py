@@ -66,7 +66,7 @@ class Figures:
         )
 
 
-class Meter:
+class AnswerMeter:
     """Takes the figures of one answer; made, or started again, when the question has ended."""
 
     def __init__(self, sample_rate: int) -> None:

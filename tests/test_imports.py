@@ -132,3 +132,12 @@ def test_the_checks_of_floors_and_circles_can_fail():
     assert climbing(graph) == ["train.console.tables imports train.cli", "train.console.tables imports train.data.rows.row"]
     assert set(circles(graph)) == {"train.cli", "train.console.tables"}
     assert climbing({"train.cli": {"train.console.tables"}}) == []
+
+
+def test_no_public_class_name_is_taken_twice():
+    places: dict[str, list[str]] = {}
+    for name, file in FILES.items():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

@@ -21,7 +21,7 @@ from omni.lora.peft import load_adapter
 from omni.remote import refuse_remote
 from omni.text import Tokenizer
 from train.data.inspect.measures import BadSound, load
-from train.data.readers import Options, open_source
+from train.data.readers import ReaderOptions, open_source
 from train.data.readers.files import Files
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Sound, inside
@@ -41,12 +41,12 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "a question on the command line": check_file,
     "an answer on the command line": lambda name: check_place(name, []),
     "a stored row's recording": lambda name: Sound(path=name, folder=Path("/")).load(16000),
-    "a set's recordings": lambda name: Files.of(Path("set.csv"), Options(folder=name)),
+    "a set's recordings": lambda name: Files.of(Path("set.csv"), ReaderOptions(folder=name)),
     "a set's recording": lambda name: Files(Path("/")).file(name),
     "facts": lambda name: read_facts(Path(name), Tokenizer.bytes()),
     "a data set": open_source,
     "rows": StoredRows,
-    "questions": lambda name: open_data(Path(name), Options()),
+    "questions": lambda name: open_data(Path(name), ReaderOptions()),
 }
 
 

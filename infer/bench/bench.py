@@ -42,7 +42,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """A line of a table: what was measured, the figure and its unit, and what it is made of."""
 
     name: str
@@ -59,9 +59,9 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     title: str
-    rows: list[Row]
+    rows: list[FigureRow]
 
 
 def bench(options: BenchOptions) -> None:
@@ -70,7 +70,7 @@ def bench(options: BenchOptions) -> None:
     names = [] if options.model else [name.strip() for name in options.preset.split(",") if name.strip()]
     configs = {name: preset(name) for name in names}
     sound = noise(options.seconds) if options.question is None else read_audio(options.question)
-    tables: list[Table] = []
+    tables: list[FigureTable] = []
     for table in _tables(options, device, configs, sound):
         tables.append(table)
         if not options.json:
@@ -81,14 +81,18 @@ def bench(options: BenchOptions) -> None:
         print(", ".join(f"{key} {value}" for key, value in _machine(device).items()))
 
 
-def _tables(options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig], sound: Tensor) -> Iterator[Table]:
+def _tables(
+    options: BenchOptions, device: torch.device, configs: dict[str, ModelConfig], sound: Tensor
+) -> Iterator[FigureTable]:
     if options.model:
         yield from _folder(options, device, options.model, sound)
     for name, config in configs.items():
         yield from _preset(options, device, name, config, sound)
 
 
-def _preset(options: BenchOptions, device: torch.device, name: str, config: ModelConfig, sound: Tensor) -> Iterator[Table]:
+def _preset(
+    options: BenchOptions, device: torch.device, name: str, config: ModelConfig, sound: Tensor
+) -> Iterator[FigureTable]:
     """A preset with random weights."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
@@ -103,7 +107,7 @@ def _preset(options: BenchOptions, device: torch.device, name: str, config: Mode
 
 def _measured(
     lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, config: ModelConfig, what: str, memory: HighWater
-) -> Iterator[Table]:
+) -> Iterator[FigureTable]:
     small, gpu = name == "nano", lm.model.device.type == "cuda"
     assist = not small
     yield _streaming(lm, options, sound, name, what, "variable", assist)
@@ -114,17 +118,17 @@ def _measured(
     beyond = (memory.bytes - weights) / GIB
     target = None if gpu else TARGETS.get((name, "peak beyond the weights"))
     rows = [
-        Row("weights", weights / GIB, "GiB", "encoder, adapter, decoder, embeddings"),
-        Row("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
+        FigureRow("weights", weights / GIB, "GiB", "encoder, adapter, decoder, embeddings"),
+        FigureRow("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
     ]
-    yield Table(f"memory: {what}", rows)
+    yield FigureTable(f"memory: {what}", rows)
     if options.full:
         yield _streaming(lm, options, sound, "", what, "variable", not assist)
         padded = _with_mode(lm, config, "padded", compile=gpu)
         yield _streaming(padded, options, sound, "", what, "padded", assist)
 
 
-def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[Table]:
+def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[FigureTable]:
     """A model folder, as its answers come."""
     lm = SpeechLM.from_pretrained(folder, device, codec_folder=options.codec_folder)
     if lm.codec is None:
@@ -140,7 +144,9 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
         yield _sessions(lm, sound, folder, compile=False)
 
 
-def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, mode: str, assist: bool) -> Table:
+def _streaming(
+    lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, mode: str, assist: bool
+) -> FigureTable:
     """First audio and its parts, and the real-time factor of one answer."""
     seconds = len(sound) / SAMPLE_RATE
     first = first_audio(lm, sound, assist, options.repeat)
@@ -152,22 +158,24 @@ def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, wh
         return TARGETS.get((name, row)) if on_cpu else None
 
     rows = [
-        Row("first exact sample", first.total, "s", "after the question has ended", target("first exact sample")),
-        Row("  encoder", first.encode, "s", f"{mode}, {seconds:.3g} s of sound"),
-        Row("  prefill", first.prefill, "s"),
-        Row("  steps", first.steps, "s", f"{first.columns} steps"),
-        Row("  codec", first.codec, "s"),
-        Row("first whole frame", first.frame, "s", "all of the codec's lookahead is there"),
+        FigureRow("first exact sample", first.total, "s", "after the question has ended", target("first exact sample")),
+        FigureRow("  encoder", first.encode, "s", f"{mode}, {seconds:.3g} s of sound"),
+        FigureRow("  prefill", first.prefill, "s"),
+        FigureRow("  steps", first.steps, "s", f"{first.columns} steps"),
+        FigureRow("  codec", first.codec, "s"),
+        FigureRow("first whole frame", first.frame, "s", "all of the codec's lookahead is there"),
     ]
     if factor is not None:
         rows += [
-            Row("real-time factor", factor, "", f"an answer of {figures.sound:.2f} s", target("real-time factor")),
-            Row("underruns", figures.underruns),
+            FigureRow("real-time factor", factor, "", f"an answer of {figures.sound:.2f} s", target("real-time factor")),
+            FigureRow("underruns", figures.underruns),
         ]
-    return Table(f"streaming: {what}, {'text assist (two rows)' if assist else 'one row'}", rows)
+    return FigureTable(f"streaming: {what}, {'text assist (two rows)' if assist else 'one row'}", rows)
 
 
-def _step_table(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, assist: bool, compile: bool) -> Table:
+def _step_table(
+    lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, assist: bool, compile: bool
+) -> FigureTable:
     """Steps per second beside readings of the same weights."""
     on_cpu = lm.model.device.type == "cpu"
     each = 6 if on_cpu else 50
@@ -177,33 +185,33 @@ def _step_table(lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, w
     rate = lm.codec.frame_rate if lm.codec is not None else 0.0
     target = TARGETS.get((name, "steps / readings")) if on_cpu else None
     rows = [
-        Row(
+        FigureRow(
             "step",
             found.seconds * 1e3,
             "ms",
             f"{rows_of_batch} row{'s' * (rows_of_batch > 1)}, text and audio heads, no codec",
         ),
-        Row("steps", 1 / found.seconds, "/s", f"{rate:.1f} /s play in real time"),
-        Row("tokens", rows_of_batch * len(lm.layout) / found.seconds, "/s", "of all streams and rows"),
-        Row("weights a step reads", found.bytes / GIB, "GiB", "blocks and heads"),
-        Row("readings", 1 / found.reading, "/s", f"{found.bytes / found.reading / 1e9:.1f} GB/s, by {found.how}"),
-        Row("steps / readings", found.ratio, "", "", target),
+        FigureRow("steps", 1 / found.seconds, "/s", f"{rate:.1f} /s play in real time"),
+        FigureRow("tokens", rows_of_batch * len(lm.layout) / found.seconds, "/s", "of all streams and rows"),
+        FigureRow("weights a step reads", found.bytes / GIB, "GiB", "blocks and heads"),
+        FigureRow("readings", 1 / found.reading, "/s", f"{found.bytes / found.reading / 1e9:.1f} GB/s, by {found.how}"),
+        FigureRow("steps / readings", found.ratio, "", "", target),
     ]
     peak = peak_flops(lm.model.device)
     if peak is not None:
         flops = 2 * rows_of_batch * found.bytes / lm.model.decoder.norm.weight.element_size() / found.seconds
-        rows.append(Row("MFU", 100 * flops / peak, "%", f"{flops / 1e12:.2f} TFLOP/s of {peak / 1e12:.0f}"))
-    return Table(f"steps: {what}", rows)
+        rows.append(FigureRow("MFU", 100 * flops / peak, "%", f"{flops / 1e12:.2f} TFLOP/s of {peak / 1e12:.0f}"))
+    return FigureTable(f"steps: {what}", rows)
 
 
-def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> Table:
+def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> FigureTable:
     """How many rows advance together in real time."""
     taken, fits = rows_in_real_time(lm, sound, NANO_BATCHES, compile)
-    rows = [Row(f"step of {n} rows", s * 1e3, "ms", "with the codec") for n, s in taken.items()]
+    rows = [FigureRow(f"step of {n} rows", s * 1e3, "ms", "with the codec") for n, s in taken.items()]
     more = " or more" if fits == NANO_BATCHES[-1] else ""
     assert lm.codec is not None
-    rows.append(Row("sessions in real time", fits, "", f"a frame plays {1e3 / lm.codec.frame_rate:.0f} ms{more}"))
-    return Table(f"sessions: {what}", rows)
+    rows.append(FigureRow("sessions in real time", fits, "", f"a frame plays {1e3 / lm.codec.frame_rate:.0f} ms{more}"))
+    return FigureTable(f"sessions: {what}", rows)
 
 
 def _heard_as(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
@@ -231,11 +239,11 @@ def _machine(device: torch.device) -> dict[str, str | int | float | None]:
     }
 
 
-def _plain(table: Table) -> dict[str, object]:
+def _plain(table: FigureTable) -> dict[str, object]:
     return {"title": table.title, "rows": [{**dataclasses.asdict(r), "met": r.met} for r in table.rows]}
 
 
-def _show(table: Table) -> None:
+def _show(table: FigureTable) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable

@@ -90,14 +90,14 @@ next to none."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class WeightReading:
     """The fastest plain reading: its name, and the seconds that it took over all tensors."""
 
     how: str
     seconds: float
 
 
-class Reader:
+class WeightReader:
     """Reads matrices in every way it knows; `fastest` is the way with the least median.
 
     On CUDA each way is captured as a graph, so that the launches of many small kernels do not count.
@@ -130,7 +130,7 @@ class Reader:
             self._seconds[how].append(seconds_of(way, self.device))
 
     @property
-    def fastest(self) -> Reading:
+    def fastest(self) -> WeightReading:
         medians = {how: statistics.median(taken) for how, taken in self._seconds.items()}
         how = min(medians, key=lambda h: medians[h])
-        return Reading(how, medians[how])
+        return WeightReading(how, medians[how])

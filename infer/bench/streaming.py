@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infer.bench.memory_rate import Reader, seconds_of
+from infer.bench.memory_rate import WeightReader, seconds_of
 from infer.bench.random_model import TimedCodec
-from infer.timing import Figures, Meter
+from infer.timing import AnswerMeter, Figures
 from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import CodecStream
 from omni.errors import UserError
@@ -120,7 +120,7 @@ def _whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float
     codec = lm.codec
     assert codec is not None
     with lm.session(text_assist=text_assist, max_seconds=seconds) as session:
-        meter = Meter(codec.sample_rate)
+        meter = AnswerMeter(codec.sample_rate)
         for event in session.ask(sound, TASK):
             if isinstance(event, AudioChunk):
                 meter.sound(len(event.samples))
@@ -172,7 +172,7 @@ def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: 
     warm_up = 3
     room = rounds * each + warm_up
     runner = _answering(lm, sound, 2 if text_assist else 1, text_assist, room, compile)
-    device, reader = lm.model.device, Reader(weights_of_a_step(lm))
+    device, reader = lm.model.device, WeightReader(weights_of_a_step(lm))
     _steps(runner, warm_up)
     taken: list[float] = []
     for _ in range(rounds):

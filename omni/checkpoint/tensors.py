@@ -195,7 +195,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Written:
+class FileStamp:
     """Size and CRC-32 of a file, taken while it was written.
 
     Attributes:
@@ -209,7 +209,7 @@ class Written:
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, Lazy], watch: Watch | None = None, notes: Mapping[str, str] | None = None
-) -> Written:
+) -> FileStamp:
     """Write a file of tensors, never holding more than a piece of one; it is on the disk when this returns.
 
     Args:
@@ -250,7 +250,7 @@ def write_safetensors(
                 if watch is not None:
                     watch(done, end)
         os.fsync(handle.fileno())
-    return Written(8 + len(text) + end, crc, tuple(odd))
+    return FileStamp(8 + len(text) + end, crc, tuple(odd))
 
 
 def pieces(tensor: Lazy) -> Iterator[Tensor]:
@@ -266,16 +266,16 @@ def pieces(tensor: Lazy) -> Iterator[Tensor]:
         yield piece
 
 
-def write_file(path: Path, data: bytes) -> Written:
+def write_file(path: Path, data: bytes) -> FileStamp:
     """Write a small file through to the disk."""
     with path.open("wb") as handle:
         handle.write(data)
         handle.flush()
         os.fsync(handle.fileno())
-    return Written(len(data), zlib.crc32(data))
+    return FileStamp(len(data), zlib.crc32(data))
 
 
-def copy_file(source: Path, target: Path) -> Written:
+def copy_file(source: Path, target: Path) -> FileStamp:
     """Copy a file through to the disk."""
     crc = size = 0
     with source.open("rb") as reader, target.open("wb") as writer:
@@ -284,4 +284,4 @@ def copy_file(source: Path, target: Path) -> Written:
             writer.write(block)
         writer.flush()
         os.fsync(writer.fileno())
-    return Written(size, crc)
+    return FileStamp(size, crc)

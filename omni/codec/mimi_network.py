@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.mimi_stream import Block, Conv, Elu, Layer, Residual, Transformer, Upsample
+from omni.codec.mimi_stream import Elu, MimiBlock, MimiConv, MimiLayer, MimiResidual, MimiUpsample, Transformer
 from omni.errors import UserError
 
 SMALLEST_USAGE = 1e-5
@@ -79,10 +79,10 @@ def quantizer(config: MimiConfig, take: Take, codebooks: int) -> Quantizer:
     return Quantizer(tuple(_codebooks(config, take, name, count) for name, count in counts.items() if count))
 
 
-def encoder(config: MimiConfig, take: Take, chunk: int) -> list[Layer]:
+def encoder(config: MimiConfig, take: Take, chunk: int) -> list[MimiLayer]:
     """Sound `[S, 1]` to latents `[F, D]`; `chunk` is the most frames that one call brings."""
     filters = config.num_filters
-    layers: list[Layer] = [_conv(config, take, "encoder.layers.0", 1, filters, config.kernel_size)]
+    layers: list[MimiLayer] = [_conv(config, take, "encoder.layers.0", 1, filters, config.kernel_size)]
     for ratio in reversed(config.upsampling_ratios):
         for depth in range(config.num_residual_layers):
             layers.append(_residual(config, take, f"encoder.layers.{len(layers)}", filters, depth))
@@ -95,25 +95,25 @@ def encoder(config: MimiConfig, take: Take, chunk: int) -> list[Layer]:
     layers.append(_transformer(config, take, "encoder_transformer", chunk))
     stride = config.latent_stride
     weight = take("downsample.conv.weight", size, size, 2 * stride)
-    layers.append(Conv.of(weight, None, stride, replicate=True))
+    layers.append(MimiConv.of(weight, None, stride, replicate=True))
     return layers
 
 
-def decoder(config: MimiConfig, take: Take) -> list[Layer]:
+def decoder(config: MimiConfig, take: Take) -> list[MimiLayer]:
     """Latents `[F, D]` to sound `[S, 1]`, one frame a call."""
     size, stride = config.hidden_size, config.latent_stride
     weight = take("upsample.conv.weight", size, size // config.upsample_groups, 2 * stride)
-    before: list[Layer] = [
-        Upsample.of(weight, None, config.upsample_groups),
+    before: list[MimiLayer] = [
+        MimiUpsample.of(weight, None, config.upsample_groups),
         _transformer(config, take, "decoder_transformer", 1),
     ]
     filters = config.num_filters * 2 ** len(config.upsampling_ratios)
-    layers: list[Layer] = [_conv(config, take, "decoder.layers.0", size, filters, config.kernel_size)]
+    layers: list[MimiLayer] = [_conv(config, take, "decoder.layers.0", size, filters, config.kernel_size)]
     for ratio in config.upsampling_ratios:
         layers.append(Elu())
         name = f"decoder.layers.{len(layers)}.conv"
         weight, bias = take(f"{name}.weight", filters, filters // 2, 2 * ratio), take(f"{name}.bias", filters // 2)
-        layers.append(Upsample.of(weight, bias))
+        layers.append(MimiUpsample.of(weight, bias))
         filters //= 2
         for depth in range(config.num_residual_layers):
             layers.append(_residual(config, take, f"decoder.layers.{len(layers)}", filters, depth))
@@ -124,17 +124,17 @@ def decoder(config: MimiConfig, take: Take) -> list[Layer]:
 
 def _conv(
     config: MimiConfig, take: Take, name: str, inputs: int, outputs: int, kernel: int, stride: int = 1, dilation: int = 1
-) -> Conv:
+) -> MimiConv:
     weight, bias = take(f"{name}.conv.weight", outputs, inputs, kernel), take(f"{name}.conv.bias", outputs)
-    return Conv.of(weight, bias, stride, dilation, replicate=config.pad_mode == "replicate")
+    return MimiConv.of(weight, bias, stride, dilation, replicate=config.pad_mode == "replicate")
 
 
-def _residual(config: MimiConfig, take: Take, name: str, size: int, depth: int) -> Residual:
+def _residual(config: MimiConfig, take: Take, name: str, size: int, depth: int) -> MimiResidual:
     inside, kernel, dilation = size // config.compress, config.residual_kernel_size, config.dilation_growth_rate**depth
     wide = _conv(config, take, f"{name}.block.1", size, inside, kernel, dilation=dilation)
     narrow = _conv(config, take, f"{name}.block.3", inside, size, 1)
     shortcut = _conv(config, take, f"{name}.shortcut", size, size, 1) if config.use_conv_shortcut else None
-    return Residual((Elu(), wide, Elu(), narrow), shortcut)
+    return MimiResidual((Elu(), wide, Elu(), narrow), shortcut)
 
 
 def _transformer(config: MimiConfig, take: Take, name: str, frames: int) -> Transformer:
@@ -152,7 +152,7 @@ def _transformer(config: MimiConfig, take: Take, name: str, frames: int) -> Tran
     )
 
 
-def _block(config: MimiConfig, take: Take, name: str) -> Block:
+def _block(config: MimiConfig, take: Take, name: str) -> MimiBlock:
     size, inside, head = config.hidden_size, config.intermediate_size, config.head_size
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
 
@@ -166,7 +166,7 @@ def _block(config: MimiConfig, take: Take, name: str) -> Block:
     if config.attention_bias:
         qkv_bias = torch.cat([take(f"{name}.self_attn.{part}_proj.bias", count * head) for part, count in heads.items()])
         out_bias = take(f"{name}.self_attn.o_proj.bias", size) * out_scale
-    return Block(
+    return MimiBlock(
         attention_norm=norm("input_layernorm"),
         qkv=qkv,
         qkv_bias=qkv_bias,

@@ -25,7 +25,7 @@ Step = Callable[[Tensor], Tensor]
 """One layer within one stream: the next inputs to their outputs."""
 
 
-class Layer(Protocol):
+class MimiLayer(Protocol):
     """The weights of one layer."""
 
     def step(self) -> Step:
@@ -46,7 +46,7 @@ class Elu(NamedTuple):
         return F.elu
 
 
-class Conv(NamedTuple):
+class MimiConv(NamedTuple):
     """A causal convolution as one matrix product: `weight` [Cout, k * C], `bias` [Cout] or None.
 
     With `replicate`, the context before the first input repeats it instead of being zero.
@@ -60,7 +60,9 @@ class Conv(NamedTuple):
     replicate: bool
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, stride: int = 1, dilation: int = 1, *, replicate: bool = False) -> Conv:
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, stride: int = 1, dilation: int = 1, *, replicate: bool = False
+    ) -> MimiConv:
         """The layer of a stored weight [Cout, C, k]."""
         matrix = weight.transpose(1, 2).flatten(1).contiguous()
         return cls(matrix, bias, weight.shape[2], stride, dilation, replicate)
@@ -75,9 +77,9 @@ class Conv(NamedTuple):
 
 
 class _ConvStep:
-    """Streams a `Conv`."""
+    """Streams a `MimiConv`."""
 
-    def __init__(self, layer: Conv) -> None:
+    def __init__(self, layer: MimiConv) -> None:
         self._layer = layer
         self._context: Tensor | None = None
 
@@ -93,7 +95,7 @@ class _ConvStep:
         return F.linear(windows.transpose(1, 2).flatten(1), layer.weight, layer.bias)
 
 
-class Upsample(NamedTuple):
+class MimiUpsample(NamedTuple):
     """A causal transposed convolution of kernel 2 r and stride r as one matrix product.
 
     Input t reaches two blocks of r outputs, t and t + 1; so block t is the product of inputs t and t - 1, side by side, with
@@ -105,7 +107,7 @@ class Upsample(NamedTuple):
     rate: int
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Upsample:
+    def of(cls, weight: Tensor, bias: Tensor | None, groups: int = 1) -> MimiUpsample:
         """The layer of a stored weight [C, Cout / groups, 2 r]; groups are laid out as blocks among zeros."""
         rate = weight.shape[2] // 2
         dense = weight.new_zeros(groups, weight.shape[0] // groups, groups, weight.shape[1], 2 * rate)
@@ -121,9 +123,9 @@ class Upsample(NamedTuple):
 
 
 class _UpsampleStep:
-    """Streams an `Upsample`."""
+    """Streams an `MimiUpsample`."""
 
-    def __init__(self, layer: Upsample) -> None:
+    def __init__(self, layer: MimiUpsample) -> None:
         self._layer = layer
         self._previous = layer.weight.new_zeros(1, layer.weight.shape[1] // 2)
 
@@ -134,20 +136,20 @@ class _UpsampleStep:
         return F.linear(pairs, self._layer.weight, self._layer.bias).view(x.shape[0] * self._layer.rate, -1)
 
 
-class Residual(NamedTuple):
+class MimiResidual(NamedTuple):
     """x through `shortcut` (itself where None), plus x through `inner`."""
 
-    inner: tuple[Layer, ...]
-    shortcut: Conv | None
+    inner: tuple[MimiLayer, ...]
+    shortcut: MimiConv | None
 
     def step(self) -> Step:
         return _ResidualStep(self)
 
 
 class _ResidualStep:
-    """Streams a `Residual`."""
+    """Streams a `MimiResidual`."""
 
-    def __init__(self, layer: Residual) -> None:
+    def __init__(self, layer: MimiResidual) -> None:
         self._inner = [part.step() for part in layer.inner]
         self._shortcut = [] if layer.shortcut is None else [layer.shortcut.step()]
 
@@ -155,7 +157,7 @@ class _ResidualStep:
         return run(self._shortcut, x) + run(self._inner, x)
 
 
-class Block(NamedTuple):
+class MimiBlock(NamedTuple):
     """Attention and a GELU network, each behind a layer norm and with its layer scale folded into its last matrix.
 
     Matrices are [out, in]; `qkv` has the queries' rows first, then the keys', then the values'. A norm is (gain, offset).
@@ -177,7 +179,7 @@ class Transformer(NamedTuple):
     `chunk` is the largest number of positions that one call brings.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[MimiBlock, ...]
     heads: int
     key_heads: int
     window: int

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omni.codec.snac_stream import Conv, Layer, Noise, Pointwise, Residual, Snake, Step, Tanh, Upsample
+from omni.codec.snac_stream import Noise, Pointwise, SnacConv, SnacLayer, SnacResidual, SnacStep, SnacUpsample, Snake, Tanh
 from omni.errors import UserError
 
 # Numbers in one slice of a matrix: slices that fit a core's cache make products with few positions a third
@@ -30,7 +30,7 @@ class SnacDecoder:
     def __init__(self, decoder: nn.Module) -> None:
         self._layers = [_layer(module, number) for number, module in enumerate(_flat(decoder.model))]
 
-    def steps(self, seed: int) -> list[Step]:
+    def steps(self, seed: int) -> list[SnacStep]:
         """The steps of a new stream."""
         return [layer.step(seed) for layer in self._layers]
 
@@ -41,7 +41,7 @@ class SnacDecoder:
         return max(0, positions)
 
 
-def run(steps: list[Step], x: Tensor, last: bool = False) -> Tensor:
+def run(steps: list[SnacStep], x: Tensor, last: bool = False) -> Tensor:
     """Passes latents `[T, C]` through the steps: the samples `[S]` that became exact."""
     for step in steps:
         x = step(x, last)
@@ -56,7 +56,7 @@ def _flat(model: Any) -> Iterator[nn.Module]:
         yield from module.block if isinstance(module, DecoderBlock) else [module]
 
 
-def _layer(module: Any, number: int) -> Layer:
+def _layer(module: Any, number: int) -> SnacLayer:
     """The layer with the weights of one of the package's modules."""
     from snac.layers import NoiseBlock, ResidualUnit, Snake1d
 
@@ -65,7 +65,7 @@ def _layer(module: Any, number: int) -> Layer:
         return Snake(alpha, (alpha + 1e-9).reciprocal())
     if isinstance(module, ResidualUnit):
         before, conv, after, out = (_layer(part, number) for part in module.block)
-        return Residual(before, conv, after, out)  # type: ignore[arg-type]
+        return SnacResidual(before, conv, after, out)  # type: ignore[arg-type]
     if isinstance(module, NoiseBlock):
         return Noise(_layer(module.linear, number), number)  # type: ignore[arg-type]
     if isinstance(module, nn.ConvTranspose1d):
@@ -76,7 +76,7 @@ def _layer(module: Any, number: int) -> Layer:
         if module.kernel_size == (1,):
             return Pointwise(weight[:, :, 0].t().contiguous(), bias)
         weight = weight[:, :, None].contiguous(memory_format=torch.channels_last)
-        return Conv(weight, bias, module.dilation[0], module.groups)
+        return SnacConv(weight, bias, module.dilation[0], module.groups)
     if isinstance(module, nn.Tanh):
         return Tanh()
     raise UserError(
@@ -85,7 +85,7 @@ def _layer(module: Any, number: int) -> Layer:
     )
 
 
-def _upsample(module: nn.ConvTranspose1d) -> Upsample:
+def _upsample(module: nn.ConvTranspose1d) -> SnacUpsample:
     rate = module.stride[0]
     weight = module.weight.detach()  # [C, Cout, 2 * rate]
     this, previous = weight[..., :rate], weight[..., rate:]
@@ -96,4 +96,4 @@ def _upsample(module: nn.ConvTranspose1d) -> Upsample:
     while columns.numel() // slices > SLICE and columns.shape[1] % (2 * slices) == 0:
         slices *= 2
     sliced = columns.unflatten(1, (slices, -1)).transpose(0, 1).contiguous()
-    return Upsample(sliced, bias.view(slices, 1, -1), rate, cut=math.ceil(rate / 2))
+    return SnacUpsample(sliced, bias.view(slices, 1, -1), rate, cut=math.ceil(rate / 2))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Step(Protocol):
+class SnacStep(Protocol):
     """One layer within one stream."""
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
@@ -33,10 +33,10 @@ class Step(Protocol):
         """How many outputs in all are exact after `positions` inputs, without a flush (below 0: none)."""
 
 
-class Layer(Protocol):
+class SnacLayer(Protocol):
     """The weights of one layer."""
 
-    def step(self, seed: int) -> Step:
+    def step(self, seed: int) -> SnacStep:
         """This layer in a new stream; `seed` keys its noise."""
 
 
@@ -46,7 +46,7 @@ class Pointwise(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
-    def step(self, seed: int) -> Step:
+    def step(self, seed: int) -> SnacStep:
         return self
 
     def __call__(self, x: Tensor, last: bool = False) -> Tensor:
@@ -62,7 +62,7 @@ class Snake(NamedTuple):
     alpha: Tensor
     inverse: Tensor
 
-    def step(self, seed: int) -> Step:
+    def step(self, seed: int) -> SnacStep:
         return self
 
     def __call__(self, x: Tensor, last: bool = False) -> Tensor:
@@ -75,7 +75,7 @@ class Snake(NamedTuple):
 class Tanh(NamedTuple):
     """The last activation."""
 
-    def step(self, seed: int) -> Step:
+    def step(self, seed: int) -> SnacStep:
         return self
 
     def __call__(self, x: Tensor, last: bool = False) -> Tensor:
@@ -85,7 +85,7 @@ class Tanh(NamedTuple):
         return positions
 
 
-class Conv(NamedTuple):
+class SnacConv(NamedTuple):
     """A convolution that keeps the length: `weight` [Cout, C / groups, 1, k] with k odd, `bias` [Cout]."""
 
     weight: Tensor
@@ -103,9 +103,9 @@ class Conv(NamedTuple):
 
 
 class ConvStep:
-    """Streams a `Conv`."""
+    """Streams a `SnacConv`."""
 
-    def __init__(self, layer: Conv) -> None:
+    def __init__(self, layer: SnacConv) -> None:
         self._layer = layer
         self._padding = layer.padding
         self._context = layer.weight.new_zeros(self._padding, layer.weight.shape[1] * layer.groups)
@@ -127,22 +127,22 @@ class ConvStep:
         return positions - self._padding
 
 
-class Residual(NamedTuple):
+class SnacResidual(NamedTuple):
     """x + out(after(conv(before(x))))."""
 
     before: Snake
-    conv: Conv
+    conv: SnacConv
     after: Snake
     out: Pointwise
 
-    def step(self, seed: int) -> Step:
+    def step(self, seed: int) -> SnacStep:
         return ResidualStep(self)
 
 
 class ResidualStep:
-    """Streams a `Residual`: its input waits for the convolution."""
+    """Streams a `SnacResidual`: its input waits for the convolution."""
 
-    def __init__(self, layer: Residual) -> None:
+    def __init__(self, layer: SnacResidual) -> None:
         self._layer = layer
         self._conv = layer.conv.step(0)
         self._waiting = layer.conv.weight.new_empty(0, layer.conv.weight.shape[0])
@@ -159,7 +159,7 @@ class ResidualStep:
         return self._conv.ready(positions)
 
 
-class Upsample(NamedTuple):
+class SnacUpsample(NamedTuple):
     """A transposed convolution of kernel 2 r and stride r as one matrix product.
 
     Input t reaches two blocks of r outputs, t and t + 1; so block t is the product of inputs t and t - 1,
@@ -172,14 +172,14 @@ class Upsample(NamedTuple):
     rate: int
     cut: int
 
-    def step(self, seed: int) -> Step:
+    def step(self, seed: int) -> SnacStep:
         return UpsampleStep(self)
 
 
 class UpsampleStep:
-    """Streams an `Upsample`: r outputs an input, of which the last `cut` come with the flush."""
+    """Streams an `SnacUpsample`: r outputs an input, of which the last `cut` come with the flush."""
 
-    def __init__(self, layer: Upsample) -> None:
+    def __init__(self, layer: SnacUpsample) -> None:
         self._layer = layer
         self._cut = layer.cut  # what is still to be dropped
         self._previous = layer.weight.new_zeros(1, layer.weight.shape[1] // 2)
@@ -210,7 +210,7 @@ class Noise(NamedTuple):
     linear: Pointwise
     number: int
 
-    def step(self, seed: int) -> Step:
+    def step(self, seed: int) -> SnacStep:
         return NoiseStep(self, seed)
 
 

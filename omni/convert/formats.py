@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omni.checkpoint.tensors import Written, read_json
+from omni.checkpoint.tensors import FileStamp, read_json
 from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
 from omni.convert import omni_folder as streamed
@@ -31,7 +31,7 @@ class Format:
     what: str
     recognise: Callable[[Path], bool]
     read: Callable[[Path], Foreign]
-    write: Callable[[Foreign, Path, Watch | None], dict[str, Written]] | None = None
+    write: Callable[[Foreign, Path, Watch | None], dict[str, FileStamp]] | None = None
     loses: str = ""
 
 

@@ -35,25 +35,25 @@ NOISE = 0.1
 """Deviation of the rule `mean`, in that of the table's own rows: new ids start close to an average word, but apart."""
 
 
-class Statistics(NamedTuple):
+class RowStatistics(NamedTuple):
     """Mean and standard deviation [W] of a table's rows."""
 
     mean: Tensor
     deviation: Tensor
 
 
-Rule = Callable[[Statistics, torch.Generator, int], Tensor]
+Rule = Callable[[RowStatistics, torch.Generator, int], Tensor]
 
 
-def _mean(s: Statistics, generator: torch.Generator, rows: int) -> Tensor:
+def _mean(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
     return s.mean + NOISE * s.deviation * torch.randn(rows, len(s.mean), generator=generator)
 
 
-def _normal(s: Statistics, generator: torch.Generator, rows: int) -> Tensor:
+def _normal(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
     return s.deviation.square().mean().sqrt() * torch.randn(rows, len(s.mean), generator=generator)
 
 
-def _zero(s: Statistics, generator: torch.Generator, rows: int) -> Tensor:
+def _zero(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
     return torch.zeros(rows, len(s.mean))
 
 
@@ -116,7 +116,7 @@ def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype:
         if table in tensors:
             specials = _new_rows(table, layout.text.vocabulary - known.size, seen, growth, dtype)
             tensors[table] = joined([text.tensors[table].to(dtype, table), specials])
-        shared = Statistics(seen.mean / share, seen.deviation / math.sqrt(share))
+        shared = RowStatistics(seen.mean / share, seen.deviation / math.sqrt(share))
         rows = sum(stream.vocabulary for stream in layout.audio)
         tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
     tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], layout)
@@ -150,7 +150,7 @@ def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
     return replace(model, tensors={**model.tensors, **tensors})
 
 
-def statistics(table: Lazy) -> Statistics:
+def statistics(table: Lazy) -> RowStatistics:
     """Mean and deviation of a table's rows, read in pieces and summed in double precision."""
     total = torch.zeros(table.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)
@@ -159,10 +159,10 @@ def statistics(table: Lazy) -> Statistics:
         total += rows.sum(0)
         squares += rows.square().sum(0)
     mean = total / table.length
-    return Statistics(mean.float(), (squares / table.length - mean.square()).clamp_min(0).sqrt().float())
+    return RowStatistics(mean.float(), (squares / table.length - mean.square()).clamp_min(0).sqrt().float())
 
 
-def _new_rows(name: str, rows: int, seen: Statistics, growth: Growth, dtype: torch.dtype) -> Lazy:
+def _new_rows(name: str, rows: int, seen: RowStatistics, growth: Growth, dtype: torch.dtype) -> Lazy:
     rule = RULES[growth.rule]
     return Lazy.drawn((rows, len(seen.mean)), dtype, lambda g, n: rule(seen, g, n), name, growth.seed)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.tensors import Written, read_json, read_weights, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_file, write_safetensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
 from omni.convert.contract import Foreign, TextConfig, kept_files, match, text_shapes
 from omni.convert.lazy import Lazy, Watch
@@ -269,7 +269,7 @@ def our_name(theirs: str) -> str:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, Written]:
+def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, FileStamp]:
     """Write the text part of a whole model as a folder that transformers loads.
 
     The rows of our special ids are left out, so the vocabulary is the tokenizer's model's again. What the audio streams' pad

@@ -31,7 +31,7 @@ import yaml
 from torch._utils import _rebuild_tensor_v2
 
 from omni.checkpoint.places import TOKENIZER
-from omni.checkpoint.tensors import Written, finite, pieces, read_json, read_torch, state_of, write_file
+from omni.checkpoint.tensors import FileStamp, finite, pieces, read_json, read_torch, state_of, write_file
 from omni.config import ModelConfig
 from omni.convert import whisper as whisper_weights
 from omni.convert.contract import Foreign, check_tokenizer, kept_files, match, one_dtype
@@ -141,7 +141,7 @@ def _whisper(path: Path) -> Foreign:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, Written]:
+def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, FileStamp]:
     """Write a whole model as a folder of mini-omni's, with the encoder as `small.pt`.
 
     That file is one that openai-whisper loads, with a text decoder of no layers (theirs never runs it); the first mini-omni
@@ -168,7 +168,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
     settings = their_settings(config, tied, kept.get(SETTINGS, {}))
     whisper = _openai(source, config.encoder)
     total = sum(t.nbytes for t in (*weights.values(), *whisper.values()))
-    progress = Progress(total, watch)
+    progress = WriteProgress(total, watch)
     with replacing_folder(target, total) as folder:
         files = {WEIGHTS: _save(folder / WEIGHTS, weights, lambda state: state, progress)}
         dims = _dims(config.encoder)
@@ -198,7 +198,7 @@ def _dims(encoder: EncoderConfig) -> dict[str, int]:
     return heard | layers | {"n_vocab": 1, "n_text_ctx": 1, "n_text_state": 1, "n_text_head": 1, "n_text_layer": 0}
 
 
-class Progress:
+class WriteProgress:
     """Bytes written over several files."""
 
     def __init__(self, total: int, watch: Watch | None) -> None:
@@ -210,7 +210,7 @@ class Progress:
             self.watch(self.done, self.total)
 
 
-def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], progress: Progress) -> Written:
+def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], progress: WriteProgress) -> FileStamp:
     with path.open("wb") as handle:
         written = write_archive(handle, tensors, wrap, progress.add)
         handle.flush()
@@ -277,7 +277,7 @@ class _Out(io.RawIOBase):
 
 def write_archive(
     handle: BinaryIO, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], told: Callable[[int], None]
-) -> Written:
+) -> FileStamp:
     """Write `wrap(tensors)` as `torch.save` would, piece by piece.
 
     Args:
@@ -307,7 +307,7 @@ def write_archive(
                     data: Any = piece.contiguous().view(-1).view(torch.uint8).numpy()
                     file.write(memoryview(data))
         archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
-    return Written(out.bytes, out.crc32, tuple(odd))
+    return FileStamp(out.bytes, out.crc32, tuple(odd))
 
 
 def _padding(start: int, name: str) -> bytes:

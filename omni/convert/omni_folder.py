@@ -13,7 +13,7 @@ import torch
 from omni.checkpoint.bounds import check_header
 from omni.checkpoint.folder import listed_files, read_config, stored_extra
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.tensors import Written, copy_file, read_json, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, copy_file, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
 from omni.convert import codecs as codec_weights
 from omni.convert.contract import Foreign, check_tokenizer, match
@@ -53,7 +53,7 @@ def read(path: Path) -> Foreign:
     return Foreign("omni", path, config, tensors, tokenizer, extra=extra, codec_folder=codec if codec.is_dir() else None)
 
 
-def write(source: Foreign, target: Path, watch: Watch | None = None, *, codec: Foreign | None = None) -> dict[str, Written]:
+def write(source: Foreign, target: Path, watch: Watch | None = None, *, codec: Foreign | None = None) -> dict[str, FileStamp]:
     """Write a whole model as a model folder: beside its name, then renamed.
 
     Args:
@@ -72,7 +72,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None, *, codec: F
     shapes = model_shapes(config)
     tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.place)
     check_tokenizer(source.tokenizer, config.layout.text.size, source.place)
-    files: dict[str, Written] = {}
+    files: dict[str, FileStamp] = {}
     with replacing_folder(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, watch)
         files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())

@@ -20,7 +20,7 @@ from omni.diagnostics.checks.gradients import (
 )
 from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.trace.graph import Node, backward_roots, is_inner, is_older, nodes_of
-from omni.diagnostics.trace.held import Held, held_by, shape_of, storage_of, version_of
+from omni.diagnostics.trace.held import HeldTensor, held_by, shape_of, storage_of, version_of
 from omni.diagnostics.trace.scene import Scene
 from omni.diagnostics.trace.source import place_of
 from omni.diagnostics.trace.trace import Changed
@@ -89,12 +89,12 @@ def traced_changes(scene: Scene) -> list[Finding]:
     return found + [finding for finding in written_caches(scene) if finding.place not in caches]
 
 
-def _all_held(scene: Scene) -> Iterable[Held]:
+def _all_held(scene: Scene) -> Iterable[HeldTensor]:
     yield from scene.now()
     yield from held_by(scene.model, parameters=True)
 
 
-def _changed(changed: Changed, held: Held | None, scene: Scene) -> Finding:
+def _changed(changed: Changed, held: HeldTensor | None, scene: Scene) -> Finding:
     saved, writes = changed.saved, changed.writes
     lines = list(dict.fromkeys(write.line for write in writes if write.line is not None))
     places = [place for place in map(place_of, lines) if place is not None]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
-from omni.generate.options import Options
+from omni.generate.options import AnswerOptions
 from omni.generate.prefill import pack, prefill
 from omni.generate.question import NOT_HEARD, Asked, encode_questions, is_finite
 from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
-from omni.generate.rows import Row, Start
+from omni.generate.rows import RunnerRow, Start
 from omni.generate.runner import Runner
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.turn import Reply
@@ -48,7 +48,7 @@ class _Member:
     timings: Timings | None = None
 
 
-class Batch:
+class BatchRunner:
     """Answers questions in batches of rows.
 
     Args:
@@ -62,7 +62,7 @@ class Batch:
         tokenizer: Tokenizer,
         codec: AudioCodec | None,
         sound: bool,
-        options: Options,
+        options: AnswerOptions,
         take: Callable[[int, int], Runner],
         give: Callable[[Runner], None],
     ) -> None:
@@ -167,7 +167,7 @@ class Batch:
         return [self._answer(member) for member in everyone]
 
     @staticmethod
-    def _ended(row: Row, reply: Reply, runner: Runner) -> bool:
+    def _ended(row: RunnerRow, reply: Reply, runner: Runner) -> bool:
         if reply.reason is None and row.position >= runner.length:
             reply.reason = "cache"
         return reply.reason is not None

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from omni.generate.speech_time import PAUSES, Reader, SpeechTime, is_wide
+from omni.generate.speech_time import PAUSES, CharacterReader, SpeechTime, is_wide
 
 WINDOW = 0.01
 """Seconds over which loudness is measured."""
@@ -110,7 +110,7 @@ def place(text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (
 
     Arguments as for `heard_characters`.
     """
-    kinds = Reader().classes(text)
+    kinds = CharacterReader().classes(text)
     begins = [0.0, *accumulate(time.seconds[kind] for kind in kinds)]
     length = begins[len(text.rstrip())]  # the space after the last word is no speech
     start = speech[0][0] if speech else 0.0

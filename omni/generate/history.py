@@ -1,7 +1,7 @@
 """The past of a conversation as columns: what was asked and what of the answers was delivered.
 
 The past is kept as turns. A cache is only a memory of columns that were fed, so what it must hold is laid out
-again from the turns for each question, and compared with what it does hold (`Held`): an answer that was cut short,
+again from the turns for each question, and compared with what it does hold (`CachedHistory`): an answer that was cut short,
 or fed otherwise than the offline layout has it, differs from some column on, and from there it is fed again.
 
 Dimensions: K streams, C columns, N features, W width.
@@ -96,7 +96,7 @@ def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], 
         )
 
 
-class Held:
+class CachedHistory:
     """What row 0 of a cache holds.
 
     Attributes:

@@ -1,6 +1,6 @@
 """How answers are made: sampling, limits and policies, as one frozen value, and the keywords that make one.
 
-Besides the fields of `Options`, calls take the names that transformers and OpenAI have for the sampling of all streams:
+Besides the fields of `AnswerOptions`, calls take the names that transformers and OpenAI have for the sampling of all streams:
 `temperature`, `top_k`, `top_p`, `repetition_penalty` and `do_sample` (`SamplingNames`).
 """
 
@@ -36,7 +36,7 @@ class SamplingNames(TypedDict, total=False):
 
 
 class OptionValues(TypedDict, total=False):
-    """The fields of `Options` as the keywords of a call."""
+    """The fields of `AnswerOptions` as the keywords of a call."""
 
     sampling: SamplingPlan
     seed: int
@@ -52,7 +52,7 @@ class OptionValues(TypedDict, total=False):
 
 
 class Keywords(OptionValues, SamplingNames, total=False):
-    """The keywords that make an `Options`."""
+    """The keywords that make an `AnswerOptions`."""
 
 
 class SessionOptions(Keywords, total=False):
@@ -62,7 +62,7 @@ class SessionOptions(Keywords, total=False):
 
 
 @dataclass(frozen=True)
-class Options:
+class AnswerOptions:
     """How answers are made.
 
     Attributes:
@@ -138,7 +138,7 @@ def check_adapter(name: Any) -> None:
         raise UserError(f"adapter is {repr(name)[:80]}; give the name of one that was loaded, or None")
 
 
-def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ()) -> Options:
+def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ()) -> AnswerOptions:
     """The options that a call's keywords say.
 
     Args:
@@ -163,7 +163,7 @@ def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ())
         raise UserError("max_tokens and max_new_tokens were given together; give one of them")
     if given:
         fields["sampling"] = _sampling(given)
-    return Options(**fields)
+    return AnswerOptions(**fields)
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:

@@ -32,7 +32,7 @@ class Start:
 
 
 @dataclass(eq=False)
-class Row:
+class RunnerRow:
     """A row from its first column until it leaves.
 
     Attributes:
@@ -56,7 +56,7 @@ class Row:
     done: bool = False
 
 
-class Written(NamedTuple):
+class StepOutput(NamedTuple):
     """What one step wrote on one row: the column that is fed next, a finished frame, a text token, whether that was all, and
     whether it means nothing, because logits that it was drawn from are not finite."""
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from omni.cursor import Cursor
-from omni.generate.rows import Row, Start, Written
+from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.sampling import Mode, Sampler
 from omni.kv_cache import KVCache
 from omni.lora.attach import edits_everywhere, names_there, removals
-from omni.lora.selection import Acting, Choice, names_in, using
+from omni.lora.selection import Acting, Selection, names_in, using
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 
@@ -63,7 +63,7 @@ class _Plan(NamedTuple):
 
 
 class _Record(NamedTuple):
-    rows: list[Row | None]
+    rows: list[RunnerRow | None]
     host: Tensor
     event: Any
 
@@ -111,7 +111,7 @@ class Runner:
         self.length = min(length, model.config.decoder.context)
         self.chunk = min(chunk, self.length)
         self.cache = model.make_cache(rows, self.length, chunk=self.chunk)
-        self.rows: list[Row | None] = [None] * rows
+        self.rows: list[RunnerRow | None] = [None] * rows
         device = model.device
         self._cuda = device.type == "cuda"
         self._graph = self._cuda if graph is None else graph and self._cuda
@@ -139,7 +139,7 @@ class Runner:
 
     @_on_device
     @torch.inference_mode()
-    def begin(self, first: int, hidden: Hidden, starts: Sequence[Start]) -> list[Row]:
+    def begin(self, first: int, hidden: Hidden, starts: Sequence[Start]) -> list[RunnerRow]:
         """Put answers into the slots from `first` on and write their first columns.
 
         Args:
@@ -147,7 +147,7 @@ class Runner:
             starts: one per row.
         """
         slots = slice(first, first + len(starts))
-        rows = [Row(first + i, s.position, s.text, s.audio, s.partner, s.acting) for i, s in enumerate(starts)]
+        rows = [RunnerRow(first + i, s.position, s.text, s.audio, s.partner, s.acting) for i, s in enumerate(starts)]
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device)
         for name in Cursor.TENSORS:
             getattr(self._cursor, name)[slots] = getattr(fresh, name)
@@ -186,7 +186,7 @@ class Runner:
         ]
         self._graphs = {plan: self._graphs[plan] for plan in kept}
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: RunnerRow) -> None:
         """Empty the row's slot; what the cache holds stays."""
         if row.live:
             row.live = False
@@ -211,7 +211,7 @@ class Runner:
             self._move(row, slot)
 
     @torch.inference_mode()
-    def _move(self, row: Row, slot: int) -> None:
+    def _move(self, row: RunnerRow, slot: int) -> None:
         source = row.slot
         self.cache.copy_row(source, slot, row.position)
         tensors = [self._column, self._position, self._number, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
@@ -230,7 +230,7 @@ class Runner:
     @_on_device
     @torch.inference_mode()
     def step(self) -> None:
-        """Feed every live row its column and write the next; each must have room (`Row.position < length`)."""
+        """Feed every live row its column and write the next; each must have room (`RunnerRow.position < length`)."""
         live = [row for row in self.rows if row is not None]
         if not live:
             return
@@ -245,7 +245,7 @@ class Runner:
         self._record(plan)
 
     @_on_device
-    def results(self, flush: bool = False) -> list[tuple[Row, Written]]:
+    def results(self, flush: bool = False) -> list[tuple[RunnerRow, StepOutput]]:
         """What the steps wrote since the last call: on a GPU without the newest step, unless `flush` waits for it."""
         late = 1 if self._cuda and not flush else 0
         a, k = self.layout.n_audio, len(self.layout)
@@ -261,7 +261,7 @@ class Runner:
                 has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a :]
                 row.done, row.needs_text, row.needs_audio = bool(done), bool(needs_text), bool(needs_audio)
                 frame = values[k : k + a] if has_frame else None
-                out.append((row, Written(tuple(values[:k]), frame, text if has_text else None, row.done, bool(broken))))
+                out.append((row, StepOutput(tuple(values[:k]), frame, text if has_text else None, row.done, bool(broken))))
         return out
 
     def _plan(self, first: int, stop: int) -> _Plan:
@@ -305,11 +305,11 @@ class Runner:
             self._views[rows] = self.cache.select(range(*rows))
         return self._views[rows]
 
-    def _choice(self, plan: _Plan, first: int, stop: int) -> Choice | None:
+    def _choice(self, plan: _Plan, first: int, stop: int) -> Selection | None:
         """What acts on some slots."""
         if not plan.acting:
             return None
-        return Choice(plan.acting, self._number[first:stop] if plan.mixed else None)
+        return Selection(plan.acting, self._number[first:stop] if plan.mixed else None)
 
     def _write(self, plan: _Plan, hidden: Hidden) -> None:
         """From hidden states [B, 1, W] to the rows' next columns, in place."""

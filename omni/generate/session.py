@@ -28,9 +28,9 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.bounds import check_number
-from omni.generate.history import Exchange, Held, Past, check_room, fit
+from omni.generate.history import CachedHistory, Exchange, Past, check_room, fit
 from omni.generate.messages import Message, messages
-from omni.generate.options import Options
+from omni.generate.options import AnswerOptions
 from omni.generate.prefill import pack, prefill, prefill_fork
 from omni.generate.question import NOT_HEARD, Asked, Question, encode_questions, is_finite, read_question, read_system
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
@@ -65,7 +65,7 @@ class Session:
         tokenizer: Tokenizer,
         codec: AudioCodec | None,
         runner: Runner,
-        options: Options,
+        options: AnswerOptions,
         *,
         past: Past,
         release: Callable[[], None],
@@ -89,7 +89,7 @@ class Session:
         self._lock = threading.RLock()  # over what the history and the last answer are
         self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
         self._closing = False
-        self._held = Held()
+        self._held = CachedHistory()
         _OPEN.add(self)
 
     # --- what a caller does -----------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Session:
 
         Raises:
             UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
-                `Options.overflow`), another answer being made in another thread, an adapter that was removed or
+                `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
                 merged before, or a closed session.
         """
         clock = Clock()

@@ -26,7 +26,7 @@ from omni.edit.attach import Bases, edited_everywhere, lend, lent
 from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.files import check_path
-from omni.generate.batch import Batch, one_each
+from omni.generate.batch import BatchRunner, one_each
 from omni.generate.bounds import check_number
 from omni.generate.messages import History, read_history
 from omni.generate.options import Keywords, SamplingNames, SessionOptions, check_adapter, make_options
@@ -327,7 +327,7 @@ class SpeechLM:
         asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
         options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
-        batch = Batch(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
+        batch = BatchRunner(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         for own in corrections:
             self._bases.check(self.model, own)
         with lent(self.model, corrections) as names, kept(self.model, adapters):

@@ -48,7 +48,7 @@ def is_wide(character: str) -> bool:
     return code >= 0x20000 or any(low <= code <= high for low, high in _WIDE)
 
 
-class Reader:
+class CharacterReader:
     """Goes through a text, in any pieces, and says the class of each character."""
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class SpeechTime:
 
     seconds: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT))
 
-    def durations(self, text: str, reader: Reader | None = None) -> list[float]:
+    def durations(self, text: str, reader: CharacterReader | None = None) -> list[float]:
         """Seconds of each character of a text, or of the next piece that `reader` goes through."""
-        return [self.seconds[kind] for kind in (reader or Reader()).classes(text)]
+        return [self.seconds[kind] for kind in (reader or CharacterReader()).classes(text)]
 
     def plain(self) -> dict[str, Any]:
         """As it is stored, rounded to tenths of a millisecond."""
@@ -129,7 +129,7 @@ def estimate(spoken: Iterable[tuple[str, float]]) -> SpeechTime | None:
     rows = [(text, seconds) for text, seconds in spoken if text.strip() and 0 < seconds < math.inf]
     if not rows:
         return None
-    found = [Counter(Reader().classes(text.strip())) for text, _ in rows]
+    found = [Counter(CharacterReader().classes(text.strip())) for text, _ in rows]
     counts = torch.tensor([[1.0, *(one[name] for name in DEFAULT)] for one in found], dtype=torch.float64)
     seconds = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
     default = torch.tensor([0.0, *DEFAULT.values()], dtype=torch.float64)

@@ -16,8 +16,8 @@ from omni.codec.base import AudioCodec
 from omni.generate.heard import Loudness, heard_characters
 from omni.generate.history import Exchange, Key
 from omni.generate.results import AudioChunk, Clock, Reason, TextDelta, Timings
-from omni.generate.rows import Row, Written
-from omni.generate.speech_time import Reader, SpeechTime
+from omni.generate.rows import RunnerRow, StepOutput
+from omni.generate.speech_time import CharacterReader, SpeechTime
 from omni.generate.stop import StopText
 from omni.layout import Layout
 from omni.tasks import Columns, Task, find_task
@@ -56,7 +56,7 @@ class Running:
     encode: float
     release: Callable[[], None]
     prefill: float = 0.0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[RunnerRow] = field(default_factory=list)
     busy: bool = False
     worker: int = 0
     cancelled: bool = False
@@ -238,9 +238,9 @@ class Reply:
         self._sound = codec.stream() if codec is not None and task.audio else None
         self._sample_rate = codec.sample_rate if codec is not None else 0
         self._samples = 0  # given out so far
-        self.time, self._reader, self._said = time or SpeechTime(), Reader(), 0.0
+        self.time, self._reader, self._said = time or SpeechTime(), CharacterReader(), 0.0
 
-    def write(self, written: Written) -> list[TextDelta | AudioChunk]:
+    def write(self, written: StepOutput) -> list[TextDelta | AudioChunk]:
         """Take what a step wrote; the text and the sound that became known with it."""
         events: list[TextDelta | AudioChunk] = []
         if self.reason is not None:  # a step that was under way when the answer ended

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
 from omni.lora.layer import LowRank
-from omni.lora.selection import Acting, Active, Choice, current
+from omni.lora.selection import Acting, Active, Selection, current
 from omni.model.linears import TEXT_HEAD, linears_of
 from omni.patterns import match_names
 
@@ -340,7 +340,7 @@ def _merged(names: Sequence[str]) -> UserError:
     return UserError(f"{', '.join(names)} {one} merged into the weights, for all rows; unmerge first")
 
 
-def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | str = "cpu") -> Choice | None:
+def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | str = "cpu") -> Selection | None:
     """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
     name, or some are merged into the weights."""
     wanted = list(dict.fromkeys(acting for acting in rows if acting is not None))
@@ -352,9 +352,9 @@ def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | s
     if not wanted:
         return None
     if len(wanted) == 1 and None not in rows:
-        return Choice((wanted[0],))
+        return Selection((wanted[0],))
     numbers = [0 if acting is None else wanted.index(acting) + 1 for acting in rows]
-    return Choice(tuple(wanted), torch.tensor(numbers, device=device))
+    return Selection(tuple(wanted), torch.tensor(numbers, device=device))
 
 
 def _adapters_in(rows: Sequence[Acting]) -> list[str]:

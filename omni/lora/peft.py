@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from omni.checkpoint.tensors import Written, read_json, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import our_name, their_name
@@ -82,7 +82,7 @@ def save_adapter(
     *,
     names: Literal["omni", "transformers"] = "omni",
     base: str | None = None,
-) -> dict[str, Written]:
+) -> dict[str, FileStamp]:
     """Write an adapter as a folder that PEFT loads: beside its name, then renamed.
 
     Args:

@@ -41,7 +41,7 @@ def names_in(acting: Acting) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What acts by row.
 
     Attributes:
@@ -52,25 +52,25 @@ class Choice:
     names: tuple[Acting, ...]
     index: Tensor | None = None
 
-    def rows(self, rows: slice) -> Choice:
+    def rows(self, rows: slice) -> Selection:
         """Of some rows only."""
-        return self if self.index is None else Choice(self.names, self.index[rows])
+        return self if self.index is None else Selection(self.names, self.index[rows])
 
     def only(self, number: int, x: Tensor) -> Tensor:
         """x [B, ...], zero in all rows but those of a number."""
         return x if self.index is None else torch.where((self.index == number).view(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
-_CHOICE: ContextVar[Choice | None] = ContextVar("adapters", default=None)
+_CHOICE: ContextVar[Selection | None] = ContextVar("adapters", default=None)
 
 
-def current() -> Choice | None:
+def current() -> Selection | None:
     """The choice of the block that runs."""
     return _CHOICE.get()
 
 
 @contextmanager
-def using(choice: Choice | None) -> Iterator[None]:
+def using(choice: Selection | None) -> Iterator[None]:
     """Adapters by row instead of the model's own choice, in this thread; None leaves that as it is. No gradients are recorded:
     this serves generation (backward would recompute a checkpointed part without the choice)."""
     if choice is None:

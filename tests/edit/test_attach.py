@@ -13,7 +13,7 @@ from omni.edit.attach import LentDelta, edited_everywhere, lend, lent
 from omni.edit.deltas import Edits, edited
 from omni.edit.linears import find_linears
 from omni.lora.attach import _add, low_rank, take_back
-from omni.lora.selection import Choice, using
+from omni.lora.selection import Selection, using
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, some_edits
 
@@ -34,7 +34,7 @@ def test_rows_that_name_lent_edits_have_them(model, name, rank):
                 wanted.append(all_logits(model, ids))
         with lent(model, [edits[0], None, edits[1], edits[0]]) as names:
             assert names[1] is None and names[0] == names[3] != names[2]
-            choice = Choice(((None, names[0]), (None, names[2])), torch.tensor([2, 0, 1]))
+            choice = Selection(((None, names[0]), (None, names[2])), torch.tensor([2, 0, 1]))
             with using(choice):
                 got = all_logits(model, ids)
             assert torch.equal(all_logits(model, ids), plain)
@@ -51,7 +51,7 @@ def test_what_was_lent_first_may_be_taken_back_first(model, name):
             wanted = all_logits(model, ids)
         first, second = lend(model, one), lend(model, two)
         take_back(model, first)
-        with using(Choice(((None, second),))):
+        with using(Selection(((None, second),))):
             assert_near(all_logits(model, ids), wanted, 1e-5)
         take_back(model, second)
     assert list(model.state_dict()) == state and [n for n, _ in model.named_modules()] == modules

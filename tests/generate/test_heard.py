@@ -14,7 +14,7 @@ from omni.checkpoint.places import CONFIG
 from omni.errors import UserError
 from omni.generate.heard import Loudness, heard_characters, matched, place, words
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.speech_time import DEFAULT, EXTRA, Reader, SpeechTime, estimate
+from omni.generate.speech_time import DEFAULT, EXTRA, CharacterReader, SpeechTime, estimate
 from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import make_model
@@ -24,13 +24,23 @@ TEXTS = ["Yes, in 2000. And 1,500 more: so be it!", "\u4f60\u597d\uff0c\u4e16\u7
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_classes_do_not_depend_on_the_pieces(text: str) -> None:
-    reader = Reader()
-    assert [kind for piece in text for kind in reader.classes(piece)] == Reader().classes(text)
+    reader = CharacterReader()
+    assert [kind for piece in text for kind in reader.classes(piece)] == CharacterReader().classes(text)
 
 
 def test_pauses_stand_between_sentences_and_not_at_the_end() -> None:
-    assert Reader().classes("A. B, 20.") == ["letter", "other", "stop", "letter", "other", "comma", "digit", "zero", "other"]
-    assert Reader().classes("\u4f60\uff0c\u597d\u3002") == ["wide", "comma", "wide", "stop"]
+    assert CharacterReader().classes("A. B, 20.") == [
+        "letter",
+        "other",
+        "stop",
+        "letter",
+        "other",
+        "comma",
+        "digit",
+        "zero",
+        "other",
+    ]
+    assert CharacterReader().classes("\u4f60\uff0c\u597d\u3002") == ["wide", "comma", "wide", "stop"]
 
 
 def test_words_are_split_at_spaces_or_character_by_character() -> None:
@@ -98,7 +108,7 @@ SLOW = "One, two. Three four five six seven eight, nine ten."
 
 def said(pace: float, start: float) -> tuple[list[float], list[tuple[float, float]], float]:
     """When each character begins at another pace than estimated, and the stretches of speech that this makes."""
-    times, kinds = place(SLOW, SpeechTime()), Reader().classes(SLOW)
+    times, kinds = place(SLOW, SpeechTime()), CharacterReader().classes(SLOW)
     times = [start + pace * t for t in times]
     marks = [i for i, kind in enumerate(kinds) if kind in ("comma", "stop")]
     borders = [start, *[t for i in marks for t in (times[i], times[i + 1])], times[-1]]

@@ -10,7 +10,7 @@ import torch
 
 from omni.errors import UserError
 from omni.generate.history import Exchange
-from omni.generate.options import Options, make_options
+from omni.generate.options import AnswerOptions, make_options
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.speech_lm import SpeechLM
@@ -198,6 +198,8 @@ def test_an_end_gives_what_a_stop_held_back(lm: SpeechLM) -> None:
 
 
 def test_options_fit_a_line() -> None:
-    full = Options({"text": Sampling(0.7, 50, 0.9, 1.2), "audio": Sampling(0.8, 50, 0.95, 1.1)}, 3, 20.0, 100, stop="x" * 200)
-    assert len(repr(full)) <= 120 and repr(Options()) == "Options()"
-    assert repr(Options(Sampling(0.7), seed=4)) == "Options(sampling=Sampling(temperature=0.7), seed=4)"
+    full = AnswerOptions(
+        {"text": Sampling(0.7, 50, 0.9, 1.2), "audio": Sampling(0.8, 50, 0.95, 1.1)}, 3, 20.0, 100, stop="x" * 200
+    )
+    assert len(repr(full)) <= 120 and repr(AnswerOptions()) == "Options()"
+    assert repr(AnswerOptions(Sampling(0.7), seed=4)) == "Options(sampling=Sampling(temperature=0.7), seed=4)"

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.cursor import Cursor
 from omni.generate.prefill import pack, prefill, prefill_fork
-from omni.generate.rows import Row, Start, Written
+from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY, Sampling, per_stream, seed_key
 from omni.layout import Layout
@@ -33,7 +33,7 @@ def start(layout: Layout, which: int, sampling: Sampling = GREEDY) -> Start:
     return Start(task.text, task.audio, length - 1, per_stream(layout, sampling), seed_key(which))
 
 
-def begin(runner: Runner, which: Sequence[int], first: int = 0, sampling: Sampling = GREEDY) -> list[Row]:
+def begin(runner: Runner, which: Sequence[int], first: int = 0, sampling: Sampling = GREEDY) -> list[RunnerRow]:
     layout = runner.layout
     packed = pack(layout, [ask(layout, i) for i in which], [])
     rows = range(first, first + len(which))
@@ -41,13 +41,13 @@ def begin(runner: Runner, which: Sequence[int], first: int = 0, sampling: Sampli
     return runner.begin(first, hidden, [start(layout, i, sampling) for i in which])
 
 
-def slow(model: SpeechModel, which: int, steps: int) -> list[Written]:
+def slow(model: SpeechModel, which: int, steps: int) -> list[StepOutput]:
     """Greedy generation of one row by a plain forward over everything before each column."""
     layout, a = model.layout, model.layout.n_audio
     columns, allowed = ask(layout, which), layout.allowed()
     tokens, begun = columns.tokens, start(layout, which)
     cursor = Cursor.start(layout, [begun.text], [begun.audio])
-    out: list[Written] = []
+    out: list[StepOutput] = []
     while len(out) < steps and not (out and out[-1].done):
         logits = last_logits(model, tokens, None, torch.full((tokens.shape[1],), -1))
         ids = [int(x.masked_fill(~allowed[k, : len(x)], float("-inf")).argmax()) for k, x in enumerate(logits)]
@@ -55,12 +55,12 @@ def slow(model: SpeechModel, which: int, steps: int) -> list[Written]:
         tokens = torch.cat([tokens, push.column.T], dim=1)
         frame = push.frame[0].tolist() if push.has_frame[0] else None
         text = int(push.text) if push.has_text[0] else None
-        out.append(Written(tuple(push.column[0].tolist()), frame, text, bool(push.done)))
+        out.append(StepOutput(tuple(push.column[0].tolist()), frame, text, bool(push.done)))
     assert a == len(tokens) - 1
     return out
 
 
-def collect(runner: Runner, said: dict[Row, list[Written]], steps: int) -> dict[Row, list[Written]]:
+def collect(runner: Runner, said: dict[RunnerRow, list[StepOutput]], steps: int) -> dict[RunnerRow, list[StepOutput]]:
     """Step until every row has written `steps` columns, or is done."""
     while True:
         for row, written in runner.results():
@@ -96,7 +96,7 @@ def test_rows_join_and_leave_between_steps(model: SpeechModel) -> None:
     """Rows that come while others are being written, into slots that others have left, write what they write alone."""
     for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, top_k=6, repetition_penalty=1.3)):
         runner = Runner(model, 3, 60)
-        said: dict[Row, list[Written]] = {}
+        said: dict[RunnerRow, list[StepOutput]] = {}
         order = [*begin(runner, [0, 1], sampling=sampling)]
         todo = [2, 3, 0]
         while any(runner.rows):
@@ -241,7 +241,7 @@ def test_moving_up_keeps_what_a_row_says() -> None:
     runner = Runner(model, 4, 80)
     rows = begin(runner, range(4))
     runner.step()
-    said: dict[Row, list[Written]] = {row: [] for row in rows}
+    said: dict[RunnerRow, list[StepOutput]] = {row: [] for row in rows}
     for row, written in runner.results():
         said[row].append(written)
     runner.leave(rows[0])

@@ -16,7 +16,7 @@ from omni.audio.io import audio_info, read_audio, write_wav
 from omni.checkpoint.folder import save_folder
 from omni.codec.registry import register
 from omni.errors import UserError
-from omni.generate.options import Options, OptionValues
+from omni.generate.options import AnswerOptions, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.speech_lm import SpeechLM
@@ -162,7 +162,7 @@ def test_answers_can_be_compared(lm: SpeechLM) -> None:
 
 
 def test_options_of_a_session_are_those_of_a_single_question(lm: SpeechLM) -> None:
-    assert set(OptionValues.__annotations__) == {f.name for f in dataclasses.fields(Options)}
+    assert set(OptionValues.__annotations__) == {f.name for f in dataclasses.fields(AnswerOptions)}
     answer = lm.generate("hello", "T1A2", context=16, max_seconds=2.0)
     assert answer.ended == "cache"
     last = list(lm.stream("hello", "T1A2", context=16, max_seconds=2.0, overflow="forget"))[-1]

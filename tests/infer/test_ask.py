@@ -16,7 +16,7 @@ import torch
 
 from infer.ask import follow
 from infer.audio_out import Outputs, PipeOutput, WavOutput
-from infer.timing import Meter
+from infer.timing import AnswerMeter
 from omni.audio.io import pcm16, read_audio
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
@@ -216,7 +216,7 @@ def test_every_chunk_is_written_before_the_next_is_made(tmp_path, capsys):
 
     with Outputs([WavOutput(tmp_path / "a.wav", 8000), PipeOutput(pipe)]) as outputs:
         pieces: list[str] = []
-        figures, ended = follow(events(), Meter(8000), outputs, sys.stdout, pieces)
+        figures, ended = follow(events(), AnswerMeter(8000), outputs, sys.stdout, pieces)
     assert [pipe for _, pipe, _ in seen] == [2 * 8192 * n for n in (1, 2, 3, 4)]
     sizes = [file for file, _, _ in seen]
     assert sizes == sorted(set(sizes)) and sizes[0] > 44  # the file grows with every chunk

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infer.bench import bench as bench_module
-from infer.bench.memory_rate import HighWater, Reader
+from infer.bench.memory_rate import HighWater, WeightReader
 from infer.bench.random_model import TimedCodec, random_lm, random_model
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
 from omni.codec.snac import SnacCodec
@@ -110,7 +110,7 @@ def test_a_tied_text_head_is_read_though_it_is_a_table():
 
 def test_every_reader_reads_every_element():
     matrices = [torch.rand(5, 7) + 0.1, torch.rand(3, 2) + 0.1]
-    reader = Reader(matrices)
+    reader = WeightReader(matrices)
     assert reader.bytes == 4 * 41
     from infer.bench.memory_rate import _READERS
 
@@ -173,8 +173,8 @@ def test_the_command_measures_a_folder(folder, run):
 @pytest.mark.parametrize(("name", "value", "met"), [("steps / readings", 0.9, True), ("steps / readings", 0.7, False),
                                                     ("first exact sample", 0.9, False), ("memory", 0.7, True)])  # fmt: skip
 def test_targets_are_met_from_the_right_side(name, value, met):
-    assert bench_module.Row(name, value, target=0.8).met is met
-    assert bench_module.Row(name, value).met is None
+    assert bench_module.FigureRow(name, value, target=0.8).met is met
+    assert bench_module.FigureRow(name, value).met is None
 
 
 def test_a_bad_question_is_found_before_a_model_is_built(configs, run, monkeypatch):

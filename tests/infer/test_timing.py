@@ -7,7 +7,7 @@ import random
 import pytest
 
 from infer import timing as playback
-from infer.timing import Figures, Meter, Player
+from infer.timing import AnswerMeter, Figures, Player
 
 
 def slow_player(arrivals: list[tuple[int, int]], rate: int) -> int:
@@ -49,7 +49,7 @@ class FakeClock:
 
 def test_the_meter_takes_first_times_and_the_whole(monkeypatch):
     monkeypatch.setattr(playback, "Clock", FakeClock)
-    meter = Meter(8000)
+    meter = AnswerMeter(8000)
     for now, samples in ((0.2, 0), (0.3, 4000), (0.5, 0), (0.9, 4000), (1.2, 8000)):
         meter.clock.seconds = now
         if samples:

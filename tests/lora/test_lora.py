@@ -16,7 +16,7 @@ from omni.lora import attach as lora
 from omni.lora.attach import activate, active_names, add_adapter, attach, choice_of, remove_adapter
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter
-from omni.lora.selection import Choice, using
+from omni.lora.selection import Selection, using
 from omni.lora.weights import base_checksum, merge, merged_state, unmerge, weights_of
 from omni.model.decoder import Decoder
 from omni.model.quantize import dense_weight, quantize
@@ -232,13 +232,13 @@ def test_several_adapters_add_up_and_rows_choose() -> None:
         none = model(text)
         assert torch.equal(none, Ours(mistral())(text))
         assert not torch.allclose(both, alone["default"]) and not torch.allclose(alone["default"], alone["other"])
-        with using(Choice(("other", "default"), torch.tensor([2, 0, 1]))):
+        with using(Selection(("other", "default"), torch.tensor([2, 0, 1]))):
             mixed = model(text)
-        with using(Choice(("other",))):
+        with using(Selection(("other",))):
             assert_near(model(text), alone["other"], 1e-6)
     for row, wanted in enumerate((alone["default"], none, alone["other"])):
         assert_near(mixed[row], wanted[row], 1e-6, f"row {row}")
-    with using(Choice(("other",))):
+    with using(Selection(("other",))):
         assert not model(text).requires_grad  # backward would recompute without the choice
     assert model(text).requires_grad
     with pytest.raises(UserError, match="no adapter 'thrid'; the model's adapters are default, other"):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from train.balance import by_losses
 from train.balance.bilevel import Bilevel
-from train.balance.chooser import RULES, Chooser, Report, summed
+from train.balance.chooser import RULES, BalanceReport, Chooser, summed
 from train.balance.config import BalanceConfig
 from train.balance.rows import Rows, Sum, alone, flat, is_sharded, mixed, put_gradients, take_gradients
 from train.balance.section import BILEVEL
@@ -48,7 +48,7 @@ class Balancer(Chooser):
         probe.load_state_dict(self.state_dict())
         return probe.choose(torch.ones(len(self.tasks), dtype=torch.float64), None)[0].weights
 
-    def weights(self, losses: Tensor | Sequence[Tensor], counts: Tensor | None = None, reduce: Sum = alone) -> Report:
+    def weights(self, losses: Tensor | Sequence[Tensor], counts: Tensor | None = None, reduce: Sum = alone) -> BalanceReport:
         """The weights of a step, by its losses [m] alone; the state moves on.
 
         Args:
@@ -59,7 +59,7 @@ class Balancer(Chooser):
             raise ValueError(f"{self.config.method} is at level {self.config.at}: it has no weights without gradients")
         return self.choose(summed(losses, reduce), counts)[1]
 
-    def total(self, losses: Sequence[Tensor] | Tensor, report: Report) -> Tensor:
+    def total(self, losses: Sequence[Tensor] | Tensor, report: BalanceReport) -> Tensor:
         """What to call `backward` on: the weighted sum of the present tasks' losses."""
         parts = [w * loss for w, loss in zip(report.weights.tolist(), losses, strict=True) if w != 0]
         return torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0
@@ -86,7 +86,7 @@ class Balancer(Chooser):
         counts: Tensor | None = None,
         others: Sequence[Tensor | Sequence[Tensor]] = (),
         features: Sequence[Tensor] = (),
-    ) -> Report:
+    ) -> BalanceReport:
         """Fill `grad` of the shared and the own parameters from losses [m] whose graph allows several backward passes.
 
         Gradients are summed over processes here (sharded parameters are refused: use `gather`).
@@ -124,7 +124,7 @@ class Balancer(Chooser):
             put_gradients(own, mixed(self._own(report), tables[0][here.to(tables[0].device)][:, width:]))
         return report
 
-    def _own(self, report: Report) -> Tensor:
+    def _own(self, report: BalanceReport) -> Tensor:
         """What the present tasks' gradients of the own parameters are multiplied by, [k]; 1 where the row is zero, so that no
         weight was chosen."""
         weights = torch.where(report.zero == 1, 1.0, report.weights)[report.absent == 0]
@@ -140,7 +140,7 @@ class Balancer(Chooser):
         own: Sequence[nn.Parameter],
         features: Sequence[Tensor],
         reduce: Sum,
-    ) -> Report:
+    ) -> BalanceReport:
         """Rows from the features' gradients, then one backward of their combination into what lies below."""
         if not features:
             raise ValueError("level features needs the shared representations")
@@ -236,7 +236,7 @@ class Balancer(Chooser):
         counts: Tensor | None = None,
         others: Sequence[Rows] = (),
         scale: float = 1.0,
-    ) -> Report:
+    ) -> BalanceReport:
         """Put the combined gradient, times `scale`, into `grad`: of what `gather` returned (`others`: of further batches)."""
         choice, report = self.choose(summed(losses, reduce), counts, rows, tuple(others))
         here = report.absent == 0

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.balance.chooser import Chooser, Report, summed
+from train.balance.chooser import BalanceReport, Chooser, summed
 from train.balance.rows import Rows, Sum, alone, is_sharded, local, put_gradients, take_gradients
 from train.balance.solvers import like, on_simplex, quadratic, solved, to_array
 
@@ -45,7 +45,7 @@ class Bilevel(Chooser):
         reduce: Sum = alone,
         run: Callable[[Tensor], None] = torch.Tensor.backward,
         settled: Callable[[], None] = lambda: None,
-    ) -> Report:
+    ) -> BalanceReport:
         """One step of the weights; the report is of the weights after it, and of the outer gradients.
 
         Args:
@@ -63,7 +63,7 @@ class Bilevel(Chooser):
         m = len(self.tasks)
         return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64))
 
-    def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> Report:
+    def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> BalanceReport:
         """Adam on the logits [k], and the report."""
         self._logits()
         given = self.given(torch.ones(len(present), dtype=torch.float64), present, rows, ())
@@ -77,9 +77,9 @@ class Bilevel(Chooser):
             norms = gramian.diagonal().clamp_min(0).sqrt()
             cosines = (gramian / (norms[:, None] * norms).clamp_min(1e-300)).clamp(-1, 1)
         weights = torch.where(present, self._logits().softmax(0), 0.0)
-        return Report(weights, norms.float(), cosines.float(), (~present).long(), torch.zeros(m, dtype=torch.int64))
+        return BalanceReport(weights, norms.float(), cosines.float(), (~present).long(), torch.zeros(m, dtype=torch.int64))
 
-    def _autolambda(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
+    def _autolambda(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> BalanceReport:
         """Auto-Lambda (Liu et al. 2022): the gradient through one step of the weights, by a central difference of 0.01."""
         weights = self.ahead()
         step, losses = work.gradient(inner, weights)
@@ -100,7 +100,7 @@ class Bilevel(Chooser):
         shares = weights[present]
         return self._step(-lr * shares * (change - (weights[present] * change).sum()), present, None)
 
-    def _moml(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
+    def _moml(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> BalanceReport:
         """Multi-objective meta learning (Ye et al. 2021) of one inner step: every outer loss's gradient by the logits, of which
         the element of least norm in the hull of their directions is followed."""
         rate, weights = self.config.values["inner_lr"], self.ahead()
@@ -117,7 +117,7 @@ class Bilevel(Chooser):
         chosen = solved(on_simplex, table @ table.T) if len(table) else table.new_zeros(0)
         return self._step(chosen @ table, present, above)
 
-    def _forum(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> Report:
+    def _forum(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> BalanceReport:
         """FORUM (Ye et al. 2024): first-order, over weights and parameters at once.
 
         q is how far the parameters are from the end of the inner steps; the direction follows the outer gradients, with a share

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torchjd.aggregation import AlignedMTLWeighting, IMTLGWeighting, PCGradWeighting, UPGradWeighting
 
-from train.balance.given import Choice, Given
+from train.balance.given import Given, MethodChoice
 from train.balance.solvers import Projector, fair, on_simplex, solved
 from train.balance.solvers import cagrad as cagrad_dual
 
 
-def mgda(given: Given) -> Choice:
+def mgda(given: Given) -> MethodChoice:
     """The element of least norm in the gradients' convex hull (Sener and Koltun 2018), exactly.
 
     `normalize` divides each gradient by its norm (l2), its loss, or both (loss+) before the weights are sought.
@@ -22,16 +22,16 @@ def mgda(given: Given) -> Choice:
         size = size * gramian.diagonal().clamp_min(1e-24).sqrt()
     if kind in ("loss", "loss+"):
         size = size * given.losses.clamp_min(1e-12)
-    return Choice(solved(on_simplex, gramian / size[:, None] / size))
+    return MethodChoice(solved(on_simplex, gramian / size[:, None] / size))
 
 
-def pcgrad(given: Given) -> Choice:
+def pcgrad(given: Given) -> MethodChoice:
     """Projecting conflicting gradients (Yu et al. 2020)."""
     with given.drawing():
-        return Choice(PCGradWeighting()(given.rows.gramian()))
+        return MethodChoice(PCGradWeighting()(given.rows.gramian()))
 
 
-def cagrad(given: Given) -> Choice:
+def cagrad(given: Given) -> MethodChoice:
     """Conflict-averse gradient descent (Liu et al. 2021); `rescale` 1 divides by 1 + c^2, 2 by 1 + c.
 
     No step is taken where a combination of the gradients vanishes.
@@ -42,41 +42,41 @@ def cagrad(given: Given) -> Choice:
     weights = torch.full_like(w, 1 / len(w)) + c * mean / norm.clamp_min(1e-300) * w
     if norm <= 1e-6 * gramian.diagonal().max().sqrt():
         weights = torch.zeros_like(w)
-    return Choice(weights / (1.0, 1 + c * c, 1 + c)[given.settings["rescale"]])
+    return MethodChoice(weights / (1.0, 1 + c * c, 1 + c)[given.settings["rescale"]])
 
 
-def nashmtl(given: Given) -> Choice:
+def nashmtl(given: Given) -> MethodChoice:
     """Nash-MTL (Navon et al. 2022): G a = 1 / a; the direction is clipped at `max_norm` (0: not at all)."""
     gramian, most = given.rows.gramian(), given.settings["max_norm"]
     weights = solved(fair, gramian, 1.0)
     norm = (weights @ gramian @ weights).clamp_min(0).sqrt()
-    return Choice(weights * (most / (norm + 1e-6)).clamp_max(1) if most > 0 else weights)
+    return MethodChoice(weights * (most / (norm + 1e-6)).clamp_max(1) if most > 0 else weights)
 
 
-def imtlg(given: Given) -> Choice:
+def imtlg(given: Given) -> MethodChoice:
     """Impartial multi-task learning, by gradients (Liu et al. 2021): equal projections on every gradient."""
     gramian = given.rows.gramian()
     size = gramian.diagonal().max()  # TorchJD's gives none to gradients longer than 1e12
-    return Choice(IMTLGWeighting()(gramian / size if size > 0 else gramian))
+    return MethodChoice(IMTLGWeighting()(gramian / size if size > 0 else gramian))
 
 
-def alignedmtl(given: Given) -> Choice:
+def alignedmtl(given: Given) -> MethodChoice:
     """Independent component alignment (Senushkin et al. 2023)."""
-    return Choice(AlignedMTLWeighting(scale_mode=given.settings["scale"])(given.rows.gramian()))
+    return MethodChoice(AlignedMTLWeighting(scale_mode=given.settings["scale"])(given.rows.gramian()))
 
 
-def fairgrad(given: Given) -> Choice:
+def fairgrad(given: Given) -> MethodChoice:
     """FairGrad (Ban and Ji 2024): G w = w ** (-1 / alpha)."""
-    return Choice(solved(fair, given.rows.gramian(), 1 / given.settings["alpha"]))
+    return MethodChoice(solved(fair, given.rows.gramian(), 1 / given.settings["alpha"]))
 
 
-def upgrad(given: Given) -> Choice:
+def upgrad(given: Given) -> MethodChoice:
     """Unconflicting projection of gradients (Quinton and Rey 2024): the mean of the rows, each projected onto the dual cone."""
     projector = Projector(given.settings["norm_eps"], given.settings["reg_eps"])
-    return Choice(UPGradWeighting(projector=projector)(given.rows.gramian()))
+    return MethodChoice(UPGradWeighting(projector=projector)(given.rows.gramian()))
 
 
-def graddrop(given: Given) -> Choice:
+def graddrop(given: Given) -> MethodChoice:
     """Gradient sign dropout (Chen et al. 2020, algorithm 1): each channel keeps the gradients of one sign, drawn by its purity.
 
     The rows are gradients times the features' signs, summed over positions, [k, C]; all `leak` of the rest passes.
@@ -86,7 +86,7 @@ def graddrop(given: Given) -> Choice:
     draw = torch.rand(purity.shape, generator=given.generator()).to(purity)
     kept = torch.where(purity > draw, rows > 0, (purity < draw) & (rows < 0)).to(rows)
     factors = leak + (1 - leak) * kept
-    return Choice(_mean(factors), factors=factors)
+    return MethodChoice(_mean(factors), factors=factors)
 
 
 def _mean(factors: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torchjd.aggregation import GradVacWeighting, MoDoWeighting, SDMGradWeighting
 
-from train.balance.given import Choice, Given
+from train.balance.given import Given, MethodChoice
 
 
-def gradnorm(given: Given) -> Choice:
+def gradnorm(given: Given) -> MethodChoice:
     """GradNorm (Chen et al. 2018): weights k softmax(s), s learnt by Adam.
 
     s makes the weighted norms alike, but for how fast each task learns: the target of a task's norm is the mean norm times
@@ -28,10 +28,10 @@ def gradnorm(given: Given) -> Choice:
         target = weighted.mean() * (speed / speed.mean().clamp_min(1e-12)) ** alpha
         (gradient,) = torch.autograd.grad((weighted - target.detach()).abs().sum(), logits)
     given.adam("logits", gradient, 0.0, lr)
-    return Choice(weights.detach())
+    return MethodChoice(weights.detach())
 
 
-def excessmtl(given: Given) -> Choice:
+def excessmtl(given: Given) -> MethodChoice:
     """ExcessMTL (He et al. 2024): weights grow exponentially with a task's excess risk.
 
     The risk is g' diag(sum of g^2)^(-1/2) g, over that of the task's first step.
@@ -47,10 +47,10 @@ def excessmtl(given: Given) -> Choice:
     grown = (weights.clamp_min(1e-30).log() + power).softmax(0) * weights.sum()  # its exponentials overflow
     given.set("first", torch.where(new, risk, begun))
     given.set("weights", grown)
-    return Choice(grown)
+    return MethodChoice(grown)
 
 
-def dbmtl(given: Given) -> Choice:
+def dbmtl(given: Given) -> MethodChoice:
     """Dual-balancing (Lin et al. 2023): gradients of log losses, smoothed, all as long as the longest."""
     rows = given.rows.times(1 / (given.losses + 1e-8)).values
     rate = (given.settings["beta"] / given.count() ** given.settings["sigma"]).to(rows)[:, None]
@@ -59,10 +59,10 @@ def dbmtl(given: Given) -> Choice:
     given.set("smooth", smooth)
     norms = given.rows.statistic(smooth.square().sum(1)).sqrt()
     weights = norms.max() / (norms + 1e-8)
-    return Choice(weights, direction=weights.to(smooth) @ smooth)
+    return MethodChoice(weights, direction=weights.to(smooth) @ smooth)
 
 
-def moco(given: Given) -> Choice:
+def moco(given: Given) -> MethodChoice:
     """MoCo (Fernando et al. 2023): weights by gradients that are tracked with momentum.
 
     Each gradient is made as long as its loss; weights are the softmax of one descent step on the tracked gradients' norm.
@@ -76,28 +76,28 @@ def moco(given: Given) -> Choice:
     gramian = rows.statistic(tracked @ tracked.T) + s["rho"] * torch.eye(len(weights), dtype=torch.float64)
     weights = (weights - s["gamma"] / steps ** s["gamma_sigma"] * (gramian @ weights)).softmax(0)
     given.set("weights", weights)
-    return Choice(weights, direction=weights.to(tracked) @ tracked)
+    return MethodChoice(weights, direction=weights.to(tracked) @ tracked)
 
 
-def gradvac(given: Given) -> Choice:
+def gradvac(given: Given) -> MethodChoice:
     """Gradient vaccine (Wang et al. 2021): pairs are turned towards the cosine they have had on average."""
     gramian, method = given.rows.gramian(), GradVacWeighting(beta=given.settings["beta"])
-    return Choice(_with(given, method, gramian, "_phi_t", given.get("cosines", 0.0, pairs=True), "cosines"))
+    return MethodChoice(_with(given, method, gramian, "_phi_t", given.get("cosines", 0.0, pairs=True), "cosines"))
 
 
-def sdmgrad(given: Given) -> Choice:
+def sdmgrad(given: Given) -> MethodChoice:
     """SDMGrad (Xiao, Ban and Ji 2023): weights by two independent batches, for the gradients of a third."""
     s = given.settings
     method = SDMGradWeighting(lr=s["lr"], momentum=0.5, n_iter=s["steps"], lambda_=s["preference"])
     matrix, weights = given.others[0].gramian(given.others[1]), _on_simplex(given)
-    return Choice(_with(given, method, matrix, "_w", weights, "weights"))
+    return MethodChoice(_with(given, method, matrix, "_w", weights, "weights"))
 
 
-def modo(given: Given) -> Choice:
+def modo(given: Given) -> MethodChoice:
     """MoDo (Chen et al. 2023): a projected gradient step on the weights by two independent batches, for a third."""
     method = MoDoWeighting(gamma=given.settings["gamma"], rho=given.settings["rho"])
     matrix, weights = given.others[0].gramian(given.others[1]), _on_simplex(given)
-    return Choice(_with(given, method, matrix, "_lambda", weights, "weights"))
+    return MethodChoice(_with(given, method, matrix, "_lambda", weights, "weights"))
 
 
 def _on_simplex(given: Given) -> Tensor:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from train.balance.given import Choice, Given
+from train.balance.given import Given, MethodChoice
 
 TINY = 1e-20
 
 
-def equal(given: Given) -> Choice:
-    return Choice(torch.ones_like(given.losses))
+def equal(given: Given) -> MethodChoice:
+    return MethodChoice(torch.ones_like(given.losses))
 
 
-def uncertainty(given: Given) -> Choice:
+def uncertainty(given: Given) -> MethodChoice:
     """Kendall, Gal and Cipolla 2018: L / (2 s) + log(s) / 2 with a variance s per task, whose logarithm is learnt by Adam."""
     initial, lr = given.settings["initial"], given.settings["lr"]
     weights = (-given.get("log_variance", initial)).exp() / 2
     given.adam("log_variance", 0.5 - weights * given.losses, initial, lr)
-    return Choice(weights)
+    return MethodChoice(weights)
 
 
-def dwa(given: Given) -> Choice:
+def dwa(given: Given) -> MethodChoice:
     """Dynamic weight average (Liu, Johns and Davison 2019, eq. 7) over windows of steps instead of epochs.
 
     m softmax(r / T), r being a task's mean loss of the last window over that of the one before; a task's windows are counted
@@ -43,7 +43,7 @@ def dwa(given: Given) -> Choice:
     given.set("before", before)
     given.set("sum", torch.where(full, 0.0, total))
     given.set("seen", torch.where(full, 0.0, seen))
-    return Choice(weights)
+    return MethodChoice(weights)
 
 
 def relative(ratio: Tensor, temperature: float) -> Tensor:
@@ -51,9 +51,9 @@ def relative(ratio: Tensor, temperature: float) -> Tensor:
     return len(ratio) * (ratio / temperature).softmax(0)
 
 
-def random(given: Given) -> Choice:
+def random(given: Given) -> MethodChoice:
     """Random loss weighting (Lin et al. 2022): the softmax of a normal draw, of all tasks."""
-    return Choice(drawn(given.state.tasks, given.key)[given.present])
+    return MethodChoice(drawn(given.state.tasks, given.key)[given.present])
 
 
 def drawn(tasks: int, key: int) -> Tensor:
@@ -61,14 +61,14 @@ def drawn(tasks: int, key: int) -> Tensor:
     return torch.randn(tasks, generator=torch.Generator().manual_seed(key)).double().softmax(0)
 
 
-def geometric(given: Given) -> Choice:
+def geometric(given: Given) -> MethodChoice:
     """Geometric loss strategy (Chennupati et al. 2019): the gradient of the geometric mean by each loss."""
     k = len(given.losses)
     mean = given.losses.clamp_min(TINY).log().mean().exp()
-    return Choice(mean / (k * given.losses.clamp_min(TINY)))
+    return MethodChoice(mean / (k * given.losses.clamp_min(TINY)))
 
 
-def stch(given: Given) -> Choice:
+def stch(given: Given) -> MethodChoice:
     """Smooth Tchebycheff scalarization (Lin et al. 2024): the gradient of k mu log sum exp(log(L / N) / mu).
 
     N is the mean loss of a task's first `warmup` steps, in which log L is learnt instead.
@@ -80,10 +80,10 @@ def stch(given: Given) -> Choice:
     losses = given.losses.clamp_min(TINY)
     share = torch.zeros_like(losses)
     share[~warm] = ((losses / nadir.clamp_min(TINY)).log() / mu)[~warm].softmax(0) * int((~warm).sum())
-    return Choice(torch.where(warm, 1.0, share) / losses)
+    return MethodChoice(torch.where(warm, 1.0, share) / losses)
 
 
-def famo(given: Given) -> Choice:
+def famo(given: Given) -> MethodChoice:
     """FAMO (Liu et al. 2023, algorithm 2): the gradient of the log losses under softmax weights, normalized.
 
     The logits learn by `famo_after`, once the losses after the step are known.
@@ -92,7 +92,7 @@ def famo(given: Given) -> Choice:
     ratio = z / (given.losses + 1e-8)
     given.get("previous", 0.0)
     given.set("previous", given.losses)
-    return Choice(ratio / ratio.sum())
+    return MethodChoice(ratio / ratio.sum())
 
 
 def famo_after(given: Given) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from omni.errors import UserError
 from train.balance import by_gradients, by_history, by_losses
 from train.balance.config import MOST, BalanceConfig
-from train.balance.given import Choice, Given, State
+from train.balance.given import Given, MethodChoice, State
 from train.balance.rows import Rows, Sum
 
-RULES: dict[str, Callable[[Given], Choice]] = {
+RULES: dict[str, Callable[[Given], MethodChoice]] = {
     **{name: getattr(by_losses, name) for name in ("equal", "uncertainty", "dwa", "random", "geometric", "stch", "famo")},
     **{
         name: getattr(by_gradients, name)
@@ -30,7 +30,7 @@ RULES: dict[str, Callable[[Given], Choice]] = {
 
 
 @dataclass
-class Report:
+class BalanceReport:
     """What was done with the tasks of a step; all on the CPU, without graph.
 
     Attributes:
@@ -90,7 +90,7 @@ class Chooser:
 
     def choose(
         self, losses: Tensor, counts: Tensor | None, rows: Rows | None = None, others: tuple[Rows, ...] = ()
-    ) -> tuple[Choice, Report]:
+    ) -> tuple[MethodChoice, BalanceReport]:
         """Ask the method about the present tasks; the state moves on.
 
         A present task whose row is zero (in all batches) has no say in the direction, and no direction is good or bad for it:
@@ -123,15 +123,15 @@ class Chooser:
             weights[asked] = choice.weights.double()
             choice = choice if asked.equal(present) else choice.spread(asked[present])
         elif rows is not None and present.any():
-            choice = Choice(weights[present], direction=rows.values.new_zeros(rows.values.shape[1]))
+            choice = MethodChoice(weights[present], direction=rows.values.new_zeros(rows.values.shape[1]))
         else:
             # Tasks that are there, and of which none is a number: no number comes of it, so that the step is left out.
             fill = torch.nan if counts is None or bool((counts > 0).any()) else 0.0
             empty = torch.zeros(0) if rows is None else rows.values.new_full((rows.values.shape[1],), fill)
-            choice = Choice(weights[:0], direction=empty)
+            choice = MethodChoice(weights[:0], direction=empty)
         self.steps += 1
         self.absences += ~present
-        return choice, Report(weights, norms, cosines, (~present).long(), zero.long())
+        return choice, BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
 
     def given(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> Given:
         return Given(

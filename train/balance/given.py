@@ -108,7 +108,7 @@ class Given:
 
 
 @dataclass
-class Choice:
+class MethodChoice:
     """What a method answers.
 
     Attributes:
@@ -129,7 +129,7 @@ class Choice:
             return (self.factors * rows.values).sum(0)
         return mixed(self.weights, rows.values)
 
-    def spread(self, asked: Tensor) -> Choice:
+    def spread(self, asked: Tensor) -> MethodChoice:
         """The same among more tasks, of which `asked` [n] bool were chosen for; the others count nothing."""
 
         def among(values: Tensor) -> Tensor:
@@ -137,4 +137,4 @@ class Choice:
             more[asked.to(values.device)] = values
             return more
 
-        return Choice(among(self.weights), self.direction, None if self.factors is None else among(self.factors))
+        return MethodChoice(among(self.weights), self.direction, None if self.factors is None else among(self.factors))

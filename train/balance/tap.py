@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.balance.chooser import Chooser, Report
+from train.balance.chooser import BalanceReport, Chooser
 from train.balance.rows import Rows, Sum, alone
 
 
@@ -40,7 +40,7 @@ class Tap:
         self.losses: Tensor | None = None
         self.counts: Tensor | None = None
         self.last, self.scale = True, 1.0
-        self.report: Report | None = None
+        self.report: BalanceReport | None = None
         self._rows: Tensor | None = None
 
     def __call__(self, features: Tensor, task: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from omni.errors import UserError
 from train.balance.section import BILEVEL, BalanceSection, check_balance
 from train.bench.names import BALANCED
 from train.bench.runs import at_hand
-from train.bench.timing import Row, seconds_of
+from train.bench.timing import TimingRow, seconds_of
 from train.config.parse import read_fit_config
 
 
-def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12, methods: Sequence[str] = BALANCED) -> list[Row]:
+def balance(
+    file: str, device: torch.device, steps: int = 4, rounds: int = 12, methods: Sequence[str] = BALANCED
+) -> list[TimingRow]:
     """A recipe's training steps with balanced tasks, over plain ones: three tasks that ask by speech, batches at hand.
 
     Slices of plain and balanced steps alternate, and in every other round backwards, so that a machine's moods meet all alike.
@@ -65,5 +67,5 @@ def balance(file: str, device: torch.device, steps: int = 4, rounds: int = 12, m
             loop.logs.close()
     plain = seconds.pop("plain")
     ratios = {name: statistics.median(a / b for a, b in zip(own, plain, strict=True)) for name, own in seconds.items()}
-    out = [Row("plain step", statistics.median(plain) * 1e3, "ms")]
-    return out + [Row(f"{name}: balanced / plain step", ratio, "x") for name, ratio in ratios.items()]
+    out = [TimingRow("plain step", statistics.median(plain) * 1e3, "ms")]
+    return out + [TimingRow(f"{name}: balanced / plain step", ratio, "x") for name, ratio in ratios.items()]

@@ -55,7 +55,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """How a command ended.
 
     Attributes:
@@ -69,7 +69,7 @@ class Ended:
     error: str
 
 
-def run_limited(command: Sequence[str], limit: float) -> Ended:
+def run_limited(command: Sequence[str], limit: float) -> ChildResult:
     """Run a command for `limit` seconds at most."""
     start, late = time.perf_counter(), False
     with subprocess.Popen(
@@ -85,7 +85,7 @@ def run_limited(command: Sequence[str], limit: float) -> Ended:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
             out, error = child.communicate()
-    return Ended(None if late else child.returncode, time.perf_counter() - start, out, error)
+    return ChildResult(None if late else child.returncode, time.perf_counter() - start, out, error)
 
 
 def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()) -> Taken:

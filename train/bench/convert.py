@@ -21,7 +21,7 @@ from omni.convert.huggingface import text_config, their_name
 from omni.convert.lazy import Lazy
 from omni.text import Tokenizer
 from train.bench.child import run_apart
-from train.bench.timing import Row
+from train.bench.timing import TimingRow
 
 QWEN2_05B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -48,7 +48,7 @@ GROWN = ("--layout", "mini-omni", "--combine", "mean", "--adapter", "linear", "-
 """A speech model that can go out as a mini-omni."""
 
 
-def convert(settings: Mapping[str, Any] = QWEN2_05B, encoder: str = "small", shards: int = SHARDS) -> list[Row]:
+def convert(settings: Mapping[str, Any] = QWEN2_05B, encoder: str = "small", shards: int = SHARDS) -> list[TimingRow]:
     """Three conversions, one after another, each in a process of its own.
 
     Memory is counted beyond an interpreter that has imported the command and done nothing. "RSS" has in it the pages that are
@@ -68,14 +68,14 @@ def convert(settings: Mapping[str, Any] = QWEN2_05B, encoder: str = "small", sha
         return rows + _row("from .pth", folder / "pth", folder / "again", ("--kind", "mini-omni", *named))
 
 
-def _row(name: str, source: Path, target: Path, options: Sequence[str]) -> list[Row]:
+def _row(name: str, source: Path, target: Path, options: Sequence[str]) -> list[TimingRow]:
     taken = run_apart("train.commands.convert", [str(source), str(target), *options, "--quiet"], ["train.convert.convert"])
     read, written = size_of(source), size_of(target)
     return [
-        Row(f"{name}: read", read / 1e9, "GB"),
-        Row(f"{name}: peak RSS / read", taken.resident / read, "x"),
-        Row(f"{name}: peak RSS without files / read", taken.anonymous / read, "x"),
-        Row(f"{name}: written", written / 1e6 / taken.seconds, "MB/s"),
+        TimingRow(f"{name}: read", read / 1e9, "GB"),
+        TimingRow(f"{name}: peak RSS / read", taken.resident / read, "x"),
+        TimingRow(f"{name}: peak RSS without files / read", taken.anonymous / read, "x"),
+        TimingRow(f"{name}: written", written / 1e6 / taken.seconds, "MB/s"),
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from omni.errors import UserError
 from train.bench.runs import at_hand
-from train.bench.timing import Row, seconds_of
+from train.bench.timing import TimingRow, seconds_of
 from train.config.parse import read_fit_config
 from train.config.sections import BudgetConfig
 from train.trainer.guard import Watch
@@ -20,7 +20,7 @@ PHASES = {"aligning": 0, "all of the model": 1}
 """Steps done of a budget of two: at the first, where the recipe has `objective.align_first`, the decoder does not run."""
 
 
-def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, traced: int = 1) -> list[Row]:
+def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, traced: int = 1) -> list[TimingRow]:
     """A recipe's steps under the guard, over plain ones, with batches at hand.
 
     Each batch is taken plain and watched, one right after the other, in every other round the other way round; a ratio is
@@ -58,8 +58,8 @@ def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, trac
                         plain.append(spent.pop("plain"))
                         for name, seconds in spent.items():
                             ratios[name].append(seconds / plain[-1])
-            rows.append(Row(f"plain step, {phase}", statistics.median(plain) * 1e3, "ms"))
-            rows += [Row(f"{name} / plain step, {phase}", statistics.median(r), "x") for name, r in ratios.items() if r]
+            rows.append(TimingRow(f"plain step, {phase}", statistics.median(plain) * 1e3, "ms"))
+            rows += [TimingRow(f"{name} / plain step, {phase}", statistics.median(r), "x") for name, r in ratios.items() if r]
         if loop.logs is not None:
             loop.logs.close()
     if watch.guard.findings:

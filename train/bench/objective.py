@@ -11,13 +11,13 @@ from torch import Tensor
 from omni.config import preset
 from omni.layout import IGNORE
 from omni.profiling import PeakMemory
-from train.bench.timing import GIB, Row, timed
+from train.bench.timing import GIB, TimingRow, timed
 from train.objective.cross_entropy import LinearCrossEntropy
 
 
 def objective(
     device: torch.device, text: float, audio: float, positions: int = 2048, repeat: int = 1, name: str = "qwen2-0.5b-omni"
-) -> list[Row]:
+) -> list[TimingRow]:
     """Forward and backward of the heads and losses, ours and plain, at a preset's vocabulary and width.
 
     Args:
@@ -71,18 +71,18 @@ def objective(
         with PeakMemory(device) as memory:
             loss, grad = work()
         results[label] = (seconds, max(memory.peak - weight_bytes, 0), loss, grad)
-        rows.append(Row(f"{label}: forward and backward", seconds, "s"))
-        rows.append(Row(f"{label}: peak memory beyond weights and gradients", results[label][1] / GIB, "GiB"))
+        rows.append(TimingRow(f"{label}: forward and backward", seconds, "s"))
+        rows.append(TimingRow(f"{label}: peak memory beyond weights and gradients", results[label][1] / GIB, "GiB"))
         if label == "plain":
             wanted = joint_leaf.grad
     assert wanted is not None and text_leaf.grad is not None and audio_leaf.grad is not None
     apart = torch.cat([audio_leaf.grad - wanted[:split], text_leaf.grad - wanted[split:]]).norm() / wanted.norm()
     (a, ma, la, ga), (b, mb, lb, gb) = results["plain"], results["ours"]
     rows += [
-        Row("time, ours / plain", b / a, "x"),
-        Row("memory, ours / plain", mb / max(ma, 1), "x"),
-        Row("loss, relative difference", abs(la - lb) / abs(la)),
-        Row("gradient of the states, relative difference", float((ga - gb).norm() / ga.norm())),
-        Row("gradient of the weights, relative difference", float(apart)),
+        TimingRow("time, ours / plain", b / a, "x"),
+        TimingRow("memory, ours / plain", mb / max(ma, 1), "x"),
+        TimingRow("loss, relative difference", abs(la - lb) / abs(la)),
+        TimingRow("gradient of the states, relative difference", float((ga - gb).norm() / ga.norm())),
+        TimingRow("gradient of the weights, relative difference", float(apart)),
     ]
     return rows

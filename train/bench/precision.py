@@ -11,12 +11,12 @@ import torch
 
 from train.bench.guard import PHASES
 from train.bench.runs import at_hand
-from train.bench.timing import Row, seconds_of
+from train.bench.timing import TimingRow, seconds_of
 from train.config.parse import read_fit_config
 from train.config.sections import BudgetConfig
 
 
-def precision(file: str, device: torch.device, steps: int = 4, rounds: int = 8) -> list[Row]:
+def precision(file: str, device: torch.device, steps: int = 4, rounds: int = 8) -> list[TimingRow]:
     """A recipe's steps in `bf16-mixed` over those in `32-true`, with batches at hand.
 
     Two runs of one configuration take each batch in turn, in every other round the other way round; a ratio is that of one
@@ -44,10 +44,10 @@ def precision(file: str, device: torch.device, steps: int = 4, rounds: int = 8) 
                         if turn:
                             spent[name].append(seconds)
             whole, half = spent.values()
-            rows.append(Row(f"step in fp32, {phase}", statistics.median(whole) * 1e3, "ms"))
-            rows.append(Row(f"step in bf16, {phase}", statistics.median(half) * 1e3, "ms"))
+            rows.append(TimingRow(f"step in fp32, {phase}", statistics.median(whole) * 1e3, "ms"))
+            rows.append(TimingRow(f"step in bf16, {phase}", statistics.median(half) * 1e3, "ms"))
             ratio = statistics.median(a / b for a, b in zip(half, whole, strict=True))
-            rows.append(Row(f"bf16 / fp32, {phase}", ratio, "x"))
+            rows.append(TimingRow(f"bf16 / fp32, {phase}", ratio, "x"))
         for loop in loops.values():
             if loop.logs is not None:
                 loop.logs.close()

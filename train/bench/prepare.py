@@ -23,7 +23,7 @@ from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
 from train.bench.child import Taken, run_apart
-from train.bench.timing import Row
+from train.bench.timing import TimingRow
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
 
@@ -37,7 +37,7 @@ SHORT = 0.16
 def prepare(
     clips: int = 24, seconds: float = 5.0, counts: Sequence[int] = (1000, 10_000, 20_000), rounds: int = 3,
     snac: Mapping[str, Any] = SNAC_24KHZ,
-) -> list[Row]:  # fmt: skip
+) -> list[TimingRow]:  # fmt: skip
     """Rates of one core, and peak memory.
 
     Each round prepares the same recordings with the codec, from the command's beginning to its end (but in this process), and
@@ -60,7 +60,7 @@ def prepare(
 
 def _rates(
     name: str, folder: Path, kind: str, weights: str, clips: int, seconds: float, rounds: int, asked: bool = False
-) -> list[Row]:
+) -> list[TimingRow]:
     """Seconds of answers that are prepared in a second, and those that the codec alone encodes."""
     rate = load_codec(kind, weights or None).sample_rate
     sounds = [sound(seconds, rate, seed) for seed in range(clips)]
@@ -82,13 +82,13 @@ def _rates(
     besides = ", questions read and stored besides" if asked else ""
     ratio = statistics.median(a / b for a, b in zip(prepared, bare, strict=True))
     return [
-        Row(f"{name}: answers encoded by the codec alone, one core", statistics.median(bare), "s/s"),
-        Row(f"{name}: answers prepared, one core{besides}", statistics.median(prepared), "s/s"),
-        Row(f"{name}: rate, prepared / codec alone", ratio, "x"),
+        TimingRow(f"{name}: answers encoded by the codec alone, one core", statistics.median(bare), "s/s"),
+        TimingRow(f"{name}: answers prepared, one core{besides}", statistics.median(prepared), "s/s"),
+        TimingRow(f"{name}: rate, prepared / codec alone", ratio, "x"),
     ]
 
 
-def _memory(folder: Path, counts: Sequence[int]) -> list[Row]:
+def _memory(folder: Path, counts: Sequence[int]) -> list[TimingRow]:
     """Peak memory of preparing so many short rows in one process, beyond an interpreter that has imported the command.
 
     RSS has the pages of libraries that only work touches; the ratio without files is the one that says whether rows pile up. It
@@ -106,14 +106,14 @@ def _memory(folder: Path, counts: Sequence[int]) -> list[Row]:
         arguments = [str(data), str(folder / f"prepared-{count}"), "--codec=codec2", "--workers=0", "--progress=off"]
         taken.append(run_apart("train.commands.data_prepare", arguments, IMPORTS))
         rows += [
-            Row(f"{count:,} short rows: peak RSS", taken[-1].resident / MIB, "MiB"),
-            Row(f"{count:,} short rows: peak RSS without files", taken[-1].anonymous / MIB, "MiB"),
-            Row(f"{count:,} short rows: prepared, start and end included", count / taken[-1].seconds, "/s"),
+            TimingRow(f"{count:,} short rows: peak RSS", taken[-1].resident / MIB, "MiB"),
+            TimingRow(f"{count:,} short rows: peak RSS without files", taken[-1].anonymous / MIB, "MiB"),
+            TimingRow(f"{count:,} short rows: prepared, start and end included", count / taken[-1].seconds, "/s"),
         ]
     for (few, less), (many, more) in pairwise(zip(counts, taken, strict=True)):
         what = f"{many:,} / {few:,} rows"
-        rows.append(Row(f"peak RSS, {what}", more.resident / max(less.resident, 1), "x"))
-        rows.append(Row(f"peak RSS without files, {what}", more.anonymous / max(less.anonymous, 1), "x"))
+        rows.append(TimingRow(f"peak RSS, {what}", more.resident / max(less.resident, 1), "x"))
+        rows.append(TimingRow(f"peak RSS without files, {what}", more.anonymous / max(less.anonymous, 1), "x"))
     return rows
 
 

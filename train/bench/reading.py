@@ -19,7 +19,7 @@ from omni.codec.registry import load_codec
 from omni.config import preset
 from omni.text import Tokenizer
 from train.bench.prepare import one_thread, sound
-from train.bench.timing import Row
+from train.bench.timing import TimingRow
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
 from train.data.batching.pipeline import Pipeline
@@ -37,7 +37,7 @@ KINDS = 64
 def reading(
     counts: Sequence[int] = (1000, 400_000), shard: int = 4000, steps: int = 4, repeat: int = 3,
     packing: PackingConfig | None = None,
-) -> list[Row]:  # fmt: skip
+) -> list[TimingRow]:  # fmt: skip
     """One core, batches made in this process, for the `nano` preset; files just written, so none is waited for.
 
     The first batch is timed from where a run opens its data; resumed, with the state of a run that has made `steps` batches.
@@ -71,11 +71,11 @@ def reading(
             firsts.append((statistics.median(fresh), statistics.median(resumed)))
             name = f"{count:,} rows in {files} file{'s' * (files > 1)}"
             out += [
-                Row(f"{name}: rows packed a minute", statistics.median(rates)),
-                Row(f"{name}: first batch", firsts[-1][0], "s"),
-                Row(f"{name}: first batch, resumed", firsts[-1][1], "s"),
+                TimingRow(f"{name}: rows packed a minute", statistics.median(rates)),
+                TimingRow(f"{name}: first batch", firsts[-1][0], "s"),
+                TimingRow(f"{name}: first batch, resumed", firsts[-1][1], "s"),
             ]
-    return [*out, Row(f"first batch, {counts[-1]:,} / {counts[0]:,} rows", firsts[-1][0] / firsts[0][0], "x")]
+    return [*out, TimingRow(f"first batch, {counts[-1]:,} / {counts[0]:,} rows", firsts[-1][0] / firsts[0][0], "x")]
 
 
 def _open(data: Path, packing: PackingConfig, step: int = 0, states: Mapping[str, Any] | None = None) -> StepLoader:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.bench.timing import Row
+from train.bench.timing import TimingRow
 
 if TYPE_CHECKING:
     from train.config.run import FitConfig
-    from train.trainer.feed import Step
+    from train.trainer.feed import StepBatches
     from train.trainer.loop import Loop
 
 
@@ -23,7 +23,7 @@ WARM_UP = 6
 """Steps that are not measured at the beginning of a round with data made while it trains."""
 
 
-def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> list[Row]:
+def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> list[TimingRow]:
     """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
 
     Kinds alternate, so that a machine's moods meet both; while batches are at hand, the loader's workers fill their queue and
@@ -81,15 +81,15 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
     loader.close()
     made, given = statistics.fmean(live), statistics.fmean(at_hand)
     return [
-        Row("step, batches at hand", given * 1e3, "ms"),
-        Row("step, data made while training", made * 1e3, "ms"),
-        Row("examples, data made while training", examples / rounds / steps / made, "/s"),
-        Row("throughput, made / at hand", given / made, "x"),
-        Row("padding", (1 - used / positions) * 100, "%"),
+        TimingRow("step, batches at hand", given * 1e3, "ms"),
+        TimingRow("step, data made while training", made * 1e3, "ms"),
+        TimingRow("examples, data made while training", examples / rounds / steps / made, "/s"),
+        TimingRow("throughput, made / at hand", given / made, "x"),
+        TimingRow("padding", (1 - used / positions) * 100, "%"),
     ]
 
 
-def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -> tuple[Loop, list[Step]]:
+def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -> tuple[Loop, list[StepBatches]]:
     """A run in one process that writes into `folder`, and the batches of its first steps."""
     from train.distributed.fabric import build_fabric
     from train.trainer.build import prepare

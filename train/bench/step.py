@@ -8,14 +8,14 @@ from omni.config import preset
 from omni.hardware import peak_flops
 from omni.layout import Layout
 from omni.model.decoder import Decoder
-from train.bench.timing import Row, timed
+from train.bench.timing import TimingRow, timed
 from train.objective.cross_entropy import LinearCrossEntropy
 
 EXAMPLES = 4
 """Examples in a row of the training step's table."""
 
 
-def decoder_step(device: torch.device, name: str, rows: int, length: int, compiled: bool, repeat: int = 5) -> list[Row]:
+def decoder_step(device: torch.device, name: str, rows: int, length: int, compiled: bool, repeat: int = 5) -> list[TimingRow]:
     """A whole training step of a preset's decoder and losses on random columns (AdamW, all positions supervised).
 
     Every row is packed with `EXAMPLES` examples of one length that do not see each other, as training's are.
@@ -54,10 +54,10 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
     pairs = positions * (length / EXAMPLES) / 2
     flops = 6 * inner * positions + 12 * (c.layers + c.post_layers) * c.heads * c.head_size * pairs
     out = [
-        Row("step", seconds * 1e3, "ms"),
-        Row("positions", positions / seconds, "/s"),
-        Row("stream tokens", positions * len(layout) / seconds, "/s"),
-        Row("model FLOP/s", flops / seconds / 1e12, "TFLOP/s"),
+        TimingRow("step", seconds * 1e3, "ms"),
+        TimingRow("positions", positions / seconds, "/s"),
+        TimingRow("stream tokens", positions * len(layout) / seconds, "/s"),
+        TimingRow("model FLOP/s", flops / seconds / 1e12, "TFLOP/s"),
     ]
     peak = peak_flops(device)
-    return [*out, Row("MFU", flops / seconds / peak * 100, "%")] if peak else out
+    return [*out, TimingRow("MFU", flops / seconds / peak * 100, "%")] if peak else out

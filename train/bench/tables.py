@@ -10,12 +10,12 @@ from train.bench.names import BALANCED
 from train.bench.objective import objective
 from train.bench.runs import data
 from train.bench.step import decoder_step
-from train.bench.timing import Row
+from train.bench.timing import TimingRow
 
 
 def sections(
     device: torch.device, only: Sequence[str], positions: int, config: str, methods: Sequence[str] = BALANCED
-) -> Iterator[tuple[str, list[Row]]]:
+) -> Iterator[tuple[str, list[TimingRow]]]:
     """All tables, one after another."""
     if "step" in only:
         yield "training step: nano decoder, 8 x 256 positions", decoder_step(device, "nano", 8, 256, False)

@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Row:
+class TimingRow:
     """One line of a table: what was measured, the figure, its unit."""
 
     name: str

@@ -35,7 +35,7 @@ JSON, PICTURE, ALL = "balance.json", "balance.png", "all"
 
 
 @dataclass(frozen=True)
-class Found:
+class ExperimentCounts:
     """Right answers and questions by method, seed and task: `counts[method][task]` is [S, 2], in the order of the seeds."""
 
     seeds: tuple[int, ...]
@@ -91,7 +91,7 @@ def compare(
     out: Path,
     run: Callable[[FitConfig], Any],
     say: Callable[[str], None] = print,
-) -> Found:
+) -> ExperimentCounts:
     """Make all runs, seed after seed; one that is finished is not made again.
 
     Args:
@@ -112,7 +112,9 @@ def compare(
         right, asked = found[method, seed][ALL]
         say(f"{method}, seed {seed}: {right:.0f} of {asked:.0f} right")
     tasks = list(next(iter(found.values())))
-    return Found(tuple(seeds), {m: {task: np.stack([found[m, s][task] for s in seeds]) for task in tasks} for m in methods})
+    return ExperimentCounts(
+        tuple(seeds), {m: {task: np.stack([found[m, s][task] for s in seeds]) for task in tasks} for m in methods}
+    )
 
 
 def answered(folder: Path) -> dict[str, np.ndarray]:
@@ -136,7 +138,7 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
     return dict(sorted(counts.items(), key=lambda item: item[0] == ALL))
 
 
-def write(found: Found, out: Path) -> None:
+def write(found: ExperimentCounts, out: Path) -> None:
     """All figures as JSON, and the picture."""
     data = {
         "seeds": found.seeds,
@@ -156,7 +158,7 @@ def write(found: Found, out: Path) -> None:
     draw(found, out / PICTURE)
 
 
-def draw(found: Found, file: Path) -> Path:
+def draw(found: ExperimentCounts, file: Path) -> Path:
     """Exact match of every method by task: a point for each seed, the whole with its interval."""
     import numpy as np
 
@@ -185,7 +187,7 @@ def draw(found: Found, file: Path) -> Path:
     return save_figure(figure_, file)
 
 
-def shown(found: Found) -> Table:
+def shown(found: ExperimentCounts) -> Table:
     """The figures to read."""
     from rich.table import Table
 

@@ -13,7 +13,7 @@ from omni.convert.kinds import KINDS
 from omni.errors import UserError, closest
 from omni.process import importing
 from train.console.progress import duration
-from train.convert.options import Options
+from train.convert.options import ConvertOptions
 from train.convert.target import check
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> tuple[Path, Path, Options]:
+def parse(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
     """Source, target and options; UserError where they make no sense."""
     formats = ", ".join(f"{name} ({what})" for name, what in KINDS.items())
     parser = jsonargparse.ArgumentParser(
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, Path, Options]:
     parser.add_argument("target", type=Path, help="the folder to write")
     for flag, text in _FLAGS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=text)
-    parser.add_class_arguments(Options, None, skip=set(_FLAGS))
+    parser.add_class_arguments(ConvertOptions, None, skip=set(_FLAGS))
     known = {name.strip("-").replace("-", "_") for name in parser._option_string_actions}
     for argument in argv:
         name = argument.split("=")[0]
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, Path, Options]:
     except jsonargparse.ArgumentError as error:
         raise UserError(" ".join(str(error).split())) from error
     source, target = values.pop("source"), values.pop("target")
-    return source, target, Options(**values)
+    return source, target, ConvertOptions(**values)
 
 
 _FLAGS = {

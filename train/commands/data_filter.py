@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import Parser
+from train.console.options import DataParser
 from train.console.tables import print_table
 from train.data.inspect.filter import DROPPED, Judge, filter_rows
 from train.data.inspect.rules import read_rules
@@ -17,7 +17,7 @@ from train.data.prepare.report import REPORT
 
 def main(argv: Sequence[str]) -> int:
     """The command; prints how many rows are kept, and how many each rule has dropped."""
-    parser = Parser(
+    parser = DataParser(
         "filter",
         "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
         f"its {REPORT} counts what each rule dropped and its {DROPPED} says why for each row.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import Parser
+from train.console.options import DataParser
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
 from train.data.inspect.scan import Scan
 from train.data.inspect.target import add_options, chosen_target, own_codec
@@ -16,7 +16,7 @@ from train.data.prepare.codecs import Codecs
 
 def main(argv: Sequence[str]) -> int:
     """The command; writes WAV files and prints what the row holds."""
-    parser = Parser(
+    parser = DataParser(
         "listen",
         "Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at hand, and "
         "draw its prompt and targets as a model is shown them: `*` marks what is learnt, `~` what is heard, `.` is pad.",

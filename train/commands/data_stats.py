@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omni.process import importing
 from omni.tasks import find_task
-from train.console.options import Parser
+from train.console.options import DataParser
 from train.console.progress import duration
 from train.console.tables import print_table
 from train.data.inspect.display import make_folder, save_report
@@ -24,7 +24,7 @@ from train.data.inspect.stats import COLUMNS, SHOWN, STATS, collect, plain
 
 def main(argv: Sequence[str]) -> int:
     """The command; prints tables, and writes pictures and a report where a folder is given."""
-    parser = Parser(
+    parser = DataParser(
         "stats",
         "Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for a model "
         "also tokens and the columns of its examples. Recordings are not decoded: their headers say how long they are.",

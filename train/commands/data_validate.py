@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from omni.errors import UserError
-from train.console.options import Parser
+from train.console.options import DataParser
 from train.console.progress import duration
 from train.console.tables import print_table
 from train.data.inspect.checks import Bounds
@@ -20,7 +20,7 @@ from train.data.prepare.codecs import Codecs
 
 def main(argv: Sequence[str]) -> int:
     """The command; 1 where an error was found, 0 where at most warnings were."""
-    parser = Parser(
+    parser = DataParser(
         "validate",
         "Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
         "Exit code 1 where there are errors; warnings do not count.",

@@ -28,7 +28,7 @@ from train.data.build import build_source
 from train.data.config import SourceConfig
 from train.data.sources.spoken_digits import SpokenDigits
 from train.eval.conversations import Conversed, examine_conversations
-from train.eval.held_out import Judged, Report, evaluate, items_of, write_answers
+from train.eval.held_out import HeldOutReport, Judged, evaluate, items_of, write_answers
 from train.scoring.asr import Sphinx
 from train.scoring.similarity import describe, nearest
 from train.trainer.build import MODEL, fit
@@ -49,7 +49,7 @@ class Examination:
         conversed: what it can do in conversations; None where it was trained on none.
     """
 
-    report: Report
+    report: HeldOutReport
     nearest: float
     heard: float | None
     heard_reference: float | None

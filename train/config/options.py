@@ -22,7 +22,7 @@ _CHOICE = re.compile(r'key "(?P<key>[^"]+)".*Literal\[(?P<names>[^\]]*)\]\. Got 
 """How jsonargparse says that a value is none of those that there are."""
 
 
-class Parser(jsonargparse.ArgumentParser):
+class EditParser(jsonargparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
@@ -49,7 +49,7 @@ def read_command(
         UserError: an unknown key (the closest is named), a value of the wrong type, a path too many or too few.
         SystemExit: after `--help`.
     """
-    parser = Parser(prog=f"python -m train edit {name}", description=what, exit_on_error=False, default_env=False)
+    parser = EditParser(prog=f"python -m train edit {name}", description=what, exit_on_error=False, default_env=False)
     for place, text in places.items():
         parser.add_argument(place, type=Path, help=text)
     if kind is None:

@@ -10,7 +10,7 @@ import jsonargparse
 from omni.errors import UserError
 
 
-class Parser(jsonargparse.ArgumentParser):
+class DataParser(jsonargparse.ArgumentParser):
     """Arguments of `python -m train data NAME`; what is wrong with them is one line."""
 
     def __init__(self, name: str, description: str) -> None:

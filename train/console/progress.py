@@ -87,7 +87,7 @@ class Screen:
             self.bar.close()
 
 
-class Progress(Screen):
+class TrainProgress(Screen):
     """Shows the share of the budget that is used, and the figures of the last row of the log.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from omni.checkpoint.tensors import Written
+from omni.checkpoint.tensors import FileStamp
 from omni.config import AdapterConfig, ModelConfig
 from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
@@ -21,13 +21,13 @@ from omni.files import real_place
 from omni.layout import Layout
 from omni.lora import peft
 from train.console.progress import Bar
-from train.convert.options import Options, check_options
+from train.convert.options import ConvertOptions, check_options
 from train.convert.target import check, check_in_place
 
 DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
 
 
-def convert(source: Path, target: Path, options: Options, watch: Bar | None = None) -> tuple[str, dict[str, Written]]:
+def convert(source: Path, target: Path, options: ConvertOptions, watch: Bar | None = None) -> tuple[str, dict[str, FileStamp]]:
     """Convert SOURCE to TARGET.
 
     Returns:
@@ -64,7 +64,7 @@ def convert(source: Path, target: Path, options: Options, watch: Bar | None = No
     return f"{options.into} with the encoder of {source}", streamed.write(_typed(model, options), target, watch)
 
 
-def read_source(source: Path, kind: str, options: Options) -> Foreign:
+def read_source(source: Path, kind: str, options: ConvertOptions) -> Foreign:
     """Open SOURCE, with what was named beside it."""
     refuse_file(source, kind)
     if kind == "hf":
@@ -75,7 +75,7 @@ def read_source(source: Path, kind: str, options: Options) -> Foreign:
     return FORMATS[kind].read(source)
 
 
-def _adapted(model: Foreign, options: Options) -> Foreign:
+def _adapted(model: Foreign, options: ConvertOptions) -> Foreign:
     """A model with the adapter that was named in its weights."""
     if options.lora is None:
         return model
@@ -84,7 +84,7 @@ def _adapted(model: Foreign, options: Options) -> Foreign:
     return peft.merged(model, options.lora)
 
 
-def adapter_anew(source: Path, target: Path, options: Options) -> tuple[str, dict[str, Written]]:
+def adapter_anew(source: Path, target: Path, options: ConvertOptions) -> tuple[str, dict[str, FileStamp]]:
     """An adapter's folder under transformers' names (`--kind hf`) or ours (`--kind omni`)."""
     if options.kind not in ("hf", "omni"):
         raise UserError(
@@ -101,7 +101,7 @@ def adapter_anew(source: Path, target: Path, options: Options) -> tuple[str, dic
     return f"the adapter of {source} with {'transformers' if theirs else 'our own'} names{left}", files
 
 
-def export(model: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
+def export(model: Foreign, target: Path, options: ConvertOptions, watch: Bar | None) -> tuple[str, dict[str, FileStamp]]:
     """A model folder of ours as something else."""
     kinds = [name for name, known in FORMATS.items() if known.write is not None]
     if options.kind is None and any((options.lora, options.dtype, options.encoder, options.codec_folder)):
@@ -118,7 +118,7 @@ def export(model: Foreign, target: Path, options: Options, watch: Bar | None) ->
     return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, watch)
 
 
-def whole(model: Foreign, target: Path, options: Options, watch: Bar | None) -> dict[str, Written]:
+def whole(model: Foreign, target: Path, options: ConvertOptions, watch: Bar | None) -> dict[str, FileStamp]:
     """A whole model as a model folder, with another encoder or the codec's weights where they are given."""
     own = ("tokenizer", "drop_vision", "encoder_mode") if model.kind == "mini-omni" else ()
     check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.place} is a whole speech model")
@@ -132,7 +132,7 @@ def whole(model: Foreign, target: Path, options: Options, watch: Bar | None) -> 
     return streamed.write(_typed(model, options), target, watch, codec=codec_of(options, model.config.codec))
 
 
-def codec_of(options: Options, codec: str) -> Foreign | None:
+def codec_of(options: ConvertOptions, codec: str) -> Foreign | None:
     """The weights in `codec_folder`; UserError where they are of another codec than the model's."""
     if options.codec_folder is None:
         return None
@@ -142,7 +142,7 @@ def codec_of(options: Options, codec: str) -> Foreign | None:
     return weights
 
 
-def into_speech(text: Foreign, target: Path, options: Options, watch: Bar | None) -> tuple[str, dict[str, Written]]:
+def into_speech(text: Foreign, target: Path, options: ConvertOptions, watch: Bar | None) -> tuple[str, dict[str, FileStamp]]:
     """A language model, grown into a speech model."""
     assert isinstance(text.config, TextConfig)
     dtype = DTYPES[options.dtype] if options.dtype else one_dtype(text)
@@ -164,7 +164,7 @@ def into_speech(text: Foreign, target: Path, options: Options, watch: Bar | None
     return words, streamed.write(model, target, watch, codec=codec_of(options, codec))
 
 
-def choose_layout(options: Options, size: int) -> tuple[Layout, str]:
+def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
     """The layout for a text table of `size` rows, and the codec it is for."""
     codec = options.codec or {"mini-omni": "snac", None: "snac"}.get(options.layout, str(options.layout))
     if codec not in _CODEBOOKS:
@@ -193,7 +193,7 @@ _CODEBOOKS = {
 """Sizes of a codec's codebooks, for models whose codec is not at hand when they are grown."""
 
 
-def choose_encoder(options: Options) -> Foreign | EncoderConfig:
+def choose_encoder(options: ConvertOptions) -> Foreign | EncoderConfig:
     """A Whisper's encoder, or a size to be drawn."""
     if options.encoder is None:
         raise UserError(
@@ -215,6 +215,6 @@ def choose_encoder(options: Options) -> Foreign | EncoderConfig:
     return replace(encoder, config=replace(encoder.config, mode=options.encoder_mode or encoder.config.mode))
 
 
-def _typed(model: Foreign, options: Options) -> Foreign:
+def _typed(model: Foreign, options: ConvertOptions) -> Foreign:
     """The model's weights in the type that was asked for."""
     return replace(model, tensors=cast(model.tensors, DTYPES[options.dtype])) if options.dtype else model

@@ -10,7 +10,7 @@ from omni.errors import UserError
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """What `convert` can be told.
 
     Attributes:
@@ -58,9 +58,9 @@ class Options:
     quiet: bool = False
 
 
-def check_options(options: Options, allowed: tuple[str, ...], what: str) -> None:
+def check_options(options: ConvertOptions, allowed: tuple[str, ...], what: str) -> None:
     """Refuse an option that would be ignored (UserError)."""
-    for field in fields(Options):
+    for field in fields(ConvertOptions):
         given = getattr(options, field.name) != field.default
         if given and field.name not in ("kind", "overwrite", "quiet", "lora", *allowed):
             raise UserError(f"--{field.name} has no meaning here: {what}; leave it out")

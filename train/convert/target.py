@@ -10,13 +10,13 @@ from omni.encoder.config import ENCODER_PRESETS
 from omni.errors import UserError, closest
 from omni.files import real_place
 from omni.remote import check_there
-from train.convert.options import Options
+from train.convert.options import ConvertOptions
 
 if TYPE_CHECKING:
-    from train.convert.options import Options
+    from train.convert.options import ConvertOptions
 
 
-def check_target(source: Path, target: Path, options: Options) -> None:
+def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
     """Refuse to write over something else (UserError); SOURCE and `into` may be replaced by what is made of them."""
     place = real_place(target)
     for name, path in _inputs(source, options).items():
@@ -37,7 +37,7 @@ def check_target(source: Path, target: Path, options: Options) -> None:
         raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
 
 
-def _inputs(source: Path, options: Options) -> dict[str, Path]:
+def _inputs(source: Path, options: ConvertOptions) -> dict[str, Path]:
     """All that is read, by the option that names it."""
     encoder = None if options.encoder is None or options.encoder in ENCODER_PRESETS else Path(options.encoder)
     named = {
@@ -62,7 +62,7 @@ def check_in_place(source: Path, target: Path, kind: str, becomes: str = "omni")
     raise UserError(f"{target} is SOURCE too: {FORMATS[kind].what}, whose own files would be lost; give another TARGET")
 
 
-def check(source: Path, target: Path, options: Options) -> None:
+def check(source: Path, target: Path, options: ConvertOptions) -> None:
     """UserError for what can be refused before any weights are looked at."""
     check_target(source, target, options)
     check_there(source, "model", f"{source} does not exist; give a model's file or folder")

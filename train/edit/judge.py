@@ -45,7 +45,7 @@ REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"
 
 
 @dataclass(frozen=True)
-class Figure:
+class EditFigure:
     """A share with its interval, or another mean (`low` and `high` None then), over so many questions."""
 
     value: float
@@ -54,7 +54,7 @@ class Figure:
     questions: int
 
     @classmethod
-    def share(cls, hits: Sequence[bool]) -> Figure:
+    def share(cls, hits: Sequence[bool]) -> EditFigure:
         """With Wilson's interval (Wilson 1927), 95 %."""
         n, p, z = len(hits), sum(hits) / len(hits), 1.959964
         middle, half = (
@@ -66,7 +66,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Asked:
+class JudgedQuestion:
     """One question of the judgement and its answers, before and after."""
 
     part: str
@@ -79,7 +79,7 @@ class Asked:
     right: bool
 
 
-def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConfig) -> dict[str, Figure]:
+def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConfig) -> dict[str, EditFigure]:
     """Judge edits and write report, answers and a picture.
 
     Raises:
@@ -103,7 +103,9 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
 
 
 @torch.no_grad()
-def judge_edits(lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig) -> tuple[dict[str, Figure], list[Asked]]:
+def judge_edits(
+    lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig
+) -> tuple[dict[str, EditFigure], list[JudgedQuestion]]:
     """The figures, and every question with its answers."""
     lessons = Lessons(lm, edits.deltas)
     speakers = Speakers(config.speak, lm.codec, config.seed)
@@ -131,7 +133,7 @@ def judge_edits(lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig
     asked = [_judged(*one) for one in zip(parts, tasks, rows, before, after, strict=True)]
     figures = {}
     for name in dict.fromkeys(parts):
-        figures[name] = Figure.share([a.right for a in asked if a.part == name])
+        figures[name] = EditFigure.share([a.right for a in asked if a.part == name])
     if speaks:
         figures |= _heard(lm, speakers, facts, asked, before, after)
     answered = lessons.own_answers(stay, [spoken])
@@ -139,7 +141,7 @@ def judge_edits(lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig
     if kept:
         with edited(lm.model, edits):
             kl = sum(float(lessons.divergence(lm.model, [one])) for one in kept) / len(kept)
-        figures["locality/kl"] = Figure(kl, None, None, len(kept))
+        figures["locality/kl"] = EditFigure(kl, None, None, len(kept))
     return figures, asked
 
 
@@ -158,16 +160,21 @@ def _held_out(lm: SpeechLM, facts: Facts, config: EditEvalConfig) -> list[Row]:
     return [row for row in rows if plain(row.turns[0].question_text) not in asked]
 
 
-def _judged(part: str, task: str, row: Row, before: Answer, after: Answer) -> Asked:
+def _judged(part: str, task: str, row: Row, before: Answer, after: Answer) -> JudgedQuestion:
     turn = row.turns[0]
     wanted = None if part == "locality" else turn.answer_text
     right = after.text == before.text if wanted is None else normalise(after.text) == normalise(wanted)
-    return Asked(part, task, turn.question_text, row.speaker, wanted, before.text, after.text, right)
+    return JudgedQuestion(part, task, turn.question_text, row.speaker, wanted, before.text, after.text, right)
 
 
 def _heard(
-    lm: SpeechLM, speakers: Speakers, facts: Facts, asked: Sequence[Asked], before: Sequence[Answer], after: Sequence[Answer]
-) -> dict[str, Figure]:
+    lm: SpeechLM,
+    speakers: Speakers,
+    facts: Facts,
+    asked: Sequence[JudgedQuestion],
+    before: Sequence[Answer],
+    after: Sequence[Answer],
+) -> dict[str, EditFigure]:
     """Whether spoken answers sound as what they say."""
     codec = lm.codec
     assert codec is not None
@@ -207,10 +214,10 @@ def _heard(
             former = normalise(one.before)
             stayed.append(same or sounds_as(a, former, {**known, former: portrait(b.codes)}))
     parts = {"portability/speech": spoken, "locality/speech": stayed}
-    return {name: Figure.share(hits) for name, hits in parts.items() if hits}
+    return {name: EditFigure.share(hits) for name, hits in parts.items() if hits}
 
 
-def draw(figures: Mapping[str, Figure], file: Path) -> None:
+def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
     """Shares as bars with their intervals."""
     from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 
@@ -233,7 +240,7 @@ def draw(figures: Mapping[str, Figure], file: Path) -> None:
     save_figure(figure, file)
 
 
-def check_figures(figures: Mapping[str, Figure]) -> list[tuple[str, str, str, str]]:
+def check_figures(figures: Mapping[str, EditFigure]) -> list[tuple[str, str, str, str]]:
     """Rows of a table: figure, value, interval, questions."""
     rows = []
     for name, f in figures.items():

@@ -35,7 +35,7 @@ from train.scoring.text import compare_codes, find_normaliser, text_errors
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalQuestion:
     """A question ready to be asked, and where it is from."""
 
     index: int
@@ -99,13 +99,13 @@ def _answer(
 ) -> tuple[list[dict[str, Any]], float]:
     """The records of a batch in its order, and the seconds of its questions."""
     records: dict[int, dict[str, Any]] = {}
-    asked: list[Asked] = []
+    asked: list[EvalQuestion] = []
     for index, row in batch:
         if isinstance(row, Broken):
             records[index] = {"index": index, "where": row.where, "broken": row.why}
             continue
         try:
-            asked.append(Asked(index, row, make_item(row, task, lm)))
+            asked.append(EvalQuestion(index, row, make_item(row, task, lm)))
         except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
             records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
     answers = ask(lm, asked, config, sound=ear is not None)
@@ -114,7 +114,7 @@ def _answer(
     return [records[index] for index, _ in batch], sum(one.seconds for one in asked)
 
 
-def ask(lm: SpeechLM, asked: Sequence[Asked], config: EvalConfig, sound: bool) -> list[Answer]:
+def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: bool) -> list[Answer]:
     """Answers to questions side by side; each draws by its own seed."""
     if not asked:
         return []
@@ -133,7 +133,7 @@ def ask(lm: SpeechLM, asked: Sequence[Asked], config: EvalConfig, sound: bool) -
 
 @torch.no_grad()
 def judge(
-    one: Asked, answer: Answer, task: Task, config: EvalConfig, ear: Ear | None = None, codec: AudioCodec | None = None
+    one: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, ear: Ear | None = None, codec: AudioCodec | None = None
 ) -> dict[str, Any]:
     """The record of an answered question; the codec lets an ear hear the reference's codes, too."""
     row, item, normaliser = one.row, one.item, find_normaliser(config.normaliser)

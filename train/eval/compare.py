@@ -12,7 +12,7 @@ from omni.errors import UserError
 from train.eval.journal import write_whole
 from train.eval.measures import MEASURES
 from train.eval.pictures import COMPARISON, draw_comparison
-from train.eval.report import ANSWERS, TEXT, TIMINGS, Change, Record, Run, change_table, compared
+from train.eval.report import ANSWERS, TEXT, TIMINGS, Record, Run, ScoreChange, change_table, compared
 
 EAR = ("ear_words", "ear_longest")
 """Settings that the ear's name says."""
@@ -25,7 +25,7 @@ class Comparison:
 
     a: Run
     b: Run
-    changes: Mapping[str, Change]
+    changes: Mapping[str, ScoreChange]
     common: int
     notes: tuple[str, ...]
 
@@ -46,7 +46,7 @@ def compare(folder_a: Path, folder_b: Path) -> Comparison:
     timed = [name for name in MEASURES if name in ("first_text", "first_audio", "real_time_factor")]
     texts = [name for name in MEASURES if name.startswith("text_")]
     spoken = [name for name in MEASURES if name not in (*timed, *texts)]
-    changes: dict[str, Change] = {}
+    changes: dict[str, ScoreChange] = {}
     for file, names in ((ANSWERS, spoken), (TIMINGS, timed), (TEXT, texts)):
         moved = [{**r, "index": same[r["index"]]} for r in b.records[file] if r["index"] in same]
         changes.update(compared(a.records[file], moved, names))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from omni.errors import UserError
 from omni.generate.sampling_config import Sampling
 from omni.tasks import find_task
-from train.data.readers import Options
+from train.data.readers import ReaderOptions
 from train.scoring.text import find_normaliser
 
 
@@ -59,7 +59,7 @@ class EvalConfig:
     seed: int = 0
     device: str = "cpu"
     codec_folder: str | None = None
-    read: Options = field(default_factory=Options)
+    read: ReaderOptions = field(default_factory=ReaderOptions)
 
     def __post_init__(self) -> None:
         if self.task is not None:

@@ -30,7 +30,7 @@ from omni.text import Tokenizer
 from train.console.progress import Display
 from train.data.readers import Broken
 from train.data.rows.row import Row
-from train.eval.answers import Asked, ask, make_item
+from train.eval.answers import EvalQuestion, ask, make_item
 from train.eval.config import EvalConfig, Progress
 from train.eval.journal import Journal
 from train.eval.questions import Questions
@@ -45,10 +45,10 @@ def load_before(path: Path, device: str) -> SpeechLM:
     `train convert --keep_text` does); UserError where it is neither."""
     if path.is_dir() and not streamed.recognise(path) and huggingface.recognise(path):
         from train.convert.convert import convert
-        from train.convert.options import Options
+        from train.convert.options import ConvertOptions
 
         with tempfile.TemporaryDirectory() as folder:
-            convert(path, Path(folder) / "model", Options(keep_text=True))
+            convert(path, Path(folder) / "model", ConvertOptions(keep_text=True))
             return SpeechLM.from_pretrained(Path(folder) / "model", device=device)
     return SpeechLM.from_pretrained(path, device=device)
 
@@ -154,7 +154,7 @@ def plain_text(lm: SpeechLM, turn: Turn) -> Columns:
     return Columns(tokens, targets, torch.full((len(ids),), -1))
 
 
-def _readable(lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]]) -> tuple[list[Asked], dict[int, dict[str, Any]]]:
+def _readable(lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]]) -> tuple[list[EvalQuestion], dict[int, dict[str, Any]]]:
     """The rows of a batch that can be scored, and records of the others."""
     asked, records = [], {}
     for index, row in batch:
@@ -166,7 +166,7 @@ def _readable(lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]]) -> tuple[
             if why is None and len(example(lm.layout, [_turn(lm, row)])) > lm.config.decoder.context:
                 why = f"question and answer do not fit in the model's context of {lm.config.decoder.context}"
             if why is None:
-                asked.append(Asked(index, row, make_item(row, TASK, lm)))
+                asked.append(EvalQuestion(index, row, make_item(row, TASK, lm)))
         except UserError as error:
             why = str(error)
         if why is not None:

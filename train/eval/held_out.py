@@ -78,7 +78,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Report:
+class HeldOutReport:
     """Figures over a set of questions, and every answer."""
 
     figures: dict[str, float]
@@ -125,7 +125,9 @@ def items_of(
     return items
 
 
-def evaluate(lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False) -> Report:
+def evaluate(
+    lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False
+) -> HeldOutReport:
     """Ask every question, greedily, `rows` side by side, and compare the answers.
 
     Args:
@@ -144,7 +146,7 @@ def evaluate(lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds
     figures = summarise(judged)
     for group in (lambda j: j.item.kind, lambda j: j.item.task):
         figures.update(_by(group, judged))
-    return Report(figures, judged)
+    return HeldOutReport(figures, judged)
 
 
 def judge(item: Item, answer: Answer) -> Judged:
@@ -186,7 +188,7 @@ def _by(group: Callable[[Judged], str], judged: Sequence[Judged]) -> dict[str, f
     return out
 
 
-def write_answers(report: Report, file: Path) -> None:
+def write_answers(report: HeldOutReport, file: Path) -> None:
     """One JSON line per question: what was asked, expected and answered."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -208,7 +210,7 @@ def write_answers(report: Report, file: Path) -> None:
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def spoken(report: Report, codec: AudioCodec) -> tuple[Judged, Tensor] | None:
+def spoken(report: HeldOutReport, codec: AudioCodec) -> tuple[Judged, Tensor] | None:
     """An answer that speaks, if any, and its sound [S]; of those, the first with the right text."""
     import torch
     from torch import Tensor

@@ -10,7 +10,7 @@ import numpy as np
 
 from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 from train.eval.measures import MEASURES, Figure, pairs_of, shown
-from train.eval.report import TEXT_BEFORE, Change, Record, Run, signed
+from train.eval.report import TEXT_BEFORE, Record, Run, ScoreChange, signed
 
 PICTURE, COMPARISON = "report.png", "compare.png"
 SHARES = ("exact_match", "ended", "code_accuracy", "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match")
@@ -56,7 +56,7 @@ def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
     return save_figure(figure, run.folder / PICTURE)
 
 
-def draw_comparison(changes: Mapping[str, Change], names: tuple[str, str], file: Path) -> Path:
+def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], file: Path) -> Path:
     """Draw both runs' figures with 95 % intervals, a panel each, the difference in its title."""
     pyplot = pyplot_quietly()
     columns = min(3, len(changes))

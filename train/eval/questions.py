@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.remote import check_there
 from omni.tasks import TASKS, Task, find_task
-from train.data.readers import READERS, Broken, Options, Source, open_source
+from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
 from train.data.rows.row import Row, RowTurn
@@ -40,7 +40,7 @@ class GivenRow(Row):
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> GivenRow:
+def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> GivenRow:
     """The row of one record; UserError where it has no recording."""
     named = options.columns.get("answer_text")
     if named is not None and named not in data:
@@ -79,7 +79,7 @@ VOICEBENCH = RecordReader(
 OWN = {VOICEBENCH.name: VOICEBENCH}
 
 
-def open_data(path: Path, options: Options) -> Source:
+def open_data(path: Path, options: ReaderOptions) -> OpenedSource:
     """The data as a source of rows; UserError where there is nothing, or nothing known."""
     check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
@@ -101,11 +101,11 @@ class Questions:
         chosen: indices of the items, ascending.
     """
 
-    source: Source
+    source: OpenedSource
     chosen: range | list[int]
 
     @classmethod
-    def spread(cls, source: Source, count: int | None) -> Questions:
+    def spread(cls, source: OpenedSource, count: int | None) -> Questions:
         """`count` items, evenly over the source (all of them by default); UserError for data without any."""
         size = len(source)
         if size == 0:

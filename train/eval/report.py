@@ -59,7 +59,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Change:
+class ScoreChange:
     """The text-only score before and after, over the questions that both were asked, and the difference."""
 
     before: Figure
@@ -81,12 +81,12 @@ def figures_of(run: Run) -> dict[str, Figure]:
     return out
 
 
-def changes_of(run: Run) -> dict[str, Change]:
+def changes_of(run: Run) -> dict[str, ScoreChange]:
     """What speech training did to the text-only score."""
     return compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
 
 
-def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> dict[str, Change]:
+def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> dict[str, ScoreChange]:
     """Figures of two lists of records over the items that both have a score for, and B's minus A's."""
     out = {}
     for name in names:
@@ -94,7 +94,7 @@ def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> 
         both = [r for r in b if name in r.get("scores", {}) and r["index"] in of_a]
         if both:
             pairs_a, pairs_b = pairs_of([of_a[r["index"]] for r in both], name), pairs_of(both, name)
-            out[name] = Change(figure(name, pairs_a), figure(name, pairs_b), difference(name, pairs_a, pairs_b))
+            out[name] = ScoreChange(figure(name, pairs_a), figure(name, pairs_b), difference(name, pairs_a, pairs_b))
     return out
 
 
@@ -121,7 +121,7 @@ def voicebench_answer(record: Record) -> dict[str, Any]:
     return {**record["given"], "response": record["response"]}
 
 
-def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, Change]) -> str:
+def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, ScoreChange]) -> str:
     """The report to read."""
     settings = run.started
     normaliser = settings["settings"]["normaliser"]
@@ -150,7 +150,7 @@ def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, C
     return "\n".join(lines) + "\n"
 
 
-def change_table(changes: Mapping[str, Change], a: str, b: str) -> list[str]:
+def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> list[str]:
     """Lines of a Markdown table of two sides and their differences."""
     lines = [f"| figure | {a} | {b} | difference | 95 % interval | questions | |", "|---|---:|---:|---:|---:|---:|---|"]
     for name, c in changes.items():

@@ -19,7 +19,7 @@ from omni.patterns import match_names
 from omni.tasks import TASKS
 from train.balance.chooser import RULES
 from train.balance.config import BalanceConfig
-from train.balance.given import Choice
+from train.balance.given import MethodChoice
 from train.balance.rows import Rows, put_gradients, take_gradients
 from train.balance.section import BILEVEL, balanced_tasks
 from train.config.run import FitConfig
@@ -151,10 +151,10 @@ class PaperBalance:
             self._put(self.own, torch.ones(self.m) @ rest)
         self._rest(batches, forward, backward)
 
-    def _choose(self, rows: Rows) -> Choice:
+    def _choose(self, rows: Rows) -> MethodChoice:
         if self.section.method not in KEEPING:
             rows.gramian()
-            return Choice(torch.ones(self.m, dtype=torch.float64))
+            return MethodChoice(torch.ones(self.m, dtype=torch.float64))
         given: Any = _PaperGiven(rows, self.m, self.section, self.kept)
         choice = RULES[self.section.method](given)
         for value in self.kept.values():

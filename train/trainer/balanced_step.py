@@ -27,7 +27,7 @@ from omni.errors import UserError
 from omni.patterns import match_names
 from train.balance.balancer import Balancer, build
 from train.balance.bilevel import Bilevel
-from train.balance.chooser import Report
+from train.balance.chooser import BalanceReport
 from train.balance.section import BalanceSection
 from train.balance.tap import Tap
 from train.distributed.fabric import Team, accumulating, reshard
@@ -35,7 +35,7 @@ from train.objective.objective import Losses
 from train.objective.task_losses import Shares, cells_by_stream, cells_by_task, means
 from train.trainer.feed import Batch, CountedStep
 from train.trainer.logs import BALANCE
-from train.trainer.metrics import Tally
+from train.trainer.metrics import BalanceTally
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Balancing:
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
         self.tap = Tap(self.balancer, team.sum) if section.at == "features" else None
-        self.tally = Tally()
+        self.tally = BalanceTally()
         self.steps = 0
         self.told: set[str] = set()
         self.before: Mapping[str, Tensor] | None = None
@@ -164,7 +164,7 @@ class Balancing:
         self.tally.add(report.figures(self.names))
         self._tell(report)
 
-    def _tell(self, report: Report) -> None:
+    def _tell(self, report: BalanceReport) -> None:
         """Say once of each task that its gradient of what is shared was zero."""
         zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.told]
         self.told.update(zero)
@@ -233,7 +233,7 @@ class Balancing:
 
     # --- levels -----------------------------------------------------------------------------------------------------------
 
-    def _by_losses(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> Report:
+    def _by_losses(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> BalanceReport:
         counts, device = self.counts(now.cells)[:-1], self.fabric.device
         famo, look = balancer.config.method == "famo", balancer.config.values.get("look")
         if famo and look == "same":
@@ -245,7 +245,7 @@ class Balancing:
             report = self._chosen(balancer, _own(losses), counts)
             self._backward(balancer.total(losses.by_task[:-1], report) + losses.by_task[-1])  # type: ignore[index]
             return report
-        chosen: Report | None = None
+        chosen: BalanceReport | None = None
         if ahead is None:
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
                 seen = [_own(self._pass(b.to(device), self._shares(now), now, False)) for b in batches]
@@ -259,12 +259,12 @@ class Balancing:
             own += _own(losses)
         return chosen or balancer.weights(own, counts, self.team.sum)
 
-    def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> Report:
+    def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> BalanceReport:
         if balancer.config.values.get("look") == "next" and balancer.steps:
             balancer.after(losses, self.team.sum, counts)
         return balancer.weights(losses, counts, self.team.sum)
 
-    def _by_features(self, batches: Sequence[Batch], now: _Now) -> Report:
+    def _by_features(self, batches: Sequence[Batch], now: _Now) -> BalanceReport:
         tap = self.tap
         assert tap is not None
         tap.counts, tap.scale, tap.report = self.counts(now.cells)[:-1], float(self.team.world), None
@@ -279,7 +279,7 @@ class Balancing:
         assert tap.report is not None
         return tap.report
 
-    def _by_parameters(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> Report:
+    def _by_parameters(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> BalanceReport:
         parts = balancer.config.kind.batches
         groups = [batches[i * len(batches) // parts : (i + 1) * len(batches) // parts] for i in range(parts)]
         steps = [now] if parts == 1 else [self._part(group, now) for group in groups]
@@ -322,7 +322,7 @@ class Balancing:
                 shares = self._shares(now, weights, silent=not others)
                 self._backward(self._pass(batch.to(self.fabric.device), shares, now, note).total)
 
-    def _bilevel(self, balancer: Bilevel, batch: Batch, now: _Now) -> Report:
+    def _bilevel(self, balancer: Bilevel, batch: Batch, now: _Now) -> BalanceReport:
         device, world, rank = self.fabric.device, self.team.world, self.team.rank
         outers = [self.given.outer[(self.steps * world + i) % len(self.given.outer)] for i in range(world)]
         cells = torch.stack([self.given.cells(b) for b in outers]).sum(0).double()

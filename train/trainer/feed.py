@@ -18,7 +18,7 @@ Batch = Any
 
 
 @dataclass(frozen=True)
-class Step:
+class StepBatches:
     """One step's share of this process, and what is known of the whole step.
 
     Attributes:
@@ -65,7 +65,7 @@ class Feed:
         self.streams, self.team, self.stop = streams, team, stop
         self.waited = self.held_up = 0.0
 
-    def next(self) -> Step:
+    def next(self) -> StepBatches:
         """The next step.
 
         Raises:
@@ -94,11 +94,11 @@ class Feed:
         if failed:
             self.team.agree(failure)
         noted = next((int(s) for s, flag in zip(SIGNALS, flags, strict=True) if flag), 0)
-        return Step(batches, everyone[: len(counts)].long(), positions, flops, clock, noted)
+        return StepBatches(batches, everyone[: len(counts)].long(), positions, flops, clock, noted)
 
 
 @dataclass(frozen=True)
-class CountedStep(Step):
+class CountedStep(StepBatches):
     """A step of which is known how many targets each task has: `cells` [T, K], over all processes."""
 
     cells: Tensor
@@ -130,5 +130,7 @@ class CountingFeed(Feed):
 
     def next(self) -> CountedStep:
         step, plain = super().next(), self.shape[1] + 1
-        given = {name: getattr(step, name) for name in Step.__dataclass_fields__} | {"denominators": step.denominators[:plain]}
+        given = {name: getattr(step, name) for name in StepBatches.__dataclass_fields__} | {
+            "denominators": step.denominators[:plain]
+        }
         return CountedStep(**given, cells=step.denominators[plain:].double().view(self.shape))

@@ -17,7 +17,7 @@ from omni.tasks import TASKS, find_task
 from train.data.batching.batch import Batch
 from train.data.config import DataConfig, tasks_of
 from train.objective.objective import cells
-from train.trainer.feed import Step
+from train.trainer.feed import StepBatches
 
 SEEN = 30
 """Micro-batches with a task from which on a run misses its targets."""
@@ -47,9 +47,9 @@ class Watch:
     def step(
         self,
         number: int,
-        step: Step,
+        step: StepBatches,
         progress: float,
-        train: Callable[[Step], None],
+        train: Callable[[StepBatches], None],
         say: Callable[[str], None] = lambda text: None,
         trace: bool = False,
     ) -> list[Finding]:

@@ -23,7 +23,7 @@ KINDS = ("weight", "norm", "cosine", "absent", "zero")
 """Figures of the balance, each of which is followed by its tasks: `weight/A1T1`."""
 
 
-class Table:
+class CsvTable:
     """A CSV file that grows by whole rows and survives being killed at any byte.
 
     Args:
@@ -99,8 +99,8 @@ class Logs:
 
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.tables = {name: Table(folder / name, upto) for name in (METRICS, VALIDATION)}
-        self.tables[BALANCE] = Table(folder / BALANCE, upto, KINDS)
+        self.tables = {name: CsvTable(folder / name, upto) for name in (METRICS, VALIDATION)}
+        self.tables[BALANCE] = CsvTable(folder / BALANCE, upto, KINDS)
         _wait_for_a_later_name(folder / "tensorboard")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None

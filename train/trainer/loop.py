@@ -23,7 +23,7 @@ from train.balance.section import BalanceSection
 from train.checkpoint import config_diff, retention, state
 from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
-from train.console.progress import Progress, figures_line
+from train.console.progress import TrainProgress, figures_line
 from train.data.batching.loader import process_lanes
 from train.data.batching.packer import States, merge, remember
 from train.distributed.fabric import Team, accumulating, compile_blocks, full_state
@@ -32,11 +32,11 @@ from train.optim.optimizer import build_optimizer, set_learning_rate, set_traina
 from train.optim.schedule import check_larger, due, extension, learning_rate, used
 from train.trainer.announce import closing
 from train.trainer.balanced_step import Balancing
-from train.trainer.feed import CountedStep, CountingFeed, Feed, Step
+from train.trainer.feed import CountedStep, CountingFeed, Feed, StepBatches
 from train.trainer.guard import Watch
 from train.trainer.held_out_loss import held_out_loss
 from train.trainer.logs import LeftOut, Logs
-from train.trainer.metrics import Meter
+from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Figures, Outcome, Parts
 from train.trainer.signals import Stop
 from train.trainer.step_times import StepTimes
@@ -73,7 +73,7 @@ class Loop:
         self.average = Average(learning, config.ema) if config.ema is not None else None
         self.own_names = own_names
         self.balance = self.balancing(config.balance) if config.balance is not None else None
-        self.meter = Meter(parts.tasks, parts.streams, fabric.device, self.team)
+        self.meter = StepMetrics(parts.tasks, parts.streams, fabric.device, self.team)
         self.position = state.Position()
         self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
         self.saved: Path | None = None
@@ -82,7 +82,7 @@ class Loop:
         torch.manual_seed(config.seed + 1 + self.team.rank)
         resumed = self._resume()
         self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
-        self.progress = Progress(config.log.progress if self.team.first else "off", (self._used(), self.position.seconds))
+        self.progress = TrainProgress(config.log.progress if self.team.first else "off", (self._used(), self.position.seconds))
         if resumed is not None:
             self.progress.say(resumed)
         self.left_out = LeftOut(folder, self.team, self.progress.say, parts.broken_limit)
@@ -178,7 +178,7 @@ class Loop:
     def _clock(self) -> float:
         return self.before + time.perf_counter() - self.since
 
-    def train(self, step: Step) -> None:
+    def train(self, step: StepBatches) -> None:
         """Forward and backward of every micro-batch, then one step of the optimizer.
 
         Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes,

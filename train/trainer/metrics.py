@@ -12,7 +12,7 @@ from train.distributed.fabric import Team
 from train.objective.objective import Losses
 
 
-class Meter:
+class StepMetrics:
     """Sums of losses and counts, kept on the device so that no step waits for it.
 
     Dimensions: T tasks, K streams.
@@ -123,7 +123,7 @@ def means(sums: Tensor, counts: Tensor, tasks: Sequence[str], streams: Sequence[
     return {f"loss/{name}": float(s / n) for name, s, n in [*by_stream, together, *by_task] if n > 0}
 
 
-class Tally:
+class BalanceTally:
     """Means of weights, norms and cosines, and how often each task was absent or its gradient zero, since the last row.
 
     Attributes:

@@ -16,7 +16,7 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from train.config.sections import ValidationConfig
 from train.data.rows.row import Row
-from train.eval.held_out import SAMPLE_RATE, Item, Report, evaluate, items_of, spoken, write_answers
+from train.eval.held_out import SAMPLE_RATE, HeldOutReport, Item, evaluate, items_of, spoken, write_answers
 from train.trainer.plots import SPECTROGRAMS, spectrograms
 
 ANSWERS = "validation"
@@ -50,7 +50,7 @@ class Validator:
         self._show(report, step)
         return report.figures
 
-    def _show(self, report: Report, step: int) -> None:
+    def _show(self, report: HeldOutReport, step: int) -> None:
         write_answers(report, self.folder / ANSWERS / f"step-{step:08d}.jsonl")
         found = spoken(report, self.codec) if self.codec is not None else None
         if found is None or self.codec is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.trace.graph import nodes_of
-from omni.diagnostics.trace.held import Held, held_by, shape_of, storage_of, version_of
+from omni.diagnostics.trace.held import HeldTensor, held_by, shape_of, storage_of, version_of
 from omni.diagnostics.trace.scene import Scene
 from omni.diagnostics.trace.source import place_of
 
@@ -43,7 +43,7 @@ def is_copy(node: object) -> bool:
     return type(node).__name__.removeprefix("torch::autograd::").startswith(_COPIES) or "CopySlices" in str(node)
 
 
-def stale(scene: Scene, held: Held, node: object) -> Finding:
+def stale(scene: Scene, held: HeldTensor, node: object) -> Finding:
     """A held tensor that carries a graph from before the step."""
     if held.owner is None:
         learns = some(scene.learns(held.tensor)) or "what made it"
@@ -60,7 +60,7 @@ def stale(scene: Scene, held: Held, node: object) -> Finding:
     return Finding("stale", what, remedy, held.describe(), held.module, place, _others(held, place))
 
 
-def _others(held: Held, place: Place | None) -> tuple[Place, ...]:
+def _others(held: HeldTensor, place: Place | None) -> tuple[Place, ...]:
     return tuple(p for p in held.written() if p != place and p.function != "__init__")[:2]
 
 
@@ -82,7 +82,7 @@ def at_start(scene: Scene) -> list[Finding]:
     return found
 
 
-def inference(scene: Scene, held: Held) -> Finding:
+def inference(scene: Scene, held: HeldTensor) -> Finding:
     places = [p for p in held.written() if p.function != "__init__"] or list(held.written())
     if held.owner is None:
         places = [p for v in scene.variables() if v.tensor is held.tensor for p in v.places]

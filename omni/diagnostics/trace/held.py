@@ -26,7 +26,7 @@ _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.
 MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor and where it hangs: module path, attribute, the rest of the way (`['k'][0]`), and the class of its owner."""
 
     tensor: Tensor
@@ -121,7 +121,7 @@ def plain_in(value: Any, most: int = 64) -> Iterator[tuple[str, Any]]:
             yield step, inner
 
 
-def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[Held]:
+def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldTensor]:
     """Buffers and attributes of a model's modules, each tensor once; parameters on request.
 
     What torch's old `weight_norm` and `spectral_norm` compute anew before each forward is left out.
@@ -134,22 +134,22 @@ def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[Held]
         if parameters:
             for name, p in module._parameters.items():
                 if p is not None and not is_lazy(p):
-                    yield Held(p, path, name, "", kind)
+                    yield HeldTensor(p, path, name, "", kind)
         for name, buffer in module._buffers.items():
             if buffer is not None and not is_lazy(buffer):
-                yield Held(buffer, path, name, "", kind)
+                yield HeldTensor(buffer, path, name, "", kind)
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for name, value in vars(module).items():
             if name in MODULE_FIELDS or isinstance(value, _PLAIN) or name in computed:
                 continue
             for rest, tensor in tensors_in(value, seen):
                 if not isinstance(tensor, nn.Parameter):
-                    yield Held(tensor, path, name, rest, kind)
+                    yield HeldTensor(tensor, path, name, rest, kind)
 
 
-def held_in(value: Any, name: str) -> list[Held]:
+def held_in(value: Any, name: str) -> list[HeldTensor]:
     """Tensors in a batch or in a variable called `name`."""
-    return [Held(tensor, "", name, rest, None) for rest, tensor in tensors_in(value)]
+    return [HeldTensor(tensor, "", name, rest, None) for rest, tensor in tensors_in(value)]
 
 
 def reached_from(function: Any) -> dict[str, tuple[Any, Any]]:
@@ -182,7 +182,7 @@ def reached_from(function: Any) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> Iterator[tuple[str, Held, Any]]:
+def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> Iterator[tuple[str, HeldTensor, Any]]:
     """Tensors that a value leads to, through containers, functions, objects and modules, each with the variable's name and the
     code that names it. What belongs to torch or to the guard is not entered."""
     if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN, types.ModuleType)) or len(seen) > 5000:
@@ -191,7 +191,9 @@ def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> I
     if isinstance(value, nn.Module):
         yield from ((f"{name}.{held.path}", held, None) for held in held_by(value))
     elif isinstance(value, Tensor) or type(value) in (list, tuple, dict, set):
-        yield from ((name + rest, Held(tensor, "", name, rest, None), code) for rest, tensor in tensors_in(value, depth=2))
+        yield from (
+            (name + rest, HeldTensor(tensor, "", name, rest, None), code) for rest, tensor in tensors_in(value, depth=2)
+        )
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         if not is_internal(getattr(code_of(value), "co_filename", "")):
             for inner, (reached, names) in reached_from(value).items():
@@ -202,7 +204,7 @@ def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> I
         for inner, attribute in _first(vars(value).items()):
             for full, held, named in reach(f"{name}.{inner}", attribute, None, seen, depth - 1):
                 if held.owner is None and named is None:  # the object's own, and not what a function in it reaches
-                    held = Held(held.tensor, "", inner, full.removeprefix(f"{name}.{inner}"), type(value))
+                    held = HeldTensor(held.tensor, "", inner, full.removeprefix(f"{name}.{inner}"), type(value))
                 yield full, held, named
 
 

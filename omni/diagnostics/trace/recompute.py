@@ -53,7 +53,7 @@ REMEDY_REENTRANT = (
 )
 
 
-class Step(NamedTuple):
+class RecomputeStep(NamedTuple):
     """An operation of a checkpointed part, and sum and norm of its result."""
 
     op: str
@@ -74,11 +74,11 @@ class Region:
         self.before = capture(part)
         self.modules = part.modules
         self.selective = False
-        self.steps: list[Step] = []
+        self.steps: list[RecomputeStep] = []
         self.at: int | None = None
         self.end = trace.clock
         self.changes: list[Change] = []
-        self.different: tuple[Step | None, Step | None] | None = None
+        self.different: tuple[RecomputeStep | None, RecomputeStep | None] | None = None
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class Region:
     def note(self, op: str, args: list[Tensor], out: Any, line: Line | None, clock: int) -> None:
         if op in _CASTS or "empty" in op or self.different is not None or not any(t.requires_grad for t in args):
             return
-        step = Step(op, digest(out), line, clock, [storage_of(t) for t in args])
+        step = RecomputeStep(op, digest(out), line, clock, [storage_of(t) for t in args])
         if self.at is None:
             self.steps.append(step)
             return
@@ -215,7 +215,7 @@ def watch_checkpoints(
             if not region.steps:
                 with _quiet(trace):
                     out = function(*inputs)
-                region.steps = [Step("the result", digest(out), region.line, trace.clock, [])]
+                region.steps = [RecomputeStep("the result", digest(out), region.line, trace.clock, [])]
                 region.end = trace.clock
                 return out
             with region.second(part(function, inputs)), _quiet(trace):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from omni.diagnostics.findings import Place
 from omni.diagnostics.trace.graph import Node, leaves_of, nodes_of
-from omni.diagnostics.trace.held import Held, held_by, held_in, reach, storage_of
+from omni.diagnostics.trace.held import HeldTensor, held_by, held_in, reach, storage_of
 from omni.diagnostics.trace.recompute import Region
 from omni.diagnostics.trace.source import is_internal, name_writes, outer_writes, place_of
 from omni.diagnostics.trace.trace import Trace
@@ -45,7 +45,7 @@ class Scene:
     batch: Any = None
     frame: FrameType | None = None
     function: Callable[[], Any] | None = None
-    held: list[tuple[Held, Node, int]] = field(default_factory=list)
+    held: list[tuple[HeldTensor, Node, int]] = field(default_factory=list)
     trace: Trace | None = None
     regions: list[Region] = field(default_factory=list)
     later: list[FrameType] = field(default_factory=list)
@@ -76,12 +76,12 @@ class Scene:
                 self.later.append(trace.tb_frame)
             trace = trace.tb_next
 
-    def now(self) -> Iterator[Held]:
+    def now(self) -> Iterator[HeldTensor]:
         """What modules and batch hold at this moment."""
         yield from held_by(self.model)
         yield from held_in(self.batch, "batch")
 
-    def written(self, held: Held) -> Place | None:
+    def written(self, held: HeldTensor) -> Place | None:
         """The line that made a held tensor what it is: traced, or read from the source of its class."""
         if self.trace is not None:
             for other in self.now():

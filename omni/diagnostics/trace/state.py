@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omni.diagnostics.findings import Place
-from omni.diagnostics.trace.held import MODULE_FIELDS, Held, held_by, plain_in, storage_of, tensors_in, version_of
+from omni.diagnostics.trace.held import MODULE_FIELDS, HeldTensor, held_by, plain_in, storage_of, tensors_in, version_of
 from omni.diagnostics.trace.source import attribute_writes, definition, place_of
 from omni.diagnostics.trace.trace import Trace
 
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     Attributes:
         kind: code (a hook or a forward), value (a number or a text) or tensor.
         token: what two moments must have in common: the function, the value, or a tensor's memory and version.
-        value: the function, the value, or the tensor as `Held`.
+        value: the function, the value, or the tensor as `HeldTensor`.
         module, name: whose and what it is; `owner` is the class.
     """
 
@@ -84,7 +84,7 @@ def capture(part: Part) -> State:
             drawn = hash(value.get_state().numpy().tobytes())
             state[name] = Entry("value", drawn, f"state {drawn:x}", "", name, object)
         for rest, tensor in tensors_in(value):
-            held = Held(tensor, "", name, rest, None)
+            held = HeldTensor(tensor, "", name, rest, None)
             state[held.path] = Entry("tensor", (storage_of(tensor), version_of(tensor)), held, "", held.path, object)
     for top in part.modules:
         state.update(_of_module(top, part.names, part.weights))
@@ -142,7 +142,7 @@ def differences(before: State, after: State, trace: Trace, end: int) -> list[Cha
             places = attribute_writes(given.owner, given.name)
             changes.append(Change("state", f"{key} was {was} and is {now}", given.module, places[0] if places else None))
         else:
-            held: Held = given.value
+            held: HeldTensor = given.value
             rebound = old is None or new is None or old.token[0] != new.token[0]
             place = _written(held, rebound, trace, end)
             weight, outside = isinstance(held.tensor, nn.Parameter), held.owner is None and not rebound
@@ -160,7 +160,7 @@ def _code(old: Entry | None, new: Entry | None) -> Change:
     return Change("code", f"a {entry.name} {when}", entry.module, definition(entry.value))
 
 
-def _written(held: Held, rebound: bool, trace: Trace, end: int) -> Place | None:
+def _written(held: HeldTensor, rebound: bool, trace: Trace, end: int) -> Place | None:
     """The line that wrote a tensor: where the attribute was bound anew that of its class, else the one that was traced."""
     places = held.written()
     if rebound and places:

@@ -20,7 +20,7 @@ from train.bench.convert import QWEN2_05B, convert, write_model
 from train.bench.names import SECTIONS
 from train.bench.prepare import prepare, sound, write_snac
 from train.bench.reading import KINDS, reading, write_shards
-from train.bench.timing import Row
+from train.bench.timing import TimingRow
 from train.commands.bench import main
 from train.data.config import PackingConfig
 from train.data.rows.parquet import StoredRows
@@ -32,7 +32,7 @@ NEAR = BYTES // 2
 """What a process may take besides, and what of a peak may be there before."""
 
 
-def values(rows: list[Row]) -> dict[str, float]:
+def values(rows: list[TimingRow]) -> dict[str, float]:
     """The figures by name; each name stands once and each figure is a number."""
     out = {row.name: row.value for row in rows}
     assert len(out) == len(rows) and all(map(math.isfinite, out.values()))
@@ -150,7 +150,7 @@ def test_the_table_of_reading_has_rates_and_first_batches_of_each_size():
 def test_the_command_prints_sections_by_their_names(monkeypatch, capsys):
     names = ("convert", "prepare", "reading")
     for size, name in enumerate(names):
-        monkeypatch.setattr(f"train.bench.{name}.{name}", lambda size=size: [Row("size", size, "x")])
+        monkeypatch.setattr(f"train.bench.{name}.{name}", lambda size=size: [TimingRow("size", size, "x")])
     assert set(names) < set(SECTIONS) and main(["--only", f"[{','.join(names)}]", "--json"]) == 0
     tables = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [table["rows"] for table in tables] == [{"size": 0}, {"size": 1}, {"size": 2}]

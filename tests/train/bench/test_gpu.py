@@ -26,14 +26,14 @@ from train.commands import bench as bench_command
 CPU = torch.device("cpu")
 
 
-def run_here(command: Sequence[str], limit: float) -> bench_child.Ended:
+def run_here(command: Sequence[str], limit: float) -> bench_child.ChildResult:
     """A check in this process."""
     with redirect_stdout(io.StringIO()) as out:
         try:
             code: Any = bench_child.run_check(*command[3:])
         except SystemExit as lost:
             code = lost.code
-    return bench_child.Ended(code, 0.0, out.getvalue(), "")
+    return bench_child.ChildResult(code, 0.0, out.getvalue(), "")
 
 
 def test_every_check_has_a_state_and_stops_no_other(monkeypatch):

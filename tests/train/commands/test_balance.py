@@ -16,7 +16,7 @@ from omni.errors import UserError
 from train.bench.balance import balance
 from train.bench.names import BALANCED
 from train.commands import bench as bench_command
-from train.commands.balance import ALL, JSON, PICTURE, Found, answered, compare, main, shown, variant, write
+from train.commands.balance import ALL, JSON, PICTURE, ExperimentCounts, answered, compare, main, shown, variant, write
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.trainer.validation import ANSWERS
@@ -98,7 +98,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_one_seed_and_one_task_can_be_shown(tmp_path: Path) -> None:
-    found = Found((1,), {"equal": {"A1T1": np.array([[3.0, 4.0]])}})
+    found = ExperimentCounts((1,), {"equal": {"A1T1": np.array([[3.0, 4.0]])}})
     write(found, tmp_path)
     assert shown(found).row_count == 1
 

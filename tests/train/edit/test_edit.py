@@ -34,7 +34,7 @@ from train.data.seeding import torch_dice
 from train.edit.apply import draw_untouched
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
 from train.edit.facts import read_facts
-from train.edit.judge import Figure, _held_out, judge_edits
+from train.edit.judge import EditFigure, _held_out, judge_edits
 from train.edit.lessons import Draws, Lessons, Piece
 from train.edit.speak import Speakers, fact_rows
 from train.objective.config import ObjectiveConfig
@@ -384,12 +384,12 @@ def test_the_recipes_are_read():
 
 def test_an_interval_is_wilsons():
     """By hand for 9 of 10: 0.5958 to 0.9821 (Wilson 1927)."""
-    figure = Figure.share([True] * 9 + [False])
+    figure = EditFigure.share([True] * 9 + [False])
     assert (figure.value, figure.questions) == (0.9, 10)
     assert figure.low == pytest.approx(0.5958, abs=1e-4) and figure.high == pytest.approx(0.9821, abs=1e-4)
     for count in range(1, 400):  # the plot takes no negative length, not even of rounding
         for hit in (True, False):
-            figure = Figure.share([hit] * count)
+            figure = EditFigure.share([hit] * count)
             assert figure.low <= figure.value <= figure.high
 
 

@@ -134,9 +134,9 @@ def test_a_key_of_another_name_is_told_and_stored_settings_keep_theirs(tmp_path:
 
 @pytest.mark.parametrize("count", [1, 4, 11, 50, None])
 def test_questions_are_spread_evenly_and_can_be_entered_anywhere(speech: Path, count: int | None) -> None:
-    from train.data.readers import Options
+    from train.data.readers import ReaderOptions
 
-    questions = Questions.spread(open_data(speech, Options()), count)
+    questions = Questions.spread(open_data(speech, ReaderOptions()), count)
     size = min(count or 11, 11)
     whole = list(questions.iterate())
     assert [index for index, _ in whole] == [i * 11 // size for i in range(size)]

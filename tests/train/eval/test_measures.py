@@ -19,12 +19,12 @@ from omni.generate.results import Answer, Timings
 from omni.tasks import TASKS
 from train.console.charts import pyplot_quietly
 from train.data.rows.row import Row, RowTurn
-from train.eval.answers import Asked, judge
+from train.eval.answers import EvalQuestion, judge
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, interval, pairs_of, plain, shown, value
 from train.eval.pictures import _bars, draw_comparison, draw_report
-from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Change, Run, signed, verdict
+from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, ScoreChange, signed, verdict
 from train.eval.timing import scores
 from train.scoring.text import find_normaliser, text_errors
 
@@ -89,7 +89,7 @@ def test_pictures_of_what_has_no_figure(tmp_path: Path) -> None:
     assert [(text.get_text(), text.xy[0]) for text in axis.texts] == [("50.00 %", 3000.0), ("-", 0.0)]
     pyplot.close("all")
     assert draw_report(run, figures).read_bytes().startswith(b"\x89PNG")
-    changes = {name: Change(f, f, none) for name, f in figures.items()}
+    changes = {name: ScoreChange(f, f, none) for name, f in figures.items()}
     assert draw_comparison(changes, ("a", "b"), tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -179,9 +179,9 @@ def answer(text: str, codes: Tensor | None = None, audio: Tensor | None = None, 
     return Answer(text, audio, 100, (), codes, Timings(), ended)
 
 
-def asked(task: str, reference: str | None, codes: Tensor | None = None, language: str = "en") -> Asked:
+def asked(task: str, reference: str | None, codes: Tensor | None = None, language: str = "en") -> EvalQuestion:
     row = Row((RowTurn("what?"),), id="r1", language=language, where="here row 1")
-    return Asked(4, row, Item(task, torch.zeros(8000), "what?", reference, codes))
+    return EvalQuestion(4, row, Item(task, torch.zeros(8000), "what?", reference, codes))
 
 
 def test_an_answer_is_judged() -> None:

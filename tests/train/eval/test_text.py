@@ -15,7 +15,7 @@ from omni.text import Tokenizer
 from tests.convert.hub_toys import save_text, text_model
 from tests.train.data.toys import TOKENIZER
 from tests.train.eval.toys import random_lm, read_lines
-from train.data.readers import Broken, Source
+from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Row, RowTurn
 from train.eval.config import EvalConfig
 from train.eval.forgetting import (
@@ -32,7 +32,7 @@ LAYOUTS = {"codec2": Layout.preset("codec2", 256), "sampled": Layout.build([14] 
 TEXTS = [("what is it?", "a cat"), ("why", "because of that"), ("who", "x")]
 
 
-class Listed(Source):
+class Listed(OpenedSource):
     """Items of a list."""
 
     format = "listed"

@@ -12,7 +12,7 @@ from torch import nn
 from train.balance.balancer import Balancer
 from train.balance.config import BalanceConfig
 from train.balance.rows import Rows
-from train.trainer.logs import BALANCE, Logs, Table, read_table
+from train.trainer.logs import BALANCE, CsvTable, Logs, read_table
 from train.trainer.plots import balance
 
 NAMES = ["A1T1", "A1T2", "A1A2"]
@@ -25,7 +25,7 @@ def ink(file: Path) -> float:
 
 def test_balance(tmp_path: Path) -> None:
     assert balance(tmp_path) is None
-    balancer, table = Balancer(BalanceConfig("pcgrad", "parameters"), NAMES), Table(tmp_path / BALANCE, 0)
+    balancer, table = Balancer(BalanceConfig("pcgrad", "parameters"), NAMES), CsvTable(tmp_path / BALANCE, 0)
     inks = []
     for step in range(1, 6):
         rows = torch.randn(3, 10, generator=torch.Generator().manual_seed(step)) * torch.tensor([[1.0], [1.0], [100.0]])
@@ -58,6 +58,6 @@ def test_columns_of_a_kind_stand_together(tmp_path: Path) -> None:
 def test_losses_alone_draw_weights_alone(tmp_path: Path) -> None:
     report = Balancer(BalanceConfig("random"), NAMES).weights(torch.ones(3))
     assert {name.split("/")[0] for name in report.figures(NAMES)} == {"weight"}
-    Table(tmp_path / BALANCE, 0).add(1, report.figures(NAMES))
+    CsvTable(tmp_path / BALANCE, 0).add(1, report.figures(NAMES))
     picture = balance(tmp_path)
     assert picture is not None and Image.open(picture).size[1] < 400

@@ -40,7 +40,7 @@ from train.config.sections import (
 )
 from train.objective.objective import Losses
 from train.optim.schedule import learning_rate
-from train.trainer.logs import METRICS, VALIDATION, Logs, Table, read_table, run_id
+from train.trainer.logs import METRICS, VALIDATION, CsvTable, Logs, read_table, run_id
 from train.trainer.loop import Loop
 
 
@@ -230,12 +230,12 @@ def test_broken_data_end_the_run_with_their_own_line(tmp_path: Path) -> None:
 
 def test_a_table_survives_a_row_cut_short(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
-    table = Table(file, 0)
+    table = CsvTable(file, 0)
     for step in range(1, 6):
         table.add(step, {"loss": 1 / step})
     with file.open("a") as handle:
         handle.write("6,0.1")  # killed within a write
-    table = Table(file, 3)
+    table = CsvTable(file, 3)
     table.add(4, {"loss": 0.5, "lr": 0.1})
     rows = read_table(file)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

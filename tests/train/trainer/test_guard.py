@@ -20,7 +20,7 @@ from omni.tasks import TASKS, Turn, example
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
 from train.bench.guard import guard
-from train.bench.timing import Row
+from train.bench.timing import TimingRow
 from train.cli import main
 from train.commands.doctor import examine
 from train.config.parse import read_fit_config
@@ -31,7 +31,7 @@ from train.data.sources.config import RecordedDigitsConfig
 from train.data.sources.mixture import Stage
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
-from train.trainer.feed import Step
+from train.trainer.feed import StepBatches
 from train.trainer.guard import SEEN, Ends, Targets, Watch, shares_of
 from train.trainer.loop import Loop
 
@@ -138,7 +138,7 @@ def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for phase in ("aligning", "all of the model")
         for way in ("plain step", "watched / plain step", "traced / plain step")
     ]
-    assert all(isinstance(row, Row) and row.value > 0 for row in rows)
+    assert all(isinstance(row, TimingRow) and row.value > 0 for row in rows)
     quiet, looked, traced = (False, False), (True, False), (True, True)
     turns = [looked, quiet, looked, traced], [quiet, looked, looked, traced]
     assert taken == [(used, *state) for used in (0.0, 0.5) for turn in turns for state in turn]
@@ -285,7 +285,7 @@ def test_a_watched_run_says_which_stream_learns_nothing(model: SpeechModel) -> N
     watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
     said: list[str] = []
     for number in range(1, 2 * SEEN):
-        watch.step(number, Step([batch], torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
+        watch.step(number, StepBatches([batch], torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
     assert len(said) == 1 and said[0].startswith(f"guard, step {SEEN}:\n[no_target] audio1 got no target")
     assert [finding.kind for finding in watch.guard.findings] == ["no_target"]
 
@@ -322,7 +322,7 @@ def test_a_watched_run_says_on_which_streams_no_end_is_learnt(name: str) -> None
     watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
     said: list[str] = []
     for number in (1, 2, 3):
-        watch.step(number, Step(batches, torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
+        watch.step(number, StepBatches(batches, torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
     (words,) = said
     assert "[label_end] no end is learnt on audio0, text: 5 times it follows" in words and "step 1:" in words
     first = some_batch(model, "A1A2", "T1T2").targets[:, 0]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from train.console.charts import printable
 from train.trainer import plots
-from train.trainer.logs import METRICS, VALIDATION, Table
+from train.trainer.logs import METRICS, VALIDATION, CsvTable
 from train.trainer.plots import CURVES, curves, spectrogram, spectrograms
 
 
@@ -25,13 +25,13 @@ def ink(file: Path) -> float:
 @pytest.mark.parametrize("validated", [False, True])
 def test_curves(tmp_path: Path, rows: int, validated: bool) -> None:
     assert curves(tmp_path) is None
-    metrics = Table(tmp_path / METRICS, 0)
+    metrics = CsvTable(tmp_path / METRICS, 0)
     for step in range(1, rows + 1):
         losses = {"loss": 5 / step, "loss/audio0": 3 / step, "loss/A1A2": 2 / step}
         metrics.add(step, {**losses, "lr": 1e-3 / step, "seconds": 60.0 * step})
     bare = ink(curves(tmp_path))  # type: ignore[arg-type]
     if validated:
-        table = Table(tmp_path / VALIDATION, 0)
+        table = CsvTable(tmp_path / VALIDATION, 0)
         for step in (1, 20):
             table.add(step, {"exact_match": 0.04 * step, "wer": 2.0, "seconds": 60.0 * step})
         assert ink(curves(tmp_path)) > bare  # type: ignore[arg-type]
@@ -49,9 +49,9 @@ def test_every_curve_has_its_own_colour_and_is_inside_its_axes(tmp_path: Path, m
     kept = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, file: kept.append(figure))
     names = [*(f"audio{i}" for i in range(7)), "text", "audio", "alignment", "A1A2", "A1T2", "T1T2"]
-    Table(tmp_path / METRICS, 0).add(1, {**{f"loss/{name}": 1.0 for name in names}, "loss": 2.0, "seconds": 9.0})
+    CsvTable(tmp_path / METRICS, 0).add(1, {**{f"loss/{name}": 1.0 for name in names}, "loss": 2.0, "seconds": 9.0})
     held_out = {"loss/text": 1.0, "loss/audio": 2.0, "wer": 30.0, "seconds": 9.0}
-    Table(tmp_path / VALIDATION, 0).add(1, held_out)
+    CsvTable(tmp_path / VALIDATION, 0).add(1, held_out)
     curves(tmp_path)
     losses, _, validation = kept[0].axes
     assert len({line.get_color() for line in losses.lines}) == len(names) + 1

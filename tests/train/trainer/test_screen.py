@@ -18,12 +18,12 @@ from tests.train.toys import ALONE, toy_batch, toy_config, toy_fit, toy_parts
 from train.checkpoint.state import Position
 from train.cli import main
 from train.config.sections import BudgetConfig, LogConfig, ValidationConfig
-from train.console.progress import Progress, figures_line, losses_line
+from train.console.progress import TrainProgress, figures_line, losses_line
 from train.trainer import announce, loop
 from train.trainer import build as fit
 from train.trainer.held_out_loss import HeldOut
 from train.trainer.logs import METRICS, read_table
-from train.trainer.metrics import Meter
+from train.trainer.metrics import StepMetrics
 from train.trainer.step_times import StepTimes
 
 LINES = LogConfig(every=5, progress="lines")
@@ -50,7 +50,7 @@ def steps_said(said: str) -> list[int]:
 def test_losses_are_told_by_target_text_and_audio_apart() -> None:
     figures = {"loss": 17.6, "loss/audio0": 9.0, "loss/text": 2.312, "loss/audio": 4.0, "loss/alignment": 7.1, "lr": 1e-3}
     screen = io.StringIO()
-    Progress("lines", stream=screen).row(10, 0.1, 5.0, figures)
+    TrainProgress("lines", stream=screen).row(10, 0.1, 5.0, figures)
     assert screen.getvalue() == "step 10 (10.0%) text 2.31 audio 4.00 lr 1.00e-03 45s left\n"
     assert losses_line({"loss": 1.0, "loss/text": 0.01234}) == "text 0.0123"
     assert losses_line({"loss": 1.0, "loss/alignment": 7.1}) == "alignment 7.10"
@@ -96,11 +96,11 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """Also after a start that goes on within a row of the log."""
     objective = toy_parts().objective
     losses = [objective(toy_batch(lane, 0), torch.ones(3)) for lane in range(3)]
-    meter = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
+    meter = StepMetrics(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
     for each in losses:
         meter.add(each)
         assert meter.look()["loss/text"] == pytest.approx(float(each.sums[:, 1].sum() / each.counts[:, 1].sum()))
-    again = Meter(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
+    again = StepMetrics(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
     again.restore(meter.state())
     again.add(losses[0])
     assert again.look()["loss/text"] == pytest.approx(float(losses[0].sums[:, 1].sum() / losses[0].counts[:, 1].sum()))

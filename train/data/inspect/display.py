@@ -8,7 +8,7 @@ from typing import Any
 
 from omni.errors import UserError
 from train.console.progress import Display, Kind
-from train.data.inspect.scan import Found, Lost, Scan
+from train.data.inspect.scan import FoundRow, Lost, Scan
 from train.data.prepare.files import write_json
 
 
@@ -19,7 +19,7 @@ class RowDisplay(Display):
         return ", ".join(part for part in super().pace().split(", ") if "real time" not in part)
 
 
-def watched(scan: Scan, display: Display) -> Iterator[Found | Lost]:
+def watched(scan: Scan, display: Display) -> Iterator[FoundRow | Lost]:
     """The rows of a scan, each counted on the display once it is done with."""
     for item in scan:
         yield item

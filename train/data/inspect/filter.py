@@ -19,15 +19,15 @@ from train.data.inspect.display import display_of, make_folder, watched
 from train.data.inspect.findings import KINDS
 from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules
-from train.data.inspect.scan import Found, Lost, Scan
+from train.data.inspect.scan import FoundRow, Lost, Scan
 from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.prepare.files import write_json
 from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.report import REPORT
-from train.data.prepare.rows import Tally
+from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import ShardWriter, notes
-from train.data.prepare.worker import BLOCK, Block
+from train.data.prepare.worker import BLOCK, PreparedBlock
 from train.data.rows.row import Row, Sound, features
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _fill(scan: Scan, work: Path, judge: Judge, shard_mb: int, progress: Kind) -
     return report
 
 
-def _judged(item: Found | Lost, judge: Judge) -> tuple[list[Reason], dict[str, Any] | None, Checked | None]:
+def _judged(item: FoundRow | Lost, judge: Judge) -> tuple[list[Reason], dict[str, Any] | None, Checked | None]:
     """Why an item is dropped, or the row to store."""
     if isinstance(item, Lost) or item.row is None:
         return [(UNREADABLE, item.why)], None, None
@@ -196,7 +196,7 @@ def _judged(item: Found | Lost, judge: Judge) -> tuple[list[Reason], dict[str, A
         return [(error.kind, str(error))], None, None
 
 
-def _embedded(item: Found) -> dict[str, Any]:
+def _embedded(item: FoundRow) -> dict[str, Any]:
     """A row as stored, its references replaced by what they lead to: they lead nowhere from another folder."""
     assert item.row is not None
     for stored, turn in zip(item.plain["turns"], item.row.turns, strict=True):
@@ -207,7 +207,7 @@ def _embedded(item: Found) -> dict[str, Any]:
     return item.plain
 
 
-def _log(log: TextIO, item: Found | Lost, reasons: list[Reason]) -> None:
+def _log(log: TextIO, item: FoundRow | Lost, reasons: list[Reason]) -> None:
     line = {
         "row": item.index,
         "where": item.where,
@@ -228,9 +228,9 @@ class _Writer:
     def _begin(self, start: int) -> None:
         self._start = self._stop = start
         self._plain: list[dict[str, Any]] = []
-        self._tally = Tally()
+        self._tally = PrepareTally()
 
-    def take(self, item: Found | Lost, plain: dict[str, Any] | None, checked: Checked | None) -> None:
+    def take(self, item: FoundRow | Lost, plain: dict[str, Any] | None, checked: Checked | None) -> None:
         """The next item, with its row where it is kept."""
         count = item.count if isinstance(item, Lost) else 1
         self._stop += count
@@ -250,7 +250,7 @@ class _Writer:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.schema) as writer:
             writer.write_table(pa.Table.from_pylist(self._plain, schema=self.schema))
-        self.shards.add(Block(self._start, self._stop, sink.getvalue().to_pybytes(), self._tally))
+        self.shards.add(PreparedBlock(self._start, self._stop, sink.getvalue().to_pybytes(), self._tally))
         self._begin(self._stop)
 
     def finish(self) -> None:

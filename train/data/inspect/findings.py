@@ -12,41 +12,41 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class FindingKind:
     """A kind of finding: an error makes the data unfit, a warning is for people to look at."""
 
     severity: Severity
     what: str
 
 
-KINDS: dict[str, Kind] = {
-    "unreadable_file": Kind("error", "a file that is no Parquet, or of another format"),
-    "damaged_pages": Kind("error", "rows of a row group whose pages are damaged"),
-    "changed_file": Kind("error", "a file that is not as its preparation left it"),
-    "bad_row": Kind("error", "a row that breaks the format: version, turns, types"),
-    "escaping_reference": Kind("error", "a recording's path leaves the data's folder"),
-    "missing_reference": Kind("error", "a recording that is not where its path says"),
-    "broken_sound": Kind("error", "a recording that cannot be decoded"),
-    "silent_sound": Kind("error", "a recording without any sound"),
-    "unknown_task": Kind("error", "a task that does not exist"),
-    "unfit_row": Kind("error", "a turn that lacks what its task needs, or fits no task"),
-    "codes_order": Kind("error", "codes in an order that their codec does not have"),
-    "codes_shape": Kind("error", "codes without frames, or of another number of streams"),
-    "codes_range": Kind("error", "codes that their codec does not have"),
-    "codes_length": Kind("error", "codes that last longer or shorter than their recording"),
-    "word_times": Kind("error", "words that end before they begin, or outside of their recording"),
-    "leaked_audio": Kind("error", "a question's recording that is in the other data too"),
-    "unknown_codec": Kind("warning", "codes of a codec that is not known, so not checked"),
-    "mostly_silent": Kind("warning", "a recording that is mostly silent"),
-    "clipped": Kind("warning", "a recording that is clipped"),
-    "empty_text": Kind("warning", "a recording or codes without their text"),
-    "odd_text": Kind("warning", "a text with control or replacement characters"),
-    "speech_rate": Kind("warning", "a text too long or too short for its sound"),
-    "duplicate_row": Kind("warning", "a row whose texts and sound are those of an earlier row"),
-    "duplicate_audio": Kind("warning", "a question's recording that an earlier row has"),
-    "duplicate_text": Kind("warning", "a question and answer in words that an earlier row of this speaker has"),
-    "leaked_text": Kind("warning", "a question in words that is in the other data too"),
-    "leaked_speaker": Kind("warning", "a speaker who is in the other data too"),
+KINDS: dict[str, FindingKind] = {
+    "unreadable_file": FindingKind("error", "a file that is no Parquet, or of another format"),
+    "damaged_pages": FindingKind("error", "rows of a row group whose pages are damaged"),
+    "changed_file": FindingKind("error", "a file that is not as its preparation left it"),
+    "bad_row": FindingKind("error", "a row that breaks the format: version, turns, types"),
+    "escaping_reference": FindingKind("error", "a recording's path leaves the data's folder"),
+    "missing_reference": FindingKind("error", "a recording that is not where its path says"),
+    "broken_sound": FindingKind("error", "a recording that cannot be decoded"),
+    "silent_sound": FindingKind("error", "a recording without any sound"),
+    "unknown_task": FindingKind("error", "a task that does not exist"),
+    "unfit_row": FindingKind("error", "a turn that lacks what its task needs, or fits no task"),
+    "codes_order": FindingKind("error", "codes in an order that their codec does not have"),
+    "codes_shape": FindingKind("error", "codes without frames, or of another number of streams"),
+    "codes_range": FindingKind("error", "codes that their codec does not have"),
+    "codes_length": FindingKind("error", "codes that last longer or shorter than their recording"),
+    "word_times": FindingKind("error", "words that end before they begin, or outside of their recording"),
+    "leaked_audio": FindingKind("error", "a question's recording that is in the other data too"),
+    "unknown_codec": FindingKind("warning", "codes of a codec that is not known, so not checked"),
+    "mostly_silent": FindingKind("warning", "a recording that is mostly silent"),
+    "clipped": FindingKind("warning", "a recording that is clipped"),
+    "empty_text": FindingKind("warning", "a recording or codes without their text"),
+    "odd_text": FindingKind("warning", "a text with control or replacement characters"),
+    "speech_rate": FindingKind("warning", "a text too long or too short for its sound"),
+    "duplicate_row": FindingKind("warning", "a row whose texts and sound are those of an earlier row"),
+    "duplicate_audio": FindingKind("warning", "a question's recording that an earlier row has"),
+    "duplicate_text": FindingKind("warning", "a question and answer in words that an earlier row of this speaker has"),
+    "leaked_text": FindingKind("warning", "a question in words that is in the other data too"),
+    "leaked_speaker": FindingKind("warning", "a speaker who is in the other data too"),
 }
 """All kinds by name."""
 

@@ -23,7 +23,7 @@ BATCH = 16
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRow:
     """A row that could be read from its file.
 
     Attributes:
@@ -103,10 +103,10 @@ class Scan:
             raise UserError(f"{self.files[number]} has no row {row}: it has {count}, counted from 0")
         return self._first(number) + row
 
-    def __iter__(self) -> Iterator[Found | Lost]:
+    def __iter__(self) -> Iterator[FoundRow | Lost]:
         return (item for number in range(len(self.files)) for item in self._file(number))
 
-    def at(self, index: int) -> Found:
+    def at(self, index: int) -> FoundRow:
         """Row `index` alone; UserError where there is none, or it cannot be read."""
         if not 0 <= index < len(self):
             raise UserError(f"data {self.path} has no row {index}: it has {len(self)}, counted from 0")
@@ -143,7 +143,7 @@ class Scan:
                 )
         return metadata.num_rows, ""
 
-    def _file(self, number: int, only: int | None = None) -> Iterator[Found | Lost]:
+    def _file(self, number: int, only: int | None = None) -> Iterator[FoundRow | Lost]:
         """The rows of a file; with `only`, of the row group that this row of it stands in."""
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -172,13 +172,13 @@ class Scan:
                     yield Lost(first + done, lost, end - done, f"has damaged pages ({one_line(error)}): prepare it again")
                 start = end
 
-    def _found(self, index: int, where: str, plain: dict[str, Any] | None, why: str) -> Found:
+    def _found(self, index: int, where: str, plain: dict[str, Any] | None, why: str) -> FoundRow:
         if plain is None:
-            return Found(index, where, {}, None, why)
+            return FoundRow(index, where, {}, None, why)
         try:
-            return Found(index, where, plain, from_plain(plain, self.folder, where))
+            return FoundRow(index, where, plain, from_plain(plain, self.folder, where))
         except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
-            return Found(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
+            return FoundRow(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
 
 
 def one_line(error: BaseException) -> str:

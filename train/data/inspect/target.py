@@ -11,7 +11,7 @@ from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import Parser
+from train.console.options import DataParser
 
 if TYPE_CHECKING:
     from omni.text import Tokenizer
@@ -28,7 +28,7 @@ class Target:
     tokenizer: Tokenizer
 
 
-def add_options(parser: Parser) -> None:
+def add_options(parser: DataParser) -> None:
     """The options that name a model."""
     parser.add_argument("--model", type=Path, help="the model folder that the rows are for")
     parser.add_argument("--preset", type=str, help="or the preset of the model, such as nano")

@@ -13,7 +13,7 @@ from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEE
 from train.data.inspect.display import display_of, watched
 from train.data.inspect.findings import Findings
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Digests, measure, text_digest
-from train.data.inspect.scan import Found, Lost, Scan
+from train.data.inspect.scan import FoundRow, Lost, Scan
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.report import REPORT
 from train.data.prepare.shards import checksum
@@ -116,7 +116,7 @@ def _leaks(scan: Scan, memory: _Memory, other: Scan, findings: Findings, display
     """What the questions of another split share with these."""
     audio, texts, speakers = Digests(), Digests(), dict[str, int]()
     for item in watched(other, display):
-        if not isinstance(item, Found) or item.row is None:
+        if not isinstance(item, FoundRow) or item.row is None:
             where, why = item.where, item.why
             findings.add("unreadable_file" if isinstance(item, Lost) else "bad_row", where, f"{why} (not compared)")
             continue

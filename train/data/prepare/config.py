@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
-from train.data.readers import Options
+from train.data.readers import ReaderOptions
 from train.data.tts.voices import check_spec
 
 SIDES = ("question", "answer")
@@ -40,7 +40,7 @@ class PrepareConfig:
         threads: of each process. Sums of a neural codec may round differently with another number.
     """
 
-    read: Options = field(default_factory=Options)
+    read: ReaderOptions = field(default_factory=ReaderOptions)
     limit: int = 0
     speak: str = ""
     voice: str = "espeak"

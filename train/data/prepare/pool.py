@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omni.errors import UserError
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.worker import BLOCK, Block, BlockMaker, Tick
-from train.data.readers import Source
+from train.data.prepare.worker import BLOCK, BlockMaker, PreparedBlock, Tick
+from train.data.readers import OpenedSource
 from train.data.rows.row import features
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ _WINDOW = 4  # blocks for each process that are told of and not handed out yet
 
 
 def make_blocks(
-    source: Source, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None = None
-) -> Generator[Block, None, None]:
+    source: OpenedSource, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None = None
+) -> Generator[PreparedBlock, None, None]:
     """The blocks that begin at `starts` and end before `total`, in this order, made by `config.processes`.
 
     `codec` is the configuration's; other processes load one of their own.
@@ -51,8 +51,8 @@ def make_blocks(
 
 
 def _here(
-    source: Source, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None
-) -> Iterator[Block]:
+    source: OpenedSource, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None
+) -> Iterator[PreparedBlock]:
     import torch
 
     threads = torch.get_num_threads()
@@ -65,7 +65,7 @@ def _here(
 
 
 class _Pool:
-    def __init__(self, source: Source, config: PrepareConfig, processes: int) -> None:
+    def __init__(self, source: OpenedSource, config: PrepareConfig, processes: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy threads and locks of torch
         work = pickle.dumps((source, config, features().arrow_schema))
         self.workers: dict[Connection, Any] = {}
@@ -76,11 +76,11 @@ class _Pool:
             theirs.close()
             self.workers[ours] = process
 
-    def run(self, starts: range, total: int, tick: Tick) -> Iterator[Block]:
+    def run(self, starts: range, total: int, tick: Tick) -> Iterator[PreparedBlock]:
         """Hand out in order. What a process is told is small, so telling never waits for one that is busy."""
         told = given = 0
         busy = dict.fromkeys(self.workers, 0)
-        ready: dict[int, Block] = {}
+        ready: dict[int, PreparedBlock] = {}
         while given < len(starts):
             while told < len(starts) and told - given < _WINDOW * len(busy) and min(busy.values()) < _AHEAD:
                 pipe = min(busy, key=lambda one: busy[one])
@@ -89,7 +89,7 @@ class _Pool:
                 told += 1
             for pipe in cast("list[Connection]", wait(list(self.workers))):
                 message = self._hear(pipe)
-                if isinstance(message, Block):
+                if isinstance(message, PreparedBlock):
                     ready[starts.index(message.start)] = message
                     busy[pipe] -= 1
                 else:

@@ -17,11 +17,11 @@ from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.pool import make_blocks
 from train.data.prepare.report import REPORT, read_report, write_report
-from train.data.prepare.rows import Tally
+from train.data.prepare.rows import PrepareTally
 from train.data.prepare.settings import agree, discard, settings_of
 from train.data.prepare.shards import ShardWriter, stored
 from train.data.prepare.worker import BLOCK, codec_of
-from train.data.readers import Source, open_source
+from train.data.readers import OpenedSource, open_source
 from train.data.tts.voices import make_voice
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def prepare(
     out: str | os.PathLike[str],
     config: PrepareConfig | None = None,
     progress: Kind = "off",
-    opener: Callable[[Path], Source] | None = None,
-) -> Tally:
+    opener: Callable[[Path], OpenedSource] | None = None,
+) -> PrepareTally:
     """Make the rows of a data set into Parquet shards in the folder `out`, which appears when all is there.
 
     What is interrupted goes on at the last finished shard when the same call is made again (what fails before the first leaves
@@ -88,7 +88,7 @@ def prepare(
         return read_report(out)
 
 
-def _fill(work: Path, source: Source, config: PrepareConfig, codec: AudioCodec | None, progress: Kind) -> None:
+def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioCodec | None, progress: Kind) -> None:
     """Write all shards that are not there yet."""
     total = min(len(source), config.limit or len(source))
     shards = ShardWriter(work, config.shard_mb << 20)
@@ -137,7 +137,7 @@ def _occupied(out: Path) -> bool:
     return out.exists() and not (out.is_dir() and not any(out.iterdir()))
 
 
-def _finished(out: Path, settings: dict[str, Any]) -> Tally:
+def _finished(out: Path, settings: dict[str, Any]) -> PrepareTally:
     """An output that is whole already."""
     if not (out / REPORT).is_file():
         raise UserError(f"output {out} exists and is none of this command's: choose another, or remove it")

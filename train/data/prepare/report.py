@@ -12,7 +12,7 @@ from typing import Any
 
 from train.console.progress import duration
 from train.data.prepare.files import part_of, publish, read_json, write_json, writing
-from train.data.prepare.rows import Tally
+from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import notes
 
 REPORT, BROKEN = "report.json", "broken.csv"
@@ -32,7 +32,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
 
     The report holds no times, so that it depends on the source and the settings alone.
     """
-    total, shards = Tally(), []
+    total, shards = PrepareTally(), []
     kinds: Counter[str] = Counter()
     missing: list[str] = []
     with writing(folder / BROKEN):
@@ -40,7 +40,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
             table = csv.writer(file, lineterminator="\n")
             table.writerow(["item", "where", "why"])
             for shard in notes(folder):
-                total.add(Tally.from_plain(shard["tally"]))
+                total.add(PrepareTally.from_plain(shard["tally"]))
                 shards.append({name: shard[name] for name in ("file", "rows", "bytes", "crc32", "items")})
                 for item in shard["broken"]:
                     table.writerow([item["item"], item["where"], item["why"]])
@@ -62,13 +62,13 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
     write_json(folder / REPORT, report)
 
 
-def read_report(folder: Path) -> Tally:
+def read_report(folder: Path) -> PrepareTally:
     """The counts of a finished output."""
     data = read_json(folder / REPORT)
-    return Tally.from_plain({name: data[name] for name in Tally().plain()})
+    return PrepareTally.from_plain({name: data[name] for name in PrepareTally().plain()})
 
 
-def summary(tally: Tally, folder: Path) -> str:
+def summary(tally: PrepareTally, folder: Path) -> str:
     """A few lines for people."""
     out = io.StringIO()
     print(f"{tally.rows} rows of {tally.items} items in {folder}", file=out)

@@ -38,13 +38,13 @@ class RowMaker:
         self.codec = codec
         self.voices = voices
 
-    def make(self, row: Row, name: str) -> tuple[dict[str, Any], Tally]:
+    def make(self, row: Row, name: str) -> tuple[dict[str, Any], PrepareTally]:
         """The plain data to store, and what was done for it; `name` is its id where it has none.
 
         Raises:
             UserError: sound that cannot be read or holds no finite samples, codes that do not fit, a text that cannot be said.
         """
-        done = Tally(items=1, rows=1, turns=len(row.turns))
+        done = PrepareTally(items=1, rows=1, turns=len(row.turns))
         row = replace(row, id=row.id or name)
         turns = []
         for number, turn in enumerate(row.turns):
@@ -54,7 +54,7 @@ class RowMaker:
                 raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
         return to_plain(replace(row, turns=tuple(turns))), done
 
-    def _turn(self, row: Row, number: int, turn: RowTurn, done: Tally) -> RowTurn:
+    def _turn(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> RowTurn:
         question = turn.question_audio
         if question is None and "question" in self.voices and turn.question_text.strip():
             question = self._say("question", turn.question_text, row, number)
@@ -65,7 +65,7 @@ class RowMaker:
         audio, codes = self._answer(row, number, turn, done)
         return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes)
 
-    def _answer(self, row: Row, number: int, turn: RowTurn, done: Tally) -> tuple[Sound | None, Codes | None]:
+    def _answer(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> tuple[Sound | None, Codes | None]:
         """Sound and codes of the answer, as far as they are stored."""
         audio, codes = turn.answer_audio, turn.answer_codes
         fitting = codes is not None and (self.codec is None or codes.codec == self.codec.name)
@@ -142,7 +142,7 @@ def _source(sound: Sound) -> AudioSource:
 
 
 @dataclass
-class Tally:
+class PrepareTally:
     """Counts of a preparation or a part of it.
 
     Attributes:
@@ -172,7 +172,7 @@ class Tally:
         """Sound of both sides."""
         return self.question_seconds + self.answer_seconds
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: PrepareTally) -> None:
         """Count another part in."""
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
@@ -182,5 +182,5 @@ class Tally:
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Tally:
+    def from_plain(cls, data: Mapping[str, Any]) -> PrepareTally:
         return cls(**data)

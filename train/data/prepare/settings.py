@@ -16,7 +16,7 @@ from train.data.prepare.files import read_json, write_json
 from train.data.prepare.lock import NAME as LOCK
 from train.data.prepare.shards import checksum, stored
 from train.data.prepare.worker import BLOCK
-from train.data.readers import Source
+from train.data.readers import OpenedSource
 from train.data.rows.row import ROW_VERSION
 
 NAME = "settings.json"
@@ -25,7 +25,7 @@ _DATA = ("source_bytes", "source_files")
 _WITHOUT_EFFECT = ("workers",)
 
 
-def settings_of(path: Path, source: Source, config: PrepareConfig) -> dict[str, Any]:
+def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict[str, Any]:
     """Everything that rows and shards depend on: the configuration, the source as it is, and the codec's weights."""
     plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
     plain["read"] = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}

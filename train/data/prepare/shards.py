@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from train.data.prepare.files import part_of, publish, read_json, write_json, writing
-from train.data.prepare.rows import Tally
-from train.data.prepare.worker import Block, BrokenItem
+from train.data.prepare.rows import PrepareTally
+from train.data.prepare.worker import BrokenItem, PreparedBlock
 from train.data.rows.parquet import ROW_GROUP
 from train.data.rows.row import features
 
@@ -44,7 +44,7 @@ class ShardWriter:
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder
         self.size = size
-        self.done = Tally()
+        self.done = PrepareTally()
         self.next_item = self.number = 0
         (folder / "notes").mkdir(exist_ok=True)
         for note in _series(folder):
@@ -61,7 +61,7 @@ class ShardWriter:
         self._writer: Any = None
         self._group: list[pa.Table] = []
         self._group_rows = self._group_bytes = self._bytes = self._groups = 0
-        self._tally = Tally()
+        self._tally = PrepareTally()
         self._broken: list[BrokenItem] = []
         self._last = self.next_item
 
@@ -70,7 +70,7 @@ class ShardWriter:
         """The shard that grows."""
         return self.folder / f"rows-{self.number:05d}.parquet"
 
-    def add(self, block: Block) -> None:
+    def add(self, block: PreparedBlock) -> None:
         """Take the next block; UserError where there is no space left."""
         table = block.table()
         if self._bytes and (self._bytes + table.nbytes > self.size or self._groups >= SHARD_GROUPS):
@@ -135,7 +135,7 @@ class ShardWriter:
         self._begin()
 
     def _covered(self, note: dict[str, Any]) -> None:
-        self.done.add(Tally.from_plain(note["tally"]))
+        self.done.add(PrepareTally.from_plain(note["tally"]))
         self.next_item = note["items"][1]
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omni.codec.registry import load_codec
 from omni.errors import UserError
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.rows import RowMaker, Tally
-from train.data.readers import Broken, Source
+from train.data.prepare.rows import PrepareTally, RowMaker
+from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Row
 from train.data.tts.voices import make_voice
 
@@ -52,17 +52,17 @@ class _Made(NamedTuple):
     item: int
     where: str
     plain: dict[str, Any]
-    done: Tally
+    done: PrepareTally
 
 
 @dataclass
-class Block:
+class PreparedBlock:
     """What became of items `start` to `stop`: rows as an Arrow stream, and the rest."""
 
     start: int
     stop: int
     stream: bytes = b""
-    tally: Tally = field(default_factory=Tally)
+    tally: PrepareTally = field(default_factory=PrepareTally)
     broken: list[BrokenItem] = field(default_factory=list)
 
     def table(self) -> pa.Table:
@@ -81,7 +81,7 @@ class BlockMaker:
     """
 
     def __init__(
-        self, source: Source, config: PrepareConfig, schema: pa.Schema, codec: AudioCodec | None = None
+        self, source: OpenedSource, config: PrepareConfig, schema: pa.Schema, codec: AudioCodec | None = None
     ) -> None:  # fmt: skip
         import torch
 
@@ -92,9 +92,9 @@ class BlockMaker:
         self.maker = RowMaker(config, codec, {side: make_voice(specs[side]) for side in config.sides})
         self.schema = schema
 
-    def make(self, start: int, stop: int, tick: Tick) -> Block:
+    def make(self, start: int, stop: int, tick: Tick) -> PreparedBlock:
         """Items `start` to `stop`; UserError where the source cannot be read at all."""
-        block, made = Block(start, stop), list[_Made]()
+        block, made = PreparedBlock(start, stop), list[_Made]()
         told, since, seconds = start, time.monotonic(), 0.0
         for index, item in zip(range(start, stop), self._items(start, stop), strict=True):
             if isinstance(item, Broken):
@@ -117,7 +117,7 @@ class BlockMaker:
         tick(stop - told, seconds)
         return block
 
-    def _store(self, block: Block, made: list[_Made]) -> None:
+    def _store(self, block: PreparedBlock, made: list[_Made]) -> None:
         """Put rows into a block; those of a value that a column cannot hold join its broken items."""
         import pyarrow as pa
 
@@ -141,7 +141,7 @@ class BlockMaker:
 
         return pa.Table.from_pylist([one.plain for one in made], schema=self.schema)
 
-    def _fits(self, one: _Made, block: Block) -> bool:
+    def _fits(self, one: _Made, block: PreparedBlock) -> bool:
         """Whether the columns can hold a row; if not, it is noted as broken."""
         try:
             self._table([one])

@@ -1,7 +1,7 @@
 """Readers of the data sets that people have: `open_source(path, options)` gives rows and broken items in a fixed order.
 
-See `contract` for what a source promises. Formats are told by their names and first record; `Options.format` decides where
-that is not wanted.
+See `contract` for what a source promises. Formats are told by their names and first record; `ReaderOptions.format` decides
+where that is not wanted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from omni.errors import UserError
 from omni.remote import check_there
 from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.codes import CODECS, PACKINGS
-from train.data.readers.contract import Broken, Options, Reader, Source
+from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
 from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
 from train.data.readers.folders import CommonVoice, LibriSpeech
@@ -23,9 +23,9 @@ from train.data.readers.llama_omni import LLAMA_OMNI
 from train.data.readers.lucy import LUCY
 from train.data.readers.moshi import MOSHI
 from train.data.readers.rows import ROWS
-from train.data.readers.table import Table
+from train.data.readers.table import TableReader
 
-__all__ = ["READERS", "Broken", "Options", "Reader", "Source", "open_source", "recognise"]
+__all__ = ["READERS", "Broken", "OpenedSource", "Reader", "ReaderOptions", "open_source", "recognise"]
 
 _ALL: tuple[Reader, ...] = (
     VOICE_ASSISTANT,
@@ -39,7 +39,7 @@ _ALL: tuple[Reader, ...] = (
     ROWS,
     CommonVoice(),
     LibriSpeech(),
-    Table(),
+    TableReader(),
 )
 
 READERS: dict[str, Reader] = {reader.name: reader for reader in _ALL}
@@ -60,9 +60,9 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     raise UserError(unknown(source, tuple(READERS)))
 
 
-def open_source(path: str | os.PathLike[str], options: Options | None = None) -> Source:
+def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:
     """Open a data set; UserError for one that is not there or not known, or options that do not fit."""
-    options = options or Options()
+    options = options or ReaderOptions()
     for option, known in (("format", READERS), ("codec", CODECS), ("order", ORDERS), ("packing", PACKINGS), ("audio", AUDIO)):
         value = getattr(options, option)
         if value not in known and (value or option in ("packing", "audio")):

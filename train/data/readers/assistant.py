@@ -17,7 +17,7 @@ from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.codes import check_duration, read_codes
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, make_row, text
 from train.data.rows.row import Row, RowTurn
@@ -28,7 +28,7 @@ _CODES = {"answer_snac": "snac", "answer_cosyvoice_speech_token": "cosyvoice", "
 """Fields with codes, and whose they are."""
 
 
-def assistant_row(data: Mapping[str, Any], where: str, files: Files, options: Options, format: str) -> Row:
+def assistant_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, format: str) -> Row:
     """The row of one record of either `format`; UserError where it is broken."""
     turns = history(text(data, "question", "source_text", needed=True))
     field = _code_field(data, options.codec)

@@ -3,7 +3,7 @@
 What can be told from the numbers is told: frames that are not whole, codes out of the codec's range, and the packings that
 people add on top (`PACKINGS`). The order of SNAC's seven codes in a frame cannot be told from one row: every order has the same
 ranges, so a reader takes the one that its format documents, says so in `Source.note`, holds it against the first rows together
-(`order`), and `Options.order` overrides it.
+(`order`), and `ReaderOptions.order` overrides it.
 
 Dimensions: K streams of the codec, F frames, A = K.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.rows.row import CODE_ORDERS, Codes
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CodesKind:
     """A codec as far as stored codes go: K `streams` of `size` codes, `rate` frames a second (None where runs are merged)."""
 
     streams: int
@@ -34,12 +34,12 @@ class Kind:
     rate: float | None
 
 
-CODECS: dict[str, Kind] = {
-    "snac": Kind(7, 4096, 24000 / 2048),
-    "mimi": Kind(8, 2048, 12.5),
-    "cosyvoice": Kind(1, 4096, 50.0),
-    "cosyvoice2": Kind(1, 6561, 25.0),
-    "hubert": Kind(1, 1000, None),
+CODECS: dict[str, CodesKind] = {
+    "snac": CodesKind(7, 4096, 24000 / 2048),
+    "mimi": CodesKind(8, 2048, 12.5),
+    "cosyvoice": CodesKind(1, 4096, 50.0),
+    "cosyvoice2": CodesKind(1, 6561, 25.0),
+    "hubert": CodesKind(1, 1000, None),
 }
 """Codecs that people store: SNAC 24 kHz, Mimi, CosyVoice's tokens of versions 1 and 2, LLaMA-Omni's HuBERT clusters."""
 
@@ -66,7 +66,7 @@ _STREAMS = {
 """The model's stream at each place of a frame, by order."""
 
 
-def read_codes(value: Any, codec: str, order: str, options: Options) -> Codes | None:
+def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Codes | None:
     """The codes of one answer; None where there are none (null, no number).
 
     Args:
@@ -181,7 +181,7 @@ def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
     return squeezed.astype(np.int64)
 
 
-def _explain(frames: np.ndarray, kind: Kind, packing: str, order: str) -> str:
+def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> str:
     """Which packing or order fits codes that are out of range."""
     import numpy as np
 

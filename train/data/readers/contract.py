@@ -1,12 +1,12 @@
 """What a reader of somebody else's data set offers: items in a fixed order, each a row or the reason why it is none.
 
-    source = open_source("VoiceAssistant-400K", Options())     # recognised, or named by `Options.format`
+    source = open_source("VoiceAssistant-400K", Options())     # recognised, or named by `ReaderOptions.format`
     len(source)                                                # items, broken ones included
     for item in source.iterate(1000, 2000):                    # exactly 1000 items; the same ones every time
         if isinstance(item, Broken): ...
 
 Item i is the same whoever asks: `list(s.iterate(a, b)) == list(s)[a:b]`, so workers share a source by ranges of items, and a
-preparation that was interrupted goes on at the item it had reached. A `Source` is small, holds no open file and can be
+preparation that was interrupted goes on at the item it had reached. A `OpenedSource` is small, holds no open file and can be
 pickled; opening one reads no more than the beginning of the data, its first `len` or `iterate(start)` counts the records of
 each text file once (the places of every 256th are kept: memory does not grow with the rows beyond that). Ranges that follow
 each other cost no more than one that covers them: a process keeps the place where the last one ended (`reading`).
@@ -36,7 +36,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Options:
+class ReaderOptions:
     """What a user may say about a data set. Empty means: as the format documents it.
 
     Commands that read data take each as `--read.NAME`, and messages name it so.
@@ -74,7 +74,7 @@ class Options:
     pause: float = 1.0
 
 
-class Source(ABC):
+class OpenedSource(ABC):
     """An opened data set.
 
     Attributes:
@@ -117,5 +117,5 @@ class Reader(Protocol):
     def recognise(self, path: Path) -> bool:
         """Whether the file or folder is of this format, judged by names and the first record."""
 
-    def __call__(self, path: Path, options: Options) -> Source:
+    def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
         """Open it. UserError for what concerns the whole: nothing there, an option that does not fit."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, header
 from train.data.readers.source import RecordReader, make_row, number, text
 from train.data.rows.row import Row, RowTurn, Sound
@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
         return Stretch(self.path, begin, min(begin + duration, self.end), self.channels)
 
 
-def cut_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def cut_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one cut or one line of a NeMo list; UserError where it is broken."""
     if "audio_filepath" in data:
         return _nemo_row(data, where, files, options)
@@ -180,7 +180,7 @@ def _sound(stretch: Stretch | None, files: Files) -> Sound | None:
     return files.cut(stretch.path, stretch.start, stretch.end, *stretch.channels)
 
 
-def _nemo_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def _nemo_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     path, start = text(data, "audio_filepath", needed=True), number(data, "offset", 0.0)
     asking = Stretch(path, start, start + number(data, "duration"), _selected(data))
     turn = RowTurn(

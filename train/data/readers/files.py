@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omni.audio.io import AudioInfo, audio_info
 from omni.errors import UserError
 from omni.remote import check_there
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Files:
     Attributes:
         folder: where paths start, and what they may not leave.
         prefix: what is cut off their beginning.
-        audio: see `Options.audio`.
+        audio: see `ReaderOptions.audio`.
     """
 
     folder: Path
@@ -35,7 +35,7 @@ class Files:
     audio: str = "required"
 
     @classmethod
-    def of(cls, path: Path, options: Options) -> Files:
+    def of(cls, path: Path, options: ReaderOptions) -> Files:
         """Those of a data set that is the file or folder `path`."""
         folder = Path(options.folder) if options.folder else path if path.is_dir() else path.parent
         otherwise = f"folder {folder} of the recordings does not exist: name the one that the data's paths start at with "

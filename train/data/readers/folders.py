@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from train.data.readers.contract import Options, Source
+from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.record import Record
 from train.data.readers.source import RecordSource, make_row, text
@@ -32,7 +32,7 @@ class CommonVoice:
     def recognise(self, path: Path) -> bool:
         return bool(self._tables(path))
 
-    def __call__(self, path: Path, options: Options) -> Source:
+    def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
         tables = self._tables(path)
         if not tables:
             raise UserError(f"{path} is no .tsv with the columns client_id, path, sentence, and holds none")
@@ -48,7 +48,7 @@ class CommonVoice:
         return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file, "\t").header)]
 
 
-def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one line; UserError where its recording is missing or broken."""
     name, said = text(data, "path", needed=True), text(data, "sentence", needed=True)
     if not name or not said:
@@ -68,7 +68,7 @@ class LibriSpeech:
     def recognise(self, path: Path) -> bool:
         return path.is_dir() and next(path.rglob("*.trans.txt"), None) is not None
 
-    def __call__(self, path: Path, options: Options) -> Source:
+    def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
         found = sorted(path.rglob("*.trans.txt")) if path.is_dir() else [path]
         if not found:
             raise UserError(f"data folder {path} holds no .trans.txt")
@@ -89,7 +89,7 @@ class Transcript(JsonLines):
         return Record(where, {"id": name, "text": said.strip(), "folder": str(self.path.parent.resolve())})
 
 
-def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one line; UserError where its recording is missing or broken."""
     name, said = data["id"], data["text"]
     if not said or Path(name).name != name:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omni.errors import UserError
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.dialogue import Message, pairs, system_of
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, check_text, items, make_row, text
@@ -25,7 +25,7 @@ _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _NO_TEXT = ("audio", "audios", "speech", "image", "images", "video", "videos")
 
 
-def chat_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def chat_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one chat; UserError where it is broken."""
     _check_written(data)
     messages = items(data, "messages" if data.get("messages") is not None or "conversations" not in data else "conversations")
@@ -60,7 +60,7 @@ def _said(message: Message | None) -> str:
     return said
 
 
-def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one instruction; UserError where it is broken."""
     _check_written(data)
     asked, given, answered = text(data, "instruction", needed=True), text(data, "input"), text(data, "output", needed=True)

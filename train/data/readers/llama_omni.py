@@ -3,8 +3,8 @@
 `speech` is the recording of the question, or a list with one for each human message. A human value with `<speech>` in it is
 an instruction about the recording ("Please directly answer ..."), not what is said there: it is no question text. `units` are
 those of the answers: a path to an .npy file, a list of integers or their text, or a list of paths, one for each answer. Their
-codec is not written anywhere (CosyVoice 2 for VocalNet and LLaMA-Omni 2, HuBERT clusters for LLaMA-Omni), so `Options.codec`
-must say it. `user` and `assistant` are taken for human and gpt; system messages before the first
+codec is not written anywhere (CosyVoice 2 for VocalNet and LLaMA-Omni 2, HuBERT clusters for LLaMA-Omni), so
+`ReaderOptions.codec` must say it. `user` and `assistant` are taken for human and gpt; system messages before the first
 question are the row's, later ones have no place in it.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.codes import load_array, read_codes
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.dialogue import pairs, system_of
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, items, make_row, text
@@ -24,7 +24,7 @@ from train.data.rows.row import Codes, Row, RowTurn
 _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 
 
-def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one conversation; UserError where it is broken."""
     messages = items(data, "conversations")
     asked = pairs(messages, "from")
@@ -61,7 +61,7 @@ def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
     return value
 
 
-def _codes(value: Any, files: Files, options: Options) -> Codes | None:
+def _codes(value: Any, files: Files, options: ReaderOptions) -> Codes | None:
     if isinstance(value, str) and value.endswith(".npy"):
         path = files.file(value, "units")
         return read_codes(load_array(path), "", "", options)

@@ -12,14 +12,14 @@ from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.codes import check_duration, read_codes
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.dialogue import pairs, system_of
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, items, make_row, text
 from train.data.rows.row import Codes, Row, RowTurn
 
 
-def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one conversation; UserError where it is broken."""
     messages = items(data, "conversations")
     turns = [_turn(asked, {} if answered is None else answered, files, options) for asked, answered in pairs(messages, "role")]
@@ -27,7 +27,7 @@ def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: Options
     return make_row(turns, options, "lucy", where, id=text(data, "id"), system=system)
 
 
-def _turn(asked: Mapping[str, Any], answered: Mapping[str, Any], files: Files, options: Options) -> RowTurn:
+def _turn(asked: Mapping[str, Any], answered: Mapping[str, Any], files: Files, options: ReaderOptions) -> RowTurn:
     codes = _codes(answered, files, options)
     answer_audio = files.sound(answered.get("wavpath"))
     check_duration(codes, seconds(answer_audio))
@@ -40,7 +40,7 @@ def _turn(asked: Mapping[str, Any], answered: Mapping[str, Any], files: Files, o
     )
 
 
-def _codes(message: Mapping[str, Any], files: Files, options: Options) -> Codes | None:
+def _codes(message: Mapping[str, Any], files: Files, options: ReaderOptions) -> Codes | None:
     """The codes in the file that an answer names."""
     name = text(message, "codec")
     if not name:

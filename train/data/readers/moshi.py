@@ -5,9 +5,9 @@ on the right (1), and beside it a `.json` of the same name, `{"alignments": [[wo
 SPEAKER_MAIN is the model; any other speaker is the user. Source: the data section of kyutai-labs/moshi-finetune's README and
 its annotate.py, which writes the model's words only.
 
-A recording becomes one row. An utterance is a run of one speaker's words with less than `Options.pause` seconds between them.
-A turn is what the user says, then what the model says until the user starts again; where the user's words are not written,
-the user's side is the right channel between two utterances of the model, and utterances with silence there are one answer.
+A recording becomes one row. An utterance is a run of one speaker's words with less than `ReaderOptions.pause` seconds between
+them. A turn is what the user says, then what the model says until the user starts again; where the user's words are not
+written, the user's side is the right channel between two utterances of the model, and utterances with silence there are one answer.
 Each side is cut from its own channel, and the words stay with the turn (`RowTurn.words`).
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, cut, header
 from train.data.readers.source import RecordReader, check_text, make_row, number, text
 from train.data.rows.row import Row, RowTurn, Sound, Word
@@ -40,7 +40,7 @@ class Utterance(NamedTuple):
     words: tuple[Word, ...]
 
 
-def moshi_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def moshi_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """The row of one recording; UserError where it, or its alignment, is broken."""
     name = text(data, "path", needed=True)
     path = files.file(name)

@@ -34,7 +34,7 @@ class Records(ABC):
         return next((record.data for record in self.iterate(0, 1)), {})
 
 
-class Reading(ABC):
+class RecordReading(ABC):
     """The records of one file, read onwards.
 
     Attributes:
@@ -49,11 +49,11 @@ class Reading(ABC):
         """Records `start`, which is not before `at`, to `stop`."""
 
 
-_kept: list[tuple[int, Records, Reading]] = []
+_kept: list[tuple[int, Records, RecordReading]] = []
 """At most one, with the process it belongs to: a fork shares the place in an open file, and must not read on there."""
 
 
-def take(records: Records, start: int) -> Reading | None:
+def take(records: Records, start: int) -> RecordReading | None:
     """The reading that was kept of these records, where it has not gone past `start`. Another one is let go."""
     try:
         process, owner, reading = _kept.pop()
@@ -62,6 +62,6 @@ def take(records: Records, start: int) -> Reading | None:
     return reading if process == os.getpid() and owner is records and reading.at <= start else None
 
 
-def keep(records: Records, reading: Reading) -> None:
+def keep(records: Records, reading: RecordReading) -> None:
     """Keep this one in place of the last."""
     _kept[:] = [(os.getpid(), records, reading)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
-from train.data.readers.record import Reading, Record, Records, keep, take
+from train.data.readers.record import Record, RecordReading, Records, keep, take
 from train.data.readers.text_records import JsonArray, JsonLines, TableRecords, open_binary
 
 __all__ = ["JsonArray", "JsonLines", "ParquetRecords", "Record", "Records", "TableRecords", "open_binary", "open_records"]
@@ -125,7 +125,7 @@ class _Batch(NamedTuple):
             yield Record(f"{path} row {row}", data, problem)
 
 
-class _Rows(Reading):
+class _Rows(RecordReading):
     """The rows of an open Parquet file, decoded a few at a time from the start of a row group on.
 
     Args:

@@ -1,8 +1,8 @@
 """Rows that are prepared already (`train.data.rows.row`), to be prepared anew: answers for another codec, sides spoken again.
 
-They come as they are stored, words and starts included; `Options.name` and `Options.task` replace what they say, and
-`Options.language` stands in where they say none. With `Options.audio` "none" all their recordings are left out, so that a
-preparation speaks them anew; codes stay, and are taken where they are of the codec that is asked for.
+They come as they are stored, words and starts included; `ReaderOptions.name` and `ReaderOptions.task` replace what they say,
+and `ReaderOptions.language` is taken where they say none. With `ReaderOptions.audio` "none" all their recordings are left out,
+so that a preparation speaks them again; codes stay, and are taken where they are of the codec that is asked for.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from omni.errors import UserError
-from train.data.readers.contract import Options
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, seconds
 from train.data.readers.source import RecordReader, make_row, one_line
 from train.data.rows.row import ROW_VERSION, Row, Sound, from_plain
 
 
-def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Options) -> Row:
+def stored_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """One of our own rows; UserError where columns are missing or it breaks the format."""
     if data.get("version") != ROW_VERSION:
         raise UserError(f"is of version {data.get('version')}; this is version {ROW_VERSION}: prepare the data again")
@@ -42,7 +42,7 @@ def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Optio
 
 
 def _wanted(sound: Sound | None, files: Files) -> Sound | None:
-    """A recording, as `Options.audio` has it."""
+    """A recording, as `ReaderOptions.audio` has it."""
     if sound is None or files.audio == "none":
         return None
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from train.data.readers.contract import Broken, Options, Source
+from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.order import ROWS, check_order
 from train.data.readers.record import Record, Records
@@ -25,7 +25,7 @@ MakeRow = Callable[[Mapping[str, Any], str], Row]
 """Turns the fields of a record and the place where it stands into a row; UserError where they make none."""
 
 
-class RecordSource(Source):
+class RecordSource(OpenedSource):
     """A row for each record of some files, in their order. `make` must be picklable for the source to be."""
 
     def __init__(self, format: str, files: Sequence[Records], make: MakeRow, note: str = "") -> None:
@@ -105,7 +105,7 @@ class RecordReader:
         fields: sets of fields; a first record with all of one set is of this format.
         absent: fields that tell that it is another format.
         inner: a field that is a list of objects, and what the first of them has.
-        notice: see `Source.note`; `{order}` and `{codec}` become those that hold.
+        notice: see `OpenedSource.note`; `{order}` and `{codec}` become those that hold.
         order: SNAC's order as the format documents it; the first rows are held against it (`check_order`).
         codec: the codec as the format documents it.
     """
@@ -131,7 +131,7 @@ class RecordReader:
         inner = found[name]
         return isinstance(inner, list) and bool(inner) and isinstance(inner[0], Mapping) and fields <= inner[0].keys()
 
-    def __call__(self, path: Path, options: Options) -> Source:
+    def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
         make = partial(self.row, files=Files.of(path, options), options=options)
         note = self.notice.format(order=options.order or self.order, codec=options.codec or self.codec)
         source = RecordSource(self.name, find_records(path, self.endings), make, note)
@@ -195,7 +195,7 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
-def make_row(turns: Sequence[RowTurn], options: Options, format: str, where: str, **fields: str) -> Row:
+def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, where: str, **fields: str) -> Row:
     """The row of these turns; UserError where a turn holds nothing.
 
     `fields` are those of `Row` that the data say; an empty `language` becomes that of the options.

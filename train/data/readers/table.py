@@ -3,7 +3,7 @@
     question_audio, question_text, answer_audio, answer_text       what the turn holds; paths of recordings and texts
     id, speaker, language                                          of the row
 
-Other names are mapped (`Options.columns`: field to column), never guessed.
+Other names are mapped (`ReaderOptions.columns`: field to column), never guessed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from train.data.readers.contract import Options, Source
+from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files
 from train.data.readers.layout import ENDINGS, columns_flag, columns_of
 from train.data.readers.records import open_records
@@ -25,7 +25,7 @@ TURN = ("question_audio", "question_text", "answer_audio", "answer_text")
 ROW = ("id", "speaker", "language")
 
 
-class Table:
+class TableReader:
     """Reader of one file (or a folder with one such file)."""
 
     name = "table"
@@ -37,7 +37,7 @@ class Table:
         files = self._files(path)
         return len(files) == 1 and bool(set(TURN) & set(columns_of(files[0])))
 
-    def __call__(self, path: Path, options: Options) -> Source:
+    def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
         files = self._files(path)
         if len(files) != 1:
             raise UserError(f"{path} holds {len(files)} tables (.csv, .tsv, .jsonl, .json, .parquet): name one")
@@ -69,7 +69,7 @@ class Table:
         return sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS) and not file.name.startswith("."))
 
 
-def table_row(data: Mapping[str, Any], where: str, files: Files, options: Options, names: Mapping[str, str]) -> Row:
+def table_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, names: Mapping[str, str]) -> Row:
     """The row of one record; UserError where it has none of the parts of a turn, or one is broken."""
     turn = RowTurn(
         question_text=text(data, names["question_text"]),

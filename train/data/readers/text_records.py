@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from omni.errors import UserError
-from train.data.readers.record import Reading, Record, Records, keep, take
+from train.data.readers.record import Record, RecordReading, Records, keep, take
 
 STRIDE = 256
 """Records between two places that are remembered."""
@@ -97,7 +97,7 @@ class TextRecords(Records):
         return self._record(raw, number)
 
 
-class _TextReading(Reading):
+class _TextReading(RecordReading):
     """Raw records, one after another from the place of number `at` on; those that are passed over stay raw."""
 
     def __init__(self, records: TextRecords, at: int, raw: Iterator[tuple[int, int, Any]]) -> None:

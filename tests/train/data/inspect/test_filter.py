@@ -20,7 +20,7 @@ from train.console.progress import percent
 from train.data.inspect.checks import Bounds, check_row
 from train.data.inspect.filter import DROPPED, Judge, filter_rows
 from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_rules
-from train.data.inspect.scan import Found, Scan
+from train.data.inspect.scan import FoundRow, Scan
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.shards import checksum
@@ -143,7 +143,7 @@ def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
     data = stored(tmp_path / "data", many, per_file=rows_per_file)
     report = filter_rows(data, tmp_path / "out", Judge(Rules(speakers=("s1", "s2"))), shard_mb=1)
     assert len(report["shards"]) > 1 and sum(shard["rows"] for shard in report["shards"]) == report["rows"] == 66
-    ids = [item.row.id for item in Scan(tmp_path / "out") if isinstance(item, Found) and item.row]
+    ids = [item.row.id for item in Scan(tmp_path / "out") if isinstance(item, FoundRow) and item.row]
     assert ids == [f"r{i}" for i in range(100) if i % 3]
 
 
@@ -154,7 +154,7 @@ def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
     (data / "clips" / "a.wav").write_bytes(sound)
     stored(data, [row(0), row(1, question_audio=Sound(path="clips/a.wav", folder=data))])
     filter_rows(data, tmp_path / "elsewhere" / "out", Judge(Rules()))
-    kept = [item for item in Scan(tmp_path / "elsewhere" / "out") if isinstance(item, Found)]
+    kept = [item for item in Scan(tmp_path / "elsewhere" / "out") if isinstance(item, FoundRow)]
     assert kept[1].plain["turns"][0]["question_audio"] == {"bytes": sound, "path": None}
 
 

@@ -19,7 +19,7 @@ from train.commands.data_validate import main
 from train.data.inspect.checks import Bounds
 from train.data.inspect.findings import KINDS, Findings
 from train.data.inspect.measures import BadSound, Digests, clipped_share, head, load, measure, silence_share, stored_bytes
-from train.data.inspect.scan import Found, Lost, Scan
+from train.data.inspect.scan import FoundRow, Lost, Scan
 from train.data.inspect.validate import validate
 from train.data.prepare.codecs import KNOWN, Codecs
 from train.data.readers.codes import CODECS
@@ -222,7 +222,7 @@ def test_damaged_pages_cost_their_row_group_only(tmp_path: Path) -> None:
     lost = [item for item in items if isinstance(item, Lost)]
     assert [(item.index, item.count) for item in lost] == [(4, 4)]
     assert lost[0].where == f"{file} row group 1, rows 4 to 7" and "damaged pages" in lost[0].why
-    assert [item.index for item in items if isinstance(item, Found)] == [*range(4), *range(8, 24)]
+    assert [item.index for item in items if isinstance(item, FoundRow)] == [*range(4), *range(8, 24)]
     assert found(tmp_path).counts == {"damaged_pages": 4}
 
 

@@ -23,7 +23,7 @@ from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.lock import FolderLock
 from train.data.prepare.prepare import prepare
-from train.data.prepare.rows import Tally
+from train.data.prepare.rows import PrepareTally
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[4]
 HERE = Path(__file__)
 
 
-def made(out: Path, source: ToySource | None = None, **options) -> Tally:
+def made(out: Path, source: ToySource | None = None, **options) -> PrepareTally:
     options = {"workers": 0, "codec": "codec2", "shard_mb": 1, **options}
     return prepare(HERE, out, PrepareConfig(**options), opener=lambda _: source or ToySource())
 

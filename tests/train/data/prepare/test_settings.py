@@ -13,7 +13,7 @@ from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.settings import discard
-from train.data.readers import Options
+from train.data.readers import ReaderOptions
 
 
 def test_a_start_that_failed_before_it_stored_leaves_nothing(tmp_path):
@@ -22,7 +22,7 @@ def test_a_start_that_failed_before_it_stored_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="none of the first 1 items makes a row"):
         prepare(source, tmp_path / "out", PrepareConfig(workers=0))
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
-    assert prepare(source, tmp_path / "out", PrepareConfig(Options(audio="none"), workers=0)).rows == 1
+    assert prepare(source, tmp_path / "out", PrepareConfig(ReaderOptions(audio="none"), workers=0)).rows == 1
     source.write_text("question_text,answer_text\n")
     with pytest.raises(UserError, match="has 0 items and none makes a row"):
         prepare(source, tmp_path / "odd", PrepareConfig(workers=0))
@@ -55,7 +55,7 @@ def test_what_others_put_there_stays(tmp_path):
 def test_only_the_settings_that_differ_are_named(tmp_path):
     source = told(tmp_path / "in", "one", "two")
     prepare(source, tmp_path / "out", PrepareConfig(workers=0))
-    other = PrepareConfig(Options(audio="none", columns={"question_text": "question_text"}), limit=1, workers=0)
+    other = PrepareConfig(ReaderOptions(audio="none", columns={"question_text": "question_text"}), limit=1, workers=0)
     with pytest.raises(UserError) as caught:
         prepare(source, tmp_path / "out", other)
     audio, columns = (

@@ -14,12 +14,12 @@ import torch
 from tests.sounds import encoded
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.readers import Broken, Source
+from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import torch_dice
 
 
-class ToySource(Source):
+class ToySource(OpenedSource):
     """Rows with a spoken question, a written and maybe spoken answer; `broken` ones are none.
 
     Args:

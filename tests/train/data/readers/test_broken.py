@@ -27,7 +27,7 @@ from tests.train.data.readers.toys import (
     write_parquet,
     write_tone,
 )
-from train.data.readers import Broken, Options, open_source
+from train.data.readers import Broken, ReaderOptions, open_source
 from train.data.rows.row import Row
 
 
@@ -89,7 +89,7 @@ def test_codes_that_do_not_fit_are_named_by_what_would_explain_them(tmp_path, co
 def test_a_packing_that_is_named_is_taken_off(tmp_path, packing, base, step):
     rows = [voice_assistant(i) | {"answer_snac": offsets(base, step)} for i in range(2)] + [voice_assistant(2)]
     path = write_parquet(tmp_path / "a.parquet", rows)
-    for row in open_source(path, Options(packing=packing)).iterate(0, 2):
+    for row in open_source(path, ReaderOptions(packing=packing)).iterate(0, 2):
         assert isinstance(row, Row) and row.turns[0].answer_codes.frames.T.tolist() == snac_frames(3, 6)
     broken = only_broken(path, packing=packing)
     assert f"as packing {packing!r} has it: all of them fit packing 'plain'" in broken.why
@@ -127,7 +127,7 @@ def test_a_pickle_in_the_units_is_not_run(tmp_path):
     (tmp_path / "plain.npy").write_bytes(pickle.dumps(Trap()))
     data = json.loads(path.read_text())
     path.write_text(json.dumps([*data, data[0] | {"units": "plain.npy"}]))
-    found = list(open_source(path, Options(codec="cosyvoice2")))
+    found = list(open_source(path, ReaderOptions(codec="cosyvoice2")))
     assert [isinstance(item, Broken) for item in found] == [True, False, False, True] and not (tmp_path / "ran").exists()
 
 

@@ -24,7 +24,7 @@ from tests.train.eval.toys import QUICK, read_lines, save_model
 from train.commands.data_prepare import _parser, main
 from train.commands.eval import _parse
 from train.commands.eval import main as evaluate
-from train.data.readers import Broken, Options, open_source
+from train.data.readers import Broken, ReaderOptions, open_source
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -76,7 +76,7 @@ def test_what_a_message_tells_to_say_reads_the_data(tmp_path, case, rows):
     flags = shlex.split(said)
     assert prepared(path, tmp_path / "out", *flags) == rows
     asked = _parse(["model", "data", "--out", "out", *flags]).read
-    assert asked == _parser().instantiate(_parser().parse_args(["in", "out", *flags])).read != Options()
+    assert asked == _parser().instantiate(_parser().parse_args(["in", "out", *flags])).read != ReaderOptions()
 
 
 def test_an_evaluation_reads_packed_codes_as_a_preparation_does(tmp_path):

@@ -15,7 +15,7 @@ from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
 from tests.train.data.readers.toys import snac_text, voice_assistant, write_json, write_parquet
 from train.commands.data_prepare import main
-from train.data.readers import Options, open_source
+from train.data.readers import ReaderOptions, open_source
 from train.data.readers.order import FEWEST_FRAMES, FEWEST_ROWS, lean
 from train.data.rows.row import CODE_ORDERS, Row
 
@@ -94,7 +94,7 @@ def test_the_other_order_is_refused_and_the_documented_one_taken(tmp_path, codes
     assert f"of {ROWS} rows (" in said and f"{path} row 0 to {path} row {ROWS - 1}" in said and "\n" not in said
     assert f"order {other!r}" in said and f"say --read.order {other}, or --read.order {order} where" in said
     for name in (order, other):  # whoever says it is believed
-        assert {row.turns[0].answer_codes.order for row in open_source(path, Options(order=name))} == {name}
+        assert {row.turns[0].answer_codes.order for row in open_source(path, ReaderOptions(order=name))} == {name}
     for row, frames in zip(taken, streams, strict=True):
         assert isinstance(row, Row) and row.turns[0].answer_codes is not None
         stored = row.turns[0].answer_codes.frames.numpy().T

@@ -32,7 +32,7 @@ from tests.train.data.readers.toys import (
     write_parquet,
     write_tone,
 )
-from train.data.readers import READERS, Broken, Options, open_source, recognise
+from train.data.readers import READERS, Broken, ReaderOptions, open_source, recognise
 from train.data.rows.row import Row
 
 # -------------------------------------------------------------------------------------------------------------- laws
@@ -42,7 +42,7 @@ from train.data.rows.row import Row
 def test_formats_are_recognised_and_any_slice_is_a_slice_of_all(tmp_path, kind):
     path = make(kind, tmp_path / "d")
     assert recognise(path).name == kind
-    source = open_source(path, Options(codec="cosyvoice2" if kind == "llama-omni" else ""))
+    source = open_source(path, ReaderOptions(codec="cosyvoice2" if kind == "llama-omni" else ""))
     found = list(source)
     assert source.format == kind and len(source) == len(found) > 0
     assert all(isinstance(item, Row) and item.source == kind for item in found)
@@ -85,7 +85,7 @@ def test_nothing_known_is_refused(tmp_path):
         ({"pause": 0.0}, "pause 0.0 is no time"),
     ):
         with pytest.raises(UserError, match=why):
-            open_source(tmp_path, Options(**options))
+            open_source(tmp_path, ReaderOptions(**options))
 
 
 # ------------------------------------------------------------------------------------------- row by row, by the book

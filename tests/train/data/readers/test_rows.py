@@ -17,7 +17,7 @@ from tests.train.data.prepare.toys import beep
 from tests.train.data.readers.toys import RATE, noise, only_broken, own_rows, rows, write_lines
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.readers import Broken, Options, open_source, recognise
+from train.data.readers import Broken, ReaderOptions, open_source, recognise
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn, Sound, Word, to_plain
 
@@ -66,7 +66,7 @@ def test_rows_come_back_as_they_are_stored(tmp_path):
 
 
 def test_recordings_that_are_left_out_are_spoken_anew(tmp_path):
-    config = PrepareConfig(Options(audio="none"), speak="question", voice="tests.train.data.prepare.toys:beep", workers=0)
+    config = PrepareConfig(ReaderOptions(audio="none"), speak="question", voice="tests.train.data.prepare.toys:beep", workers=0)
     assert prepare(own_rows(tmp_path / "d"), tmp_path / "out", config).spoken_questions == 3
     samples, rate = beep("One 0?")
     for row in StoredRows(tmp_path / "out"):
@@ -81,7 +81,7 @@ def test_recordings_that_cannot_be_had_are_optional(tmp_path):
         tmp_path / "a.parquet", [Row((RowTurn("One?", sound, "Two."),)), Row((RowTurn("", sound),)), Row((RowTurn("a"),))]
     )
     for audio in ("optional", "none"):
-        first, broken, last = open_source(tmp_path / "a.parquet", Options(audio=audio))
+        first, broken, last = open_source(tmp_path / "a.parquet", ReaderOptions(audio=audio))
         assert isinstance(first, Row) and isinstance(last, Row) and isinstance(broken, Broken)
         assert (first.turns[0].question_audio, first.turns[0].answer_text) == (None, "Two.")
         assert "turn 0 holds neither text" in broken.why

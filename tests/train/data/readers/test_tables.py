@@ -9,7 +9,7 @@ import pytest
 
 from omni.errors import UserError
 from tests.train.data.readers.toys import heard, rows, write_json, write_lines, write_parquet, write_tone
-from train.data.readers import Broken, Options, open_source
+from train.data.readers import Broken, ReaderOptions, open_source
 from train.data.rows.row import Row
 
 
@@ -43,9 +43,9 @@ def test_tables_by_name_and_by_map(tmp_path, ending):
     )
     assert [row.turns[0].question_text for row in rows(path)] == ["", ""]  # not guessed: only answer_text has its name
     with pytest.raises(UserError, match=r"has no column 'x': it has wav, question"):
-        open_source(path, Options(columns={"question_audio": "x"}))
+        open_source(path, ReaderOptions(columns={"question_audio": "x"}))
     with pytest.raises(UserError, match=r"columns maps 'sound', which is no field of a row"):
-        open_source(path, Options(columns={"sound": "wav"}))
+        open_source(path, ReaderOptions(columns={"sound": "wav"}))
 
 
 def test_a_table_without_known_columns_says_how_to_map_them(tmp_path):
@@ -54,7 +54,7 @@ def test_a_table_without_known_columns_says_how_to_map_them(tmp_path):
         UserError,
         match=r"it has audio, text; map them, such as with --read.columns '{question_audio: audio, question_text: text}'",
     ):
-        open_source(tmp_path / "a.csv", Options(format="table"))
+        open_source(tmp_path / "a.csv", ReaderOptions(format="table"))
 
 
 def test_an_absolute_path_may_lie_inside_the_folder_and_a_prefix_is_cut_off(tmp_path):
@@ -72,7 +72,7 @@ def test_recordings_that_cannot_be_had_may_be_optional_or_left_out(tmp_path):
     (tmp_path / "a.csv").write_text("question_audio,question_text\nq.wav,One?\nnone.wav,Two?\n../q.wav,Three?\nnone.wav,\n")
     kept = {}
     for audio in ("required", "optional", "none"):
-        found = list(open_source(tmp_path / "a.csv", Options(audio=audio)))
+        found = list(open_source(tmp_path / "a.csv", ReaderOptions(audio=audio)))
         kept[audio] = [None if isinstance(item, Broken) else item.turns[0].question_audio is not None for item in found]
     assert kept == {
         "required": [True, None, None, None],
@@ -89,7 +89,7 @@ def rows_in_other_folder(tmp_path: Path) -> Row:
     write_lines(tmp_path / "lists/a.jsonl", [{"question_audio": "q.wav"}])
     (row,) = rows(tmp_path / "lists/a.jsonl", folder=str(tmp_path))
     with pytest.raises(UserError, match=r"folder .*nowhere of the recordings does not exist"):
-        open_source(tmp_path / "lists/a.jsonl", Options(folder=str(tmp_path / "nowhere")))
+        open_source(tmp_path / "lists/a.jsonl", ReaderOptions(folder=str(tmp_path / "nowhere")))
     return row
 
 
@@ -150,7 +150,7 @@ def test_the_columns_that_a_message_names_read_the_data(tmp_path):
 def test_a_table_without_any_column_says_so(tmp_path, name, held):
     (tmp_path / name).write_text(held)
     with pytest.raises(UserError, match=f"{name} names no columns: it is empty, or does not begin with a row"):
-        open_source(tmp_path / name, Options(columns={"question_text": "a"}))
+        open_source(tmp_path / name, ReaderOptions(columns={"question_text": "a"}))
 
 
 def test_a_table_in_another_encoding_or_with_a_column_twice_is_refused(tmp_path):

@@ -14,7 +14,7 @@ import soundfile
 import torch
 
 from tests.sounds import encoded
-from train.data.readers import Broken, Options, open_source
+from train.data.readers import Broken, ReaderOptions, open_source
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 
@@ -85,7 +85,7 @@ def write_json(path: Path, rows: Any) -> Path:
 
 def rows(path: Path, **options: Any) -> list[Row]:
     """All rows of a source, none of them broken."""
-    found = list(open_source(path, Options(**options)))
+    found = list(open_source(path, ReaderOptions(**options)))
     assert all(isinstance(item, Row) for item in found), found
     return found  # type: ignore[return-value]
 
@@ -262,7 +262,7 @@ def make(kind: str, folder: Path) -> Path:
 
 def only_broken(path: Path, **options: Any) -> Broken:
     """The one item of a source that is broken; there are others, and they are rows."""
-    found = list(open_source(path, Options(**options)))
+    found = list(open_source(path, ReaderOptions(**options)))
     broken = [item for item in found if isinstance(item, Broken)]
     assert len(broken) == 1 and len(found) > 1, found
     assert "\n" not in broken[0].why

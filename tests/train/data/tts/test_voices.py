@@ -17,7 +17,7 @@ from tests.train.data.toys import DECODER, ENCODER, TOKENIZER
 from train.data.batching.examples import ExampleMaker, Prepared
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.rows import Tally
+from train.data.prepare.rows import PrepareTally
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Row, RowTurn
 from train.data.tts.voices import make_voice
@@ -33,7 +33,7 @@ with wave.open(out, "wb") as file:
 """
 
 
-def spoken(out: Path, **options) -> tuple[Tally, list[Row]]:
+def spoken(out: Path, **options) -> tuple[PrepareTally, list[Row]]:
     config = PrepareConfig(workers=0, **options)
     done = prepare(Path(__file__), out, config, opener=lambda _: ToySource(8, "text"))
     return done, list(StoredRows(out, out.parent / "cache"))
