@@ -211,9 +211,9 @@ def final_tensors(folder: Path | str) -> dict[str, Tensor]:
     """Every tensor of a run's last checkpoint, whole, however it was sharded."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    from train.checkpoint import retention as shelf
+    from train.checkpoint import retention
 
-    place = shelf.newest(Path(folder) / "checkpoints")
+    place = retention.newest(Path(folder) / "checkpoints")
     assert place is not None
     reader = HuggingFaceStorageReader(str(place / "tensors"))
     metas = reader.read_metadata().state_dict_metadata

@@ -9,10 +9,10 @@ from train.console.command import check_command
 
 SUBCOMMANDS = {
     "prepare": ("train.commands.data_prepare", "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
-    "validate": ("train.data.inspect.validate", "find what is wrong with rows: validate DATA"),
-    "stats": ("train.data.inspect.stats", "lengths, speakers, texts in tables and plots: stats DATA"),
-    "listen": ("train.data.inspect.listen", "one row as sound and text: listen DATA ROW"),
-    "filter": ("train.data.inspect.filter", "keep the rows that rules allow: filter DATA OUT --rules FILE"),
+    "validate": ("train.commands.data_validate", "find what is wrong with rows: validate DATA"),
+    "stats": ("train.commands.data_stats", "lengths, speakers, texts in tables and plots: stats DATA"),
+    "listen": ("train.commands.data_listen", "one row as sound and text: listen DATA ROW"),
+    "filter": ("train.commands.data_filter", "keep the rows that rules allow: filter DATA OUT --rules FILE"),
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
 

@@ -15,8 +15,7 @@ from omni.tasks import TASKS
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import toy_fit
 from train.balance.section import BalanceSection
-from train.checkpoint import retention as shelf
-from train.checkpoint import state
+from train.checkpoint import retention, state
 from train.config.sections import BudgetConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import Team, build_fabric
@@ -31,7 +30,7 @@ SECTIONS = [
 
 
 def remembered(folder: Path, config: Any) -> dict[str, Tensor]:
-    place = shelf.newest(folder / "checkpoints")
+    place = retention.newest(folder / "checkpoints")
     assert place is not None
     fabric = build_fabric(config.fabric)
     found = state.load_balance(place, balanced_parts(config).objective, Team(fabric))

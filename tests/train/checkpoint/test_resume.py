@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omni.errors import UserError
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
-from train.checkpoint import retention as shelf
+from train.checkpoint import config_diff, retention
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -90,7 +90,7 @@ def test_killed_and_started_again(tmp_path: Path, undisturbed: dict[str, Path]) 
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     place = tmp_path / "checkpoints"
-    assert shelf.newest(place) == place / "step-00000003"
+    assert retention.newest(place) == place / "step-00000003"
     assert read_table(tmp_path / METRICS)[-1]["step"] == 5
     for leftover in (".step-00000006.writing", ".step-00000005.writing", ".step-00000001.deleting"):
         shutil.copytree(place / "step-00000003", place / leftover)
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_the_sums_of_each_process_is_gone_on_with(tmp_path:
     """Those of before have the sums of all processes alone."""
     config = toy_config(tmp_path, log=LogConfig(every=4, progress="off"))
     toy_fit(config, toy_parts(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 5 else None))
-    folder = shelf.newest(tmp_path / "checkpoints")
+    folder = retention.newest(tmp_path / "checkpoints")
     assert folder is not None
     state = json.loads((folder / "state.json").read_text())
     assert state["meters"] == [state["meter"]]
@@ -197,7 +197,7 @@ def test_extending_with_anything_else_is_refused(undisturbed: dict[str, Path], c
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
     config = toy_config(tmp_path)
     toy_fit(config)
-    folder = shelf.newest(tmp_path / "checkpoints")
+    folder = retention.newest(tmp_path / "checkpoints")
     assert folder is not None
     weights, state = folder / "tensors" / "state.safetensors", folder / "state.json"
     if damage == "truncated":
@@ -213,14 +213,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
 def test_differences_name_the_place() -> None:
     old = {"a": {"b": [{"c": 1}, {"c": 2}]}, "log": {"every": 1}, "d": [1, 2]}
     new = {"a": {"b": [{"c": 1}, {"c": 3}]}, "log": {"every": 2}, "d": [1]}
-    assert shelf.differences(old, new) == [("a.b[1].c", 2, 3), ("d", [1, 2], [1])]
+    assert config_diff.differences(old, new) == [("a.b[1].c", 2, 3), ("d", [1, 2], [1])]
 
 
 def test_where_files_lie_and_how_many_workers_read_them_may_change(tmp_path: Path) -> None:
     free = {"data": ("workers", "prefetch", "cache", "broken_limit"), "model": ("tokenizer", "codec_folder", "init_from")}
     plain, moved = ({section: dict.fromkeys(keys, value) for section, keys in free.items()} for value in (1, 2))
-    assert shelf.differences(plain, moved) == []
-    assert shelf.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]
+    assert config_diff.differences(plain, moved) == []
+    assert config_diff.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]
 
 
 def test_data_that_have_grown_are_refused_unless_forced(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
         fit(replace(again, data=DataConfig(), model=ModelSection(preset="nona")))
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == kept
     toy_fit(replace(again, budget=replace(config.budget, steps=4)))
-    assert [p.name for p in shelf.checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000004"]
+    assert [p.name for p in retention.checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000004"]
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1, 2, 3, 4]
 
 

@@ -328,7 +328,7 @@ def test_the_bar_shows_rate_and_time_left_on_a_terminal(monkeypatch):
 @pytest.mark.parametrize("on", [True, False])
 def test_elsewhere_a_line_every_ten_seconds_says_the_same(on, monkeypatch):
     now = [50.0]
-    monkeypatch.setattr("train.convert.convert.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("train.console.progress.time.monotonic", lambda: now[0])
     with Bar(on, stream := io.StringIO()) as bar:
         for now[0], done in ((54.0, 1), (60.0, 200), (69.0, 400), (75.0, 500), (76.0, 1000)):
             bar(done * 10**6, 10**9)

@@ -19,7 +19,7 @@ import torch
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
-from train.checkpoint import retention as shelf
+from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.distributed import fabric as parallel
 from train.distributed.fabric import build_fabric, compile_blocks, placement
@@ -172,10 +172,10 @@ def test_two_stopped_processes_log_bitwise_what_undisturbed_ones_log(runs: Path,
 
 
 def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:
-    folder = shelf.newest(runs / "fsdp" / "checkpoints")
+    folder = retention.newest(runs / "fsdp" / "checkpoints")
     assert folder is not None and len(list((folder / "tensors").glob("*.safetensors"))) == 2
-    assert shelf.read_state(folder)["processes"] == 2
-    assert set(shelf.read_state(folder)["lanes"]) == {"0.0", "1.0", "2.0", "3.0"}
+    assert retention.read_state(folder)["processes"] == 2
+    assert set(retention.read_state(folder)["lanes"]) == {"0.0", "1.0", "2.0", "3.0"}
 
 
 @pytest.mark.parametrize("name", ["sharded-then-one", "one-then-two", "one-then-sharded"])
@@ -213,7 +213,7 @@ def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> N
     options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}}
     codes = two_processes({**options, "kill": ["SIGKILL", 5]}, "torchrun")
     assert codes[0] == -signal.SIGKILL and codes[1] not in (0, -signal.SIGKILL)
-    assert shelf.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
+    assert retention.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
     assert two_processes(options, "srun") == [0, 0]
     resumed, whole = final_tensors(tmp_path), final_tensors(runs / "ddp")
     for name, tensor in whole.items():
@@ -225,8 +225,8 @@ def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, bl
     """At its beginning or at its end, where only the first process writes: the other must not wait for hours."""
     options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}, "block": [block, 4]}
     assert two_processes(options, "torchrun", seconds=60) == [2, 2]
-    newest = shelf.newest(tmp_path / "checkpoints")
-    assert newest is not None and shelf.read_state(newest)["step"] == int(newest.name[5:])
+    newest = retention.newest(tmp_path / "checkpoints")
+    assert newest is not None and retention.read_state(newest)["step"] == int(newest.name[5:])
 
 
 def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch: pytest.MonkeyPatch) -> None:

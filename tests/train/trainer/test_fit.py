@@ -28,7 +28,7 @@ from tests.train.toys import (
     toy_steps,
     toy_targets,
 )
-from train.checkpoint import retention as shelf
+from train.checkpoint import retention
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -137,10 +137,10 @@ def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
         checkpoint=CheckpointConfig(every_steps=5, every_minutes=None, keep_last=2, keep_best=1),
     )
     toy_fit(config, toy_parts(validate=lambda weights, step: {"exact_match": scores[step]}))
-    names = [p.name for p in shelf.checkpoints(tmp_path / "checkpoints")]
+    names = [p.name for p in retention.checkpoints(tmp_path / "checkpoints")]
     # 4 is the best (8 only equals it), 10 and 13 the last.
     assert names == ["step-00000004", "step-00000010", "step-00000013"]
-    assert shelf.newest(tmp_path / "checkpoints").name == "step-00000013"  # type: ignore[union-attr]
+    assert retention.newest(tmp_path / "checkpoints").name == "step-00000013"  # type: ignore[union-attr]
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -216,7 +216,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(tmp_path: Pat
     object.__setattr__(config.optimizer, "lr", float("inf"))
     with pytest.raises(UserError, match=r"the loss is nan at step 3; no checkpoint was written yet; try a lower"):
         toy_fit(config)
-    assert not shelf.checkpoints(tmp_path / "checkpoints")
+    assert not retention.checkpoints(tmp_path / "checkpoints")
 
 
 def test_broken_data_end_the_run_with_their_own_line(tmp_path: Path) -> None:
@@ -315,13 +315,13 @@ def test_broken_data_do_not_cost_what_was_learnt(tmp_path: Path) -> None:
     config = toy_config(tmp_path / "broken")
     with pytest.raises(UserError, match=r"^row 7 of data\.parquet has no audio$"):
         toy_fit(config, toy_parts(broken))
-    assert [p.name for p in shelf.checkpoints(tmp_path / "broken" / "checkpoints")] == ["step-00000005"]
+    assert [p.name for p in retention.checkpoints(tmp_path / "broken" / "checkpoints")] == ["step-00000005"]
     _, resumed = toy_fit(config)
     _, undisturbed = toy_fit(toy_config(tmp_path / "whole"))
     assert all(t.equal(undisturbed[name]) for name, t in resumed.items())
     with pytest.raises(UserError, match="row 7"):
         toy_fit(toy_config(tmp_path / "first"), toy_parts(lambda step: broken(5)))
-    assert not shelf.checkpoints(tmp_path / "first" / "checkpoints")  # nothing learnt: another configuration may start
+    assert not retention.checkpoints(tmp_path / "first" / "checkpoints")  # nothing learnt: another configuration may start
 
 
 def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> None:
@@ -335,11 +335,11 @@ def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> N
     )
     with pytest.raises(UserError, match=r"answers\.jsonl cannot be read or written \(No space left on device\)"):
         toy_fit(config, toy_parts(validate=fail))
-    newest = shelf.newest(tmp_path / "checkpoints")
+    newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and newest.name == "step-00000004"
     assert toy_fit(config, toy_parts(validate=lambda weights, step: {"exact_match": 0.1 * step}))[0].step == 8
-    newest = shelf.newest(tmp_path / "checkpoints")
-    assert newest is not None and shelf.read_state(newest)["figures"] == {"exact_match": 0.8}
+    newest = retention.newest(tmp_path / "checkpoints")
+    assert newest is not None and retention.read_state(newest)["figures"] == {"exact_match": 0.8}
 
 
 def test_a_metric_that_is_not_measured_is_named_with_those_that_are(tmp_path: Path) -> None:

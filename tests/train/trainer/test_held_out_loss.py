@@ -31,7 +31,7 @@ from tests.train.toys import (
     toy_parts,
 )
 from tests.train.toys import TASKS as TOY_TASKS
-from train.checkpoint import retention as shelf
+from train.checkpoint import retention
 from train.config.sections import BudgetConfig, CheckpointConfig, LogConfig, ValidationConfig
 from train.data.augment.config import AugmentConfig
 from train.data.build import held_out_by_source, held_out_rows
@@ -236,5 +236,5 @@ def test_the_lowest_loss_is_kept_and_no_number_never_wins(tmp_path: Path, monkey
         checkpoint=CheckpointConfig(every_steps=None, every_minutes=None, keep_last=1, metric="loss"),
     )
     toy_fit(config, replace(toy_parts(), held_out=HeldOut(toy_held_out(0, 1))))
-    kept = shelf.checkpoints(tmp_path / "checkpoints")
+    kept = retention.checkpoints(tmp_path / "checkpoints")
     assert [folder.name for folder in kept] == ["step-00000006", "step-00000013"]

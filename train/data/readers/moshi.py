@@ -7,7 +7,8 @@ its annotate.py, which writes the model's words only.
 
 A recording becomes one row. An utterance is a run of one speaker's words with less than `ReaderOptions.pause` seconds between
 them. A turn is what the user says, then what the model says until the user starts again; where the user's words are not
-written, the user's side is the right channel between two utterances of the model, and utterances with silence there are one answer.
+written, the user's side is the right channel between two utterances of the model, and utterances with silence there are
+one answer.
 Each side is cut from its own channel, and the words stay with the turn (`RowTurn.words`).
 """
 

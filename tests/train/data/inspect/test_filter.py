@@ -12,7 +12,7 @@ import torch
 import whisper
 from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
-from omni.codec import base as codecs
+from omni.codec import registry as codecs
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, Beeper, noise, only_snac, row, spoilt, stored, wav
 from train.commands.data_filter import main

@@ -11,7 +11,7 @@ import torch
 
 from omni.audio.io import read_audio
 from omni.checkpoint.places import CODEC, CONFIG
-from omni.codec import base as codecs
+from omni.codec import registry as codecs
 from omni.config import FORMAT_VERSION, to_dict
 from omni.errors import UserError
 from tests.train.data.inspect.test_stats import model

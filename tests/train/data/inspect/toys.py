@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.codec import base as codecs
+from omni.codec import registry as codecs
 from omni.codec.base import AudioCodec, CodecStream
 from omni.errors import UserError
 from tests.sounds import encoded

@@ -14,7 +14,7 @@ from omni.codec.registry import load_codec
 from omni.errors import UserError
 from tests.train.data.readers.toys import flac, heard, write_tone
 from train.cli import main
-from train.console import rates as show
+from train.console import progress
 from train.data.prepare import worker as blocks
 from train.data.prepare.report import MISSING, reason_of
 from train.data.prepare.rows import stored as stored_sound
@@ -44,7 +44,7 @@ def table(folder: Path, count: int, missing: tuple[int, ...] = ()) -> Path:
 def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monkeypatch, capsys):
     """Options outweigh the file; the rows are what was asked for, and the report says what they are."""
     monkeypatch.setattr(blocks, "_TICK_SECONDS", 0.0)
-    monkeypatch.setattr(show, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     source = table(tmp_path / "in", 40, missing=(2, 33))
     read = f"read: {{folder: {tmp_path / 'in/wav'}, language: fr, name: mine}}"
     (tmp_path / "options.yaml").write_text(f"{read}\ncodec: codec2\nlimit: 39\nworkers: 1\n")
@@ -97,8 +97,8 @@ def test_recordings_that_are_missing_are_one_reason(name, tmp_path):
 def test_progress_says_the_rate_and_the_time_left_of_this_start(monkeypatch):
     """Of 100 items 20 were there; the first 10 took what starting takes, the next 30 took 20 s and are 60 s of sound."""
     now, stream = [100.0], io.StringIO()
-    monkeypatch.setattr(show, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    display = show.Display(100, 20, "lines", stream)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    display = progress.Display(100, 20, "lines", stream)
     now[0] = 115.0
     display.tick(10, 900.0)
     now[0] = 120.0

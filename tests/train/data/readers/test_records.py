@@ -18,7 +18,7 @@ import pytest
 
 from omni.errors import UserError
 from tests.train.data.readers.toys import write_parquet
-from train.data.readers import reading, text_records
+from train.data.readers import record, text_records
 from train.data.readers.records import ParquetRecords, open_records
 
 WORDS = ["plain", 'a "quoted", word', "two\nlines", "tab\tthere", "é ü 中文 🙂", " ", "[1, {2}]", "back\\slash"]
@@ -101,10 +101,10 @@ def test_another_process_does_not_go_on_with_an_open_file(tmp_path, monkeypatch)
     """A fork shares the place in a file with its parent."""
     records = open_records(write(tmp_path / "a.jsonl.gz", values(9)))
     list(records.iterate(0, 3))
-    assert reading.take(open_records(tmp_path / "a.jsonl.gz"), 3) is None
+    assert record.take(open_records(tmp_path / "a.jsonl.gz"), 3) is None
     list(records.iterate(0, 3))
-    monkeypatch.setattr(reading.os, "getpid", lambda: -1)
-    assert reading.take(records, 3) is None
+    monkeypatch.setattr(record.os, "getpid", lambda: -1)
+    assert record.take(records, 3) is None
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
