@@ -36,7 +36,7 @@ from omni.encoder.whisper import SpeechEncoder
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from train.objective.objective import Objective
-from train.trainer.guard import Watch
+from train.trainer.guard import StepGuard
 from train.trainer.loop import Loop
 
 CHILDREN = "OMNI_GUARDED_TESTS"
@@ -99,7 +99,7 @@ class Lookout:
                 self._within(plain, loop, step)
                 return
             self._drop()  # its backward is none of the loop's
-            watch = vars(loop).setdefault("lookout", Watch(loop.objective, loop.optimizer, loop.parts.idle))
+            watch = vars(loop).setdefault("lookout", StepGuard(loop.objective, loop.optimizer, loop.parts.idle))
             take = functools.partial(self._within, plain, loop)
             self.found += watch.step(loop.position.step + 1, step, loop._used(), take)
             self._count("steps")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.bounds import finite, load_json, read_header
-from omni.convert.lazy import Lazy, Watch
+from omni.convert.lazy import Lazy, WriteCallback
 from omni.errors import UserError
 
 PIECE = 8 << 20
@@ -208,7 +208,7 @@ class FileStamp:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Lazy], watch: Watch | None = None, notes: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, Lazy], watch: WriteCallback | None = None, notes: Mapping[str, str] | None = None
 ) -> FileStamp:
     """Write a file of tensors, never holding more than a piece of one; it is on the disk when this returns.
 

@@ -14,7 +14,7 @@ from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_fi
 from omni.codec.base import AudioCodec
 from omni.codec.registry import codec_names, load_codec
 from omni.convert.contract import CodecConfig, Foreign, check_float
-from omni.convert.lazy import Watch
+from omni.convert.lazy import WriteCallback
 from omni.errors import UserError
 from omni.files import replacing_folder
 
@@ -47,7 +47,7 @@ def _read(name: str, path: Path) -> Foreign:
     return Foreign(name, path, CodecConfig(name, settings), tensors)
 
 
-def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, FileStamp]:
+def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write a codec's folder, opened by the codec before it is renamed; UserError where anything does not fit."""
     if not isinstance(source.config, CodecConfig):
         raise UserError(f"{source.place} is no codec")
@@ -57,7 +57,7 @@ def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str
     return files
 
 
-def fill(folder: Path, source: Foreign, watch: Watch | None = None) -> dict[str, FileStamp]:
+def fill(folder: Path, source: Foreign, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write a codec's `config.json` and `model.safetensors` into an existing folder."""
     assert isinstance(source.config, CodecConfig)
     settings = json.dumps(dict(source.config.settings), indent=2) + "\n"

@@ -61,7 +61,7 @@ class CodecConfig:
 
 @dataclass(frozen=True)
 class Foreign:
-    """What stands in somebody's files. See the top of this module.
+    """An external checkpoint: its config and lazily read tensors. See the top of this module.
 
     Attributes:
         kind: the format's name in `formats.FORMATS`.

@@ -13,7 +13,7 @@ from omni.convert import omni_folder as streamed
 from omni.convert import whisper as whisper_weights
 from omni.convert.contract import Foreign
 from omni.convert.kinds import KINDS
-from omni.convert.lazy import Watch
+from omni.convert.lazy import WriteCallback
 from omni.errors import UserError, closest
 from omni.remote import refuse_remote
 
@@ -31,7 +31,7 @@ class Format:
     what: str
     recognise: Callable[[Path], bool]
     read: Callable[[Path], Foreign]
-    write: Callable[[Foreign, Path, Watch | None], dict[str, FileStamp]] | None = None
+    write: Callable[[Foreign, Path, WriteCallback | None], dict[str, FileStamp]] | None = None
     loses: str = ""
 
 

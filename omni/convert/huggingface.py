@@ -21,7 +21,7 @@ from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_file, write_safetensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
 from omni.convert.contract import Foreign, TextConfig, kept_files, match, text_shapes
-from omni.convert.lazy import Lazy, Watch
+from omni.convert.lazy import Lazy, WriteCallback
 from omni.convert.tokenizers import COMPANIONS, read_tokenizer
 from omni.errors import UserError, closest
 from omni.files import replacing_folder
@@ -269,7 +269,7 @@ def our_name(theirs: str) -> str:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, FileStamp]:
+def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write the text part of a whole model as a folder that transformers loads.
 
     The rows of our special ids are left out, so the vocabulary is the tokenizer's model's again. What the audio streams' pad

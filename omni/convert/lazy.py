@@ -13,7 +13,7 @@ from torch import Tensor
 from omni.convert import kinds
 from omni.errors import UserError
 
-Watch = Callable[[int, int], None]
+WriteCallback = Callable[[int, int], None]
 """Told how many bytes are written, and of how many."""
 
 

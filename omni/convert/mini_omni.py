@@ -36,7 +36,7 @@ from omni.config import ModelConfig
 from omni.convert import whisper as whisper_weights
 from omni.convert.contract import Foreign, check_tokenizer, kept_files, match, one_dtype
 from omni.convert.grow import fresh
-from omni.convert.lazy import Lazy, Watch, cast
+from omni.convert.lazy import Lazy, WriteCallback, cast
 from omni.convert.litgpt import (
     AUDIO_EMBEDDING,
     AUDIO_HEAD,
@@ -141,7 +141,7 @@ def _whisper(path: Path) -> Foreign:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def write(source: Foreign, target: Path, watch: Watch | None = None) -> dict[str, FileStamp]:
+def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write a whole model as a folder of mini-omni's, with the encoder as `small.pt`.
 
     That file is one that openai-whisper loads, with a text decoder of no layers (theirs never runs it); the first mini-omni
@@ -201,7 +201,7 @@ def _dims(encoder: EncoderConfig) -> dict[str, int]:
 class WriteProgress:
     """Bytes written over several files."""
 
-    def __init__(self, total: int, watch: Watch | None) -> None:
+    def __init__(self, total: int, watch: WriteCallback | None) -> None:
         self.total, self.watch, self.done = total, watch, 0
 
     def add(self, count: int) -> None:

@@ -17,7 +17,7 @@ from omni.checkpoint.tensors import FileStamp, copy_file, read_json, read_safete
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
 from omni.convert import codecs as codec_weights
 from omni.convert.contract import Foreign, check_tokenizer, match
-from omni.convert.lazy import Watch
+from omni.convert.lazy import WriteCallback
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.model.speech_model import SpeechModel
@@ -53,7 +53,9 @@ def read(path: Path) -> Foreign:
     return Foreign("omni", path, config, tensors, tokenizer, extra=extra, codec_folder=codec if codec.is_dir() else None)
 
 
-def write(source: Foreign, target: Path, watch: Watch | None = None, *, codec: Foreign | None = None) -> dict[str, FileStamp]:
+def write(
+    source: Foreign, target: Path, watch: WriteCallback | None = None, *, codec: Foreign | None = None
+) -> dict[str, FileStamp]:
     """Write a whole model as a model folder: beside its name, then renamed.
 
     Args:

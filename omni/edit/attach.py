@@ -1,4 +1,4 @@
-"""Edits lent to a model for a while: they act on the rows that name them, by the hook that adapters act through.
+"""Attaches edits to a model for generation, per row: they act on the rows that name them, through the adapters' hook.
 
 Where `omni.edit.deltas.edited` serves training (gradients, any model), this serves generation: rows of one batch may differ,
 and what captured graphs and other sessions rest on stays as it is.
@@ -40,11 +40,11 @@ class LentDelta:
         return product(self.low(x), self.delta.b, x)
 
 
-def lend(model: nn.Module, edits: Edits) -> str:
+def attach_edits(model: nn.Module, edits: Edits) -> str:
     """Lend edits to a model.
 
     Returns:
-        the name under which rows have them, and by which `omni.lora.attach.take_back` ends it.
+        the name under which rows have them, and by which `omni.lora.attach.detach` ends it.
 
     Raises:
         UserError: an edit does not fit the model, or is not finite (it would spoil the rows of others).
@@ -60,7 +60,7 @@ def lend(model: nn.Module, edits: Edits) -> str:
         device = None if own.is_meta else own.device  # what is offloaded has no place before it runs
         one = Edits({target: delta}).to(device, dtype)  # now, and not at every step
         pairs[target] = LentDelta(one.deltas[target])
-    lora.lend(model, pairs, name)
+    lora.attach_pairs(model, pairs, name)
     return name
 
 
@@ -93,8 +93,8 @@ def lent(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list[str
     with ExitStack() as stop:
         for edits in several:
             if edits is not None and id(edits) not in names:
-                names[id(edits)] = lend(model, edits)
-                stop.callback(lora.take_back, model, names[id(edits)])
+                names[id(edits)] = attach_edits(model, edits)
+                stop.callback(lora.detach, model, names[id(edits)])
         yield [None if edits is None else names[id(edits)] for edits in several]
 
 

@@ -25,7 +25,7 @@ from omni.generate.sampling import per_stream, seed_key
 from omni.generate.turn import Reply
 from omni.hardware import synchronize
 from omni.lora.attach import choice_of
-from omni.lora.selection import Acting, using
+from omni.lora.selection import RowSelection, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
 from omni.text import Tokenizer
@@ -73,7 +73,9 @@ class BatchRunner:
         self.settings = per_stream(model.layout, options.sampling)
         self._take, self._give = take, give
 
-    def answer(self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int, acting: Sequence[Acting]) -> list[Answer]:
+    def answer(
+        self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int, acting: Sequence[RowSelection]
+    ) -> list[Answer]:
         """One answer per question, in their order."""
         choice_of(self.model, acting)  # every name is known, before any question is answered
         prompts = [prompt(self.model.layout, a.turn) for a in asked]
@@ -106,7 +108,7 @@ class BatchRunner:
     def _limits(self, asked: Asked) -> tuple[int, int]:
         return self.options.limits(asked.task, self.codec, self.model.layout.max_delay)
 
-    def _encode(self, asked: Sequence[Asked], acting: Sequence[Acting]) -> list[Tensor | None]:
+    def _encode(self, asked: Sequence[Asked], acting: Sequence[RowSelection]) -> list[Tensor | None]:
         """Features of each question; clips on which the same acts go through the encoder together."""
         features: list[Tensor | None] = [None] * len(asked)
         for one in dict.fromkeys(acting):
@@ -123,7 +125,7 @@ class BatchRunner:
         asked: Sequence[Asked],
         prompts: Sequence[Columns],
         seeds: Sequence[int],
-        acting: Sequence[Acting],
+        acting: Sequence[RowSelection],
     ) -> list[Answer]:
         clock, layout = Clock(), self.model.layout
         features = self._encode(asked, acting)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from omni.generate.sampling_config import Sampling
-from omni.lora.selection import Acting
+from omni.lora.selection import RowSelection
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Start:
     settings: tuple[Sampling, ...]
     key: int = 0
     partner: int | None = None
-    acting: Acting = None
+    acting: RowSelection = None
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class RunnerRow:
     needs_text: bool
     needs_audio: bool
     partner: int | None = None
-    acting: Acting = None
+    acting: RowSelection = None
     live: bool = True
     done: bool = False
 

@@ -28,7 +28,7 @@ from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.sampling import Mode, Sampler
 from omni.kv_cache import KVCache
 from omni.lora.attach import edits_everywhere, names_there, removals
-from omni.lora.selection import Acting, Selection, names_in, using
+from omni.lora.selection import RowSelection, Selection, names_in, using
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 
@@ -56,7 +56,7 @@ class _Plan(NamedTuple):
     audio_mode: Mode
     text_mode: Mode
     visible: int
-    acting: tuple[Acting, ...] = ()
+    acting: tuple[RowSelection, ...] = ()
     mixed: bool = False
     everywhere: tuple[str, ...] = ()
     removals: int = 0
@@ -122,7 +122,7 @@ class Runner:
         self._position = torch.full((rows,), -1, dtype=torch.long, device=device)
         self._partner = torch.arange(rows, device=device)
         self._number = torch.zeros(rows, dtype=torch.long, device=device)  # place in `_acting`, from 1; 0 for the own choice
-        self._acting: list[Acting] = []
+        self._acting: list[RowSelection] = []
         self._removals = 0
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
         self._cursor.done.fill_(True)
@@ -164,7 +164,7 @@ class Runner:
         self._record(plan)
         return rows
 
-    def _numbered(self, acting: Acting) -> int:
+    def _numbered(self, acting: RowSelection) -> int:
         if acting is None:
             return 0
         if not any(self.rows) and (acting not in self._acting or self._removals != removals(self.model)):
@@ -390,7 +390,7 @@ def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
     return ~finite | (hidden[:, -1] == 0).all(-1)
 
 
-def _all_names(several: Sequence[Acting]) -> list[str]:
+def _all_names(several: Sequence[RowSelection]) -> list[str]:
     return [name for acting in several for name in names_in(acting)]
 
 

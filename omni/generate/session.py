@@ -41,7 +41,7 @@ from omni.generate.speech_time import SpeechTime
 from omni.generate.turn import Reply, Running
 from omni.hardware import synchronize
 from omni.lora.attach import choice_of, edits_everywhere, kept, removals
-from omni.lora.selection import Acting, using
+from omni.lora.selection import RowSelection, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
@@ -74,7 +74,7 @@ class Session:
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options, self.time = options, time
-        self._acting: Acting = options.adapter if edits is None else (options.adapter, edits)
+        self._acting: RowSelection = options.adapter if edits is None else (options.adapter, edits)
         self._choice = choice_of(model, [self._acting])
         self.settings = per_stream(model.layout, options.sampling)
         self._system = read_system(options.system, tokenizer)

@@ -22,7 +22,7 @@ import torch
 
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
-from omni.edit.attach import Bases, edited_everywhere, lend, lent
+from omni.edit.attach import Bases, attach_edits, edited_everywhere, lent
 from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.files import check_path
@@ -38,8 +38,8 @@ from omni.generate.session import Session
 from omni.generate.speech_time import SpeechTime
 from omni.hardware import find_device, find_dtype
 from omni.layout import Layout
-from omni.lora.attach import activate, active_names, adapter_names, attach, kept, remove_adapter, take_back
-from omni.lora.selection import Acting
+from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter
+from omni.lora.selection import RowSelection
 from omni.lora.weights import base_weight, has_weight
 from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
@@ -231,8 +231,8 @@ class SpeechLM:
         try:
             name = None
             if options.edits is not None:
-                name = lend(self.model, options.edits)
-                stack.callback(take_back, self.model, name)
+                name = attach_edits(self.model, options.edits)
+                stack.callback(detach, self.model, name)
             runner = self._take(2 if options.text_assist else 1, length, exact=context is not None)
             stack.callback(self._give, runner)
             parts = (self.model, self.tokenizer, self.codec, runner, options)
@@ -331,7 +331,7 @@ class SpeechLM:
         for own in corrections:
             self._bases.check(self.model, own)
         with lent(self.model, corrections) as names, kept(self.model, adapters):
-            acting: list[Acting] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
+            acting: list[RowSelection] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
             return batch.answer(asked, seeds, batch_size, acting)
 
     # --- edits --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
 from omni.lora.layer import LowRank
-from omni.lora.selection import Acting, Active, Selection, current
+from omni.lora.selection import Active, RowSelection, Selection, current
 from omni.model.linears import TEXT_HEAD, linears_of
 from omni.patterns import match_names
 
@@ -84,7 +84,7 @@ class Adapters(nn.Module):
         lent = self.lent  # once: another thread may put another mapping there
         return [lent[name] for name in names if name is not None and name in lent]
 
-    def _of(self, acting: Acting) -> list[Pair]:
+    def _of(self, acting: RowSelection) -> list[Pair]:
         """The pairs of a row."""
         adapter, *edits = acting if isinstance(acting, tuple) else (acting,)
         if adapter is None:
@@ -266,7 +266,7 @@ def removals(model: nn.Module) -> int:
 
 
 @contextmanager
-def kept(model: nn.Module, rows: Sequence[Acting]) -> Iterator[None]:
+def kept(model: nn.Module, rows: Sequence[RowSelection]) -> Iterator[None]:
     """Keep the adapters that rows name from being removed while a block runs; UserError where there is none of a name."""
     names = _adapters_in(rows)
     with CHANGING:
@@ -281,8 +281,8 @@ def kept(model: nn.Module, rows: Sequence[Acting]) -> Iterator[None]:
 
 
 @_alone
-def lend(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
-    """Put pairs beside linears until they are taken back (`take_back`); they act where a row's `Acting` names them."""
+def attach_pairs(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
+    """Put pairs beside linears until they are taken back (`detach`); they act where a row's `RowSelection` names them."""
     present = adapted(model)
     active = next((part.active for part in present.values()), Active())
     for target, pair in pairs.items():
@@ -293,8 +293,8 @@ def lend(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
 
 
 @_alone
-def take_back(model: nn.Module, name: str) -> None:
-    """Undo `lend`: nothing is left of it."""
+def detach(model: nn.Module, name: str) -> None:
+    """Undo `attach_pairs`: nothing is left of it."""
     _set_everywhere(model, tuple(n for n in edits_everywhere(model) if n != name))
     for target, part in adapted(model).items():
         part.lent = {n: pair for n, pair in part.lent.items() if n != name}
@@ -340,7 +340,7 @@ def _merged(names: Sequence[str]) -> UserError:
     return UserError(f"{', '.join(names)} {one} merged into the weights, for all rows; unmerge first")
 
 
-def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | str = "cpu") -> Selection | None:
+def choice_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.device | str = "cpu") -> Selection | None:
     """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
     name, or some are merged into the weights."""
     wanted = list(dict.fromkeys(acting for acting in rows if acting is not None))
@@ -357,7 +357,7 @@ def choice_of(model: nn.Module, rows: Sequence[Acting], device: torch.device | s
     return Selection(tuple(wanted), torch.tensor(numbers, device=device))
 
 
-def _adapters_in(rows: Sequence[Acting]) -> list[str]:
+def _adapters_in(rows: Sequence[RowSelection]) -> list[str]:
     """The adapters that rows name, once for each."""
     return [name for acting in rows if (name := acting[0] if isinstance(acting, tuple) else acting) is not None]
 

@@ -1,4 +1,4 @@
-"""What acts on which row: adapters and edits, chosen for the whole model or, while a block of `using` runs, row by row.
+"""Selects the LoRA adapters and edits of each batch row, for the whole model or, while a block of `using` runs, row by row.
 
 Dimensions: B rows of a batch.
 """
@@ -31,11 +31,11 @@ class Active:
     used: list[str] = field(default_factory=list)
 
 
-Acting = str | tuple[str | None, ...] | None
+RowSelection = str | tuple[str | None, ...] | None
 """What acts on a row: an adapter (None: the model's own choice), or a tuple of that and names of edits."""
 
 
-def names_in(acting: Acting) -> tuple[str, ...]:
+def names_in(acting: RowSelection) -> tuple[str, ...]:
     """Every name in it."""
     return tuple(name for name in (acting if isinstance(acting, tuple) else (acting,)) if name is not None)
 
@@ -49,7 +49,7 @@ class Selection:
         index: [B] which of them, counted from 1; 0 for the model's own choice. None where every row has the only one.
     """
 
-    names: tuple[Acting, ...]
+    names: tuple[RowSelection, ...]
     index: Tensor | None = None
 
     def rows(self, rows: slice) -> Selection:

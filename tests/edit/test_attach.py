@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni.edit.attach import LentDelta, edited_everywhere, lend, lent
+from omni.edit.attach import LentDelta, attach_edits, edited_everywhere, lent
 from omni.edit.deltas import Edits, edited
 from omni.edit.linears import find_linears
-from omni.lora.attach import _add, low_rank, take_back
+from omni.lora.attach import _add, detach, low_rank
 from omni.lora.selection import Selection, using
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, some_edits
@@ -49,11 +49,11 @@ def test_what_was_lent_first_may_be_taken_back_first(model, name):
     with torch.no_grad():
         with edited(model, two):
             wanted = all_logits(model, ids)
-        first, second = lend(model, one), lend(model, two)
-        take_back(model, first)
+        first, second = attach_edits(model, one), attach_edits(model, two)
+        detach(model, first)
         with using(Selection(((None, second),))):
             assert_near(all_logits(model, ids), wanted, 1e-5)
-        take_back(model, second)
+        detach(model, second)
     assert list(model.state_dict()) == state and [n for n, _ in model.named_modules()] == modules
     assert not any(part._forward_hooks for part in model.modules())
 
@@ -84,12 +84,12 @@ def test_threads_may_lend_and_take_back_at_once(model, name):
         edits = some_edits(model, seed)
         try:
             for _ in range(60):
-                own = lend(model, edits)
+                own = attach_edits(model, edits)
                 for target in linears:
                     part: Any = model.get_submodule(target)
                     if own not in part.lora.lent or list(part._forward_hooks.values()).count(_add) != 1:
                         mistakes.append(target)
-                take_back(model, own)
+                detach(model, own)
         except Exception as error:
             mistakes.append(repr(error))
 

@@ -34,7 +34,7 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
 )
-from train.distributed.fabric import Team, build_fabric, leave
+from train.distributed.fabric import ProcessGroup, build_fabric, leave
 from train.distributed.precision import quantized_type
 from train.objective.objective import Losses
 from train.trainer.held_out_loss import HeldOut
@@ -42,7 +42,7 @@ from train.trainer.loop import Loop, Outcome, Parts
 from train.trainer.lora import apply
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
-ALONE = Team(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
+ALONE = ProcessGroup(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
 
 
 @dataclass

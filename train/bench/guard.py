@@ -14,7 +14,7 @@ from train.bench.runs import at_hand
 from train.bench.timing import TimingRow, seconds_of
 from train.config.parse import read_fit_config
 from train.config.sections import BudgetConfig
-from train.trainer.guard import Watch
+from train.trainer.guard import StepGuard
 
 PHASES = {"aligning": 0, "all of the model": 1}
 """Steps done of a budget of two: at the first, where the recipe has `objective.align_first`, the decoder does not run."""
@@ -36,7 +36,7 @@ def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, trac
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         loop, given = at_hand(config, device, Path(folder), steps)
-        watch = Watch(loop.objective, loop.optimizer, loop.parts.idle)
+        watch = StepGuard(loop.objective, loop.optimizer, loop.parts.idle)
         ways = {
             "plain": loop.train,
             "watched": lambda step: watch.step(1, step, loop._used(), loop.train),

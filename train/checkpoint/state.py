@@ -37,7 +37,7 @@ from omni.files import sync
 from omni.lora.attach import adapted
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, write_text
 from train.checkpoint.rng import random_state, set_random_state
-from train.distributed.fabric import Team, is_sharded
+from train.distributed.fabric import ProcessGroup, is_sharded
 from train.optim.ema import Average
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
@@ -99,7 +99,7 @@ def save(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
-    team: Team,
+    team: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write a checkpoint under `place`; all processes must call it. Returns its folder.
@@ -157,7 +157,7 @@ def save(
     return target
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, team: Team) -> None:
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, team: ProcessGroup) -> None:
     if sharded:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -193,10 +193,12 @@ def _cannot_write(target: Path, error: BaseException) -> UserError:
             "command again"
         )
     reason = " ".join(str(error).split())[:300]
-    return UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; mend that and run the same command again")
+    return UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; fix that and run the same command again")
 
 
-def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, team: Team) -> Position:
+def load(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, team: ProcessGroup
+) -> Position:
     """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
 
     Raises:
@@ -224,7 +226,7 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, aver
     return Position(**fields)
 
 
-def load_balance(folder: Path, module: nn.Module, team: Team) -> dict[str, Tensor] | None:
+def load_balance(folder: Path, module: nn.Module, team: ProcessGroup) -> dict[str, Tensor] | None:
     """What the balance of the tasks remembered at a checkpoint; None where it has none.
 
     Raises:

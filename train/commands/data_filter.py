@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
             f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
         )
     with importing():
-        from train.scoring.asr import Hearing
+        from train.scoring.asr import WhisperTranscriber
 
-    hearing = Hearing(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
+    hearing = WhisperTranscriber(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
     judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
     report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
     print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")

@@ -170,7 +170,7 @@ def accumulating(fabric: Fabric, module: Any, more: bool) -> AbstractContextMana
     return fabric.no_backward_sync(module) if more else nullcontext()
 
 
-class Team:
+class ProcessGroup:
     """The control plane of a run: small exchanges between processes, on the CPU, without waiting for a device."""
 
     def __init__(self, fabric: Fabric) -> None:
@@ -228,14 +228,16 @@ class Team:
                 failure = error
             except OSError as error:
                 what, reason = error.filename or "a file", error.strerror or error
-                failure = UserError(f"{what} cannot be read or written ({reason}); mend that and run the same command again")
+                failure = UserError(f"{what} cannot be read or written ({reason}); fix that and run the same command again")
                 failure.__cause__ = error
         self.agree(failure)
         return result
 
 
 @torch.no_grad()
-def full_state(module: nn.Module, replace: Mapping[str, Tensor] | None, team: Team, prefix: str = "") -> dict[str, Tensor]:
+def full_state(
+    module: nn.Module, replace: Mapping[str, Tensor] | None, team: ProcessGroup, prefix: str = ""
+) -> dict[str, Tensor]:
     """The whole state dict on the CPU, on the first process (empty on the others); all processes must call it.
 
     Args:

@@ -30,7 +30,7 @@ from train.eval.config import EvalConfig, Progress
 from train.eval.held_out import Item
 from train.eval.journal import Journal
 from train.eval.questions import GivenRow, Questions
-from train.scoring.asr import Ear, transcript
+from train.scoring.asr import ASR, transcript
 from train.scoring.text import compare_codes, find_normaliser, text_errors
 
 
@@ -77,7 +77,7 @@ def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
 
 
 def answer_all(
-    lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, ear: Ear | None, file: Path, progress: Progress
+    lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, ear: ASR | None, file: Path, progress: Progress
 ) -> None:
     """Ask what has not been asked yet, and append the records to `file`."""
     journal = Journal(file, config.batch, len(questions))
@@ -95,7 +95,7 @@ def answer_all(
 
 
 def _answer(
-    lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]], task: Task, config: EvalConfig, ear: Ear | None
+    lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]], task: Task, config: EvalConfig, ear: ASR | None
 ) -> tuple[list[dict[str, Any]], float]:
     """The records of a batch in its order, and the seconds of its questions."""
     records: dict[int, dict[str, Any]] = {}
@@ -133,7 +133,7 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
 
 @torch.no_grad()
 def judge(
-    one: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, ear: Ear | None = None, codec: AudioCodec | None = None
+    one: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, ear: ASR | None = None, codec: AudioCodec | None = None
 ) -> dict[str, Any]:
     """The record of an answered question; the codec lets an ear hear the reference's codes, too."""
     row, item, normaliser = one.row, one.item, find_normaliser(config.normaliser)

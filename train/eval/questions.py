@@ -65,7 +65,7 @@ def readable(item: Row | Broken) -> Row | Broken:
     for name in ("question_text", "answer_text"):
         half = next((c for c in getattr(item.turns[0], name) if 0xD800 <= ord(c) <= 0xDFFF), None)
         if half is not None:
-            return Broken(item.where, f"its {name} holds U+{ord(half):04X}, half of a surrogate pair: mend or drop the row")
+            return Broken(item.where, f"its {name} holds U+{ord(half):04X}, half of a surrogate pair: fix or drop the row")
     return item
 
 

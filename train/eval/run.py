@@ -41,11 +41,11 @@ def evaluate(
         from train.eval.pictures import draw_report
         from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
         from train.eval.timing import time_some
-        from train.scoring.asr import open_ear
+        from train.scoring.asr import open_asr
 
     lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
-    ear = open_ear(config.ear, config.ear_words, config.ear_longest, config.device)
+    ear = open_asr(config.ear, config.ear_words, config.ear_longest, config.device)
     if ear is not None and not (task.audio and lm.codec is not None):
         why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
         raise UserError(f"there is nothing for an ear to hear: {task.name if not task.audio else model} {why}; leave --ear out")

@@ -23,7 +23,7 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from train.objective.config import ObjectiveConfig
 from train.objective.cross_entropy import LinearCrossEntropy, TaskCrossEntropy
-from train.objective.task_losses import Shares, feature_tasks
+from train.objective.task_losses import TaskLosses, feature_tasks
 
 if TYPE_CHECKING:
     from train.data.batching.batch import Batch
@@ -114,7 +114,7 @@ class Objective(nn.Module):
         """Parameters that hear: what lies below the features."""
         return [*self.model.encoder.parameters(), *self.model.adapter.parameters()]
 
-    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: Shares | None = None) -> Losses:
+    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: TaskLosses | None = None) -> Losses:
         """Losses of a packed batch.
 
         Args:

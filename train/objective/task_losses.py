@@ -43,7 +43,7 @@ def means(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
     return factor.gather(0, cell).float()
 
 
-class Shares:
+class TaskLosses:
     """What one forward pass takes of each task. A plain class: Fabric converts the tensors of other containers.
 
     Args:

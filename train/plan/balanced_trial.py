@@ -13,7 +13,7 @@ from omni.tasks import TASKS
 from train.balance.section import BILEVEL, balanced_tasks
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
-from train.distributed.fabric import Team
+from train.distributed.fabric import ProcessGroup
 from train.distributed.precision import product_type
 from train.objective.objective import cells, targets
 from train.plan.step import Balance, Workbench
@@ -58,7 +58,7 @@ def balance_of(bench: Workbench, config: FitConfig, batch: Batch, lanes: int, de
     streams = bench.objective.model.layout.names
     aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0
     module = _Wrapped(bench.objective, device.type, product_type(config.fabric.precision, config.lora is not None))
-    team = Team(fabric)
+    team = ProcessGroup(fabric)
     balancing = Balancing(section, given, fabric, module, bench.named, tuple(TASKS), streams, targets, team, lanes, aligned)
 
     def take(

@@ -1,4 +1,4 @@
-"""A training step on paper: the run's own code over tensors without values, every storage entered and struck out.
+"""Estimates peak memory by running one training step under FakeTensorMode, with every storage counted in and out.
 
 PyTorch's fake tensors (`FakeTensorMode`) know shapes, types and who shares whose memory, but hold nothing, so a model of any
 size is stepped in seconds. Autograd, checkpointing, mixed precision, the chunked objective and the optimizer's copies are

@@ -1,4 +1,4 @@
-"""What a Whisper hears in a recording, and how far that is from the text it should be.
+"""ASR for scoring: transcripts of recordings by Whisper or pocketsphinx, and how far they are from the text.
 
 Weights are read from OpenAI's `.pt` file or a Hugging Face folder; both run in `openai-whisper`, greedily and without its
 fallbacks, so that the same recording is always heard alike. Texts are compared after Whisper's own normaliser
@@ -65,7 +65,7 @@ _RENAMED = (
 """Names of OpenAI's tensors, and transformers'."""
 
 
-class Hearing:
+class WhisperTranscriber:
     """A Whisper that writes down what it hears.
 
     Args:
@@ -201,7 +201,7 @@ class Sphinx:
 RATE = 16000
 
 
-class Ear(Protocol):
+class ASR(Protocol):
     """Writes down what it hears."""
 
     name: str
@@ -210,22 +210,22 @@ class Ear(Protocol):
         """The words of a recording [S]; "" for silence."""
 
 
-class WhisperEar:
+class WhisperASR:
     """A Whisper (`train.scoring.asr`): OpenAI's .pt file or a Hugging Face folder, greedily; UserError where it is
     none."""
 
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         if not weights.exists():
             raise UserError(f"the ear {weights} does not exist: name a Whisper's .pt file or folder, or 'sphinx'")
-        self._inner = Hearing(weights, device)
+        self._inner = WhisperTranscriber(weights, device)
         self.name = f"whisper {weights.name}"
 
     def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
-        """See `Ear`."""
+        """See `ASR`."""
         return self._inner.hear(resample(audio, sample_rate, RATE), language)
 
 
-class SphinxEar:
+class SphinxASR:
     """pocketsphinx with a grammar of the given words (`similarity.Sphinx`); UserError for a word that it cannot pronounce."""
 
     def __init__(self, words: Sequence[str], longest: int) -> None:
@@ -236,18 +236,18 @@ class SphinxEar:
         self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
 
     def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
-        """See `Ear`."""
+        """See `ASR`."""
         return self._inner.hear(audio, sample_rate)
 
 
-def open_ear(name: str | None, words: Sequence[str], longest: int, device: str) -> Ear | None:
+def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
     """The ear of that name or file; None where nobody listens."""
     if name is None:
         return None
-    return SphinxEar(words, longest) if name == "sphinx" else WhisperEar(Path(name), device)
+    return SphinxASR(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
 
 
-def transcript(ear: Ear, audio: Tensor | None, sample_rate: int, language: str) -> str:
+def transcript(ear: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:
     """What an ear hears of an answer; "" where there is (next to) no sound."""
     if audio is None or audio.numel() < sample_rate // 50 or not bool(audio.abs().max() > 0):
         return ""

@@ -30,9 +30,9 @@ from train.balance.bilevel import Bilevel
 from train.balance.chooser import BalanceReport
 from train.balance.section import BalanceSection
 from train.balance.tap import Tap
-from train.distributed.fabric import Team, accumulating, reshard
+from train.distributed.fabric import ProcessGroup, accumulating, reshard
 from train.objective.objective import Losses
-from train.objective.task_losses import Shares, cells_by_stream, cells_by_task, means
+from train.objective.task_losses import TaskLosses, cells_by_stream, cells_by_task, means
 from train.trainer.feed import Batch, CountedStep
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
@@ -91,7 +91,7 @@ class Balancing:
         tasks: Sequence[str],
         streams: Sequence[str],
         targets: Callable[[Batch], Tensor],
-        team: Team,
+        team: ProcessGroup,
         lanes: int,
         aligned: bool,
     ) -> None:
@@ -112,7 +112,7 @@ class Balancing:
         self.steps = 0
         self.told: set[str] = set()
         self.before: Mapping[str, Tensor] | None = None
-        self.after: list[tuple[Batch, Shares]] = []
+        self.after: list[tuple[Batch, TaskLosses]] = []
         self._check(lanes)
 
     def _check(self, lanes: int) -> None:
@@ -199,15 +199,15 @@ class Balancing:
         """Targets of each balanced task, and of the rest, [M + 1]."""
         return torch.zeros(len(self.names) + 1, dtype=cells.dtype).index_add_(0, self.cell.flatten(), cells.flatten())
 
-    def _shares(self, now: _Now, weights: Tensor | None = None, **options: Any) -> Shares:
+    def _shares(self, now: _Now, weights: Tensor | None = None, **options: Any) -> TaskLosses:
         m = len(self.names)
         ratio = means(self.cell, now.cells, m) if self.section.losses == "mean" else None
-        return Shares(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
+        return TaskLosses(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
 
     def _with_rest(self, weights: Tensor) -> Tensor:
         return torch.cat([weights.float(), torch.ones(1)])
 
-    def _pass(self, batch: Batch, shares: Shares, now: _Now, note: bool = True) -> Losses:
+    def _pass(self, batch: Batch, shares: TaskLosses, now: _Now, note: bool = True) -> Losses:
         """A forward pass."""
         losses: Losses = self.module(batch, now.denominators, now.progress, shares)
         if note:

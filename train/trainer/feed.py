@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
-from train.distributed.fabric import Team
+from train.distributed.fabric import ProcessGroup
 from train.trainer.signals import SIGNALS, Stop
 
 Batch = Any
@@ -58,7 +58,7 @@ class Feed:
         flops: Callable[[Batch, Tensor], float] | None,
         clock: Callable[[], float],
         streams: int,
-        team: Team,
+        team: ProcessGroup,
         stop: Stop,
     ) -> None:
         self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
@@ -115,7 +115,7 @@ class CountingFeed(Feed):
         clock: Callable[[], float],
         shape: tuple[int, int],
         cells: Callable[[Batch], Tensor],
-        team: Team,
+        team: ProcessGroup,
         stop: Stop,
     ) -> None:
         self.shape, plain = shape, shape[1] + 1

@@ -25,7 +25,7 @@ DRAWS = 16.0
 """Examples that the mixture should have had of a task: that it draws none by chance has then a probability of e^-16."""
 
 
-class Watch:
+class StepGuard:
     """Runs steps under a guard.
 
     Args:

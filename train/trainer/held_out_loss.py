@@ -25,7 +25,7 @@ from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLon
 from train.data.batching.packer import choose
 from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row
-from train.distributed.fabric import Team, reshard
+from train.distributed.fabric import ProcessGroup, reshard
 from train.objective.objective import Losses
 from train.optim.ema import Average
 from train.trainer.metrics import means
@@ -138,7 +138,7 @@ def held_out_loss(
     streams: Sequence[str],
     device: torch.device,
     average: Average | None,
-    team: Team,
+    team: ProcessGroup,
 ) -> dict[str, float]:
     """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task. All
     processes must call it, with equally many batches.

@@ -16,7 +16,7 @@ from train.checkpoint.retention import write_text
 from train.data.batching.unused import Counts
 
 if TYPE_CHECKING:
-    from train.distributed.fabric import Team
+    from train.distributed.fabric import ProcessGroup
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
@@ -144,7 +144,7 @@ class LeftOut:
         limit: share of a source's draws for a task that may be broken.
     """
 
-    def __init__(self, folder: Path, team: Team, say: Callable[[str], None], limit: float) -> None:
+    def __init__(self, folder: Path, team: ProcessGroup, say: Callable[[str], None], limit: float) -> None:
         self.folder, self.team, self.say, self.limit = folder, team, say, limit
         self.number, self.counts = 0, Counts()
 

@@ -26,14 +26,14 @@ from train.config.sections import BudgetConfig
 from train.console.progress import TrainProgress, figures_line
 from train.data.batching.loader import process_lanes
 from train.data.batching.packer import States, merge, remember
-from train.distributed.fabric import Team, accumulating, compile_blocks, full_state
+from train.distributed.fabric import ProcessGroup, accumulating, compile_blocks, full_state
 from train.optim.ema import Average
 from train.optim.optimizer import build_optimizer, set_learning_rate, set_trainable
 from train.optim.schedule import check_larger, due, extension, learning_rate, used
 from train.trainer.announce import closing
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, CountingFeed, Feed, StepBatches
-from train.trainer.guard import Watch
+from train.trainer.guard import StepGuard
 from train.trainer.held_out_loss import held_out_loss
 from train.trainer.logs import LeftOut, Logs
 from train.trainer.metrics import StepMetrics
@@ -58,7 +58,7 @@ class Loop:
     def __init__(self, config: FitConfig, plain: Mapping[str, Any], parts: Parts, fabric: Fabric, folder: Path) -> None:
         self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
         self.place = folder / "checkpoints"
-        self.team = Team(fabric)
+        self.team = ProcessGroup(fabric)
         self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
         self.objective = parts.objective
         also = set_trainable(self.objective.get_submodule("model"), config.learns)
@@ -69,7 +69,7 @@ class Loop:
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
         self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision, also)
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
-        self.watch = Watch(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
+        self.watch = StepGuard(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None
         self.own_names = own_names
         self.balance = self.balancing(config.balance) if config.balance is not None else None

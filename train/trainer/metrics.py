@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from train.distributed.fabric import Team
+from train.distributed.fabric import ProcessGroup
 from train.objective.objective import Losses
 
 
@@ -21,7 +21,7 @@ class StepMetrics:
     FIXED = 5
     """Leading entries of the sums: the objective, steps, the alignment loss and its count, and steps left out."""
 
-    def __init__(self, tasks: Sequence[str], streams: Sequence[str], device: torch.device | str, team: Team) -> None:
+    def __init__(self, tasks: Sequence[str], streams: Sequence[str], device: torch.device | str, team: ProcessGroup) -> None:
         self.tasks, self.streams, self.team = tuple(tasks), tuple(streams), team
         self.cells = len(self.tasks) * len(self.streams)
         self.values = torch.zeros(self.FIXED + 2 * self.cells, device=device)

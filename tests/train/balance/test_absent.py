@@ -18,9 +18,9 @@ from train.balance.section import BalanceSection
 from train.checkpoint import retention, state
 from train.config.sections import BudgetConfig
 from train.data.batching.batch import Batch
-from train.distributed.fabric import Team, build_fabric
+from train.distributed.fabric import ProcessGroup, build_fabric
 from train.objective.objective import Losses, Objective
-from train.objective.task_losses import Shares, cells_by_task, means
+from train.objective.task_losses import TaskLosses, cells_by_task, means
 from train.trainer.logs import BALANCE, METRICS, read_table
 
 SECTIONS = [
@@ -33,7 +33,7 @@ def remembered(folder: Path, config: Any) -> dict[str, Tensor]:
     place = retention.newest(folder / "checkpoints")
     assert place is not None
     fabric = build_fabric(config.fabric)
-    found = state.load_balance(place, balanced_parts(config).objective, Team(fabric))
+    found = state.load_balance(place, balanced_parts(config).objective, ProcessGroup(fabric))
     assert found is not None
     return found
 
@@ -65,7 +65,7 @@ class Broken(Objective):
     calls = 0
     at = 2
 
-    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: Shares | None = None) -> Losses:
+    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: TaskLosses | None = None) -> Losses:
         self.calls += 1
         if self.calls == self.at:
             batch.mels = batch.mels * torch.nan
@@ -129,9 +129,9 @@ def test_shares_sum_to_the_plain_objective_and_means_to_means() -> None:
     counts = torch.tensor([[0.0, 0, 2], [0, 0, 1], [4, 4, 3], [2, 0, 0], [4, 6, 0], [0, 0, 5]])
     sums = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) * counts
     scale = torch.tensor([0.25, 0.5, 1.0]) / counts.sum(0).clamp_min(1)
-    plain = Shares(cell, torch.ones(3)).losses(sums, scale)
+    plain = TaskLosses(cell, torch.ones(3)).losses(sums, scale)
     torch.testing.assert_close(plain.sum(), (sums * scale).sum())
-    mean = Shares(cell, torch.ones(3), means(cell, counts, 2)).losses(sums, scale)
+    mean = TaskLosses(cell, torch.ones(3), means(cell, counts, 2)).losses(sums, scale)
     names = list(TASKS)
     for i, name in enumerate(("A1A2", "T1A2")):
         row, weights = names.index(name), torch.tensor([0.25, 0.5, 1.0])

@@ -24,7 +24,7 @@ from train.data.tts.espeak import synthesise
 from train.eval.config import EvalConfig
 from train.eval.journal import Journal, alone
 from train.eval.questions import Questions, open_data, readable
-from train.scoring.asr import open_ear, transcript
+from train.scoring.asr import open_asr, transcript
 from train.scoring.text import normalise
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -270,7 +270,7 @@ def test_half_a_surrogate_pair_costs_its_row(
     assert "half" in found["broken"][0]["why"] and "broken rows left out: 1" in capsys.readouterr().out
     assert read_lines(out / "voicebench.jsonl")[1]["kwargs"] == rows[2]["kwargs"]
     item = readable(Row((RowTurn("a", None, "b\udc00"),), where="here row 3"))
-    assert item == Broken("here row 3", "its answer_text holds U+DC00, half of a surrogate pair: mend or drop the row")
+    assert item == Broken("here row 3", "its answer_text holds U+DC00, half of a surrogate pair: fix or drop the row")
 
 
 # --- ears, and two runs -----------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def save_whisper(file: Path) -> whisper.Whisper:
 
 def test_a_whisper_hears_as_openai_s_own_call(tmp_path: Path) -> None:
     made = save_whisper(tmp_path / "ear.pt")
-    ear = open_ear(str(tmp_path / "ear.pt"), [], 4, "cpu")
+    ear = open_asr(str(tmp_path / "ear.pt"), [], 4, "cpu")
     assert ear is not None
     sound = torch.from_numpy(noise(1, 1.0))
     plain = {"temperature": 0.0, "fp16": False, "no_speech_threshold": None, "condition_on_previous_text": False}
@@ -301,7 +301,7 @@ def test_sphinx_hears_alike_in_any_order() -> None:
     loud = 0.9 * torch.from_numpy(noise(3, 1.0))
 
     def heard(order: list[int], before: bool) -> dict[int, str]:
-        ear = open_ear("sphinx", ["one", "two", "three"], 3, "cpu")
+        ear = open_asr("sphinx", ["one", "two", "three"], 3, "cpu")
         assert ear is not None
         if before:
             transcript(ear, loud, 16000, "en")

@@ -32,7 +32,7 @@ from train.data.sources.mixture import Stage
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
 from train.trainer.feed import StepBatches
-from train.trainer.guard import SEEN, Ends, Targets, Watch, shares_of
+from train.trainer.guard import SEEN, Ends, StepGuard, Targets, shares_of
 from train.trainer.loop import Loop
 
 SMALL = [
@@ -282,7 +282,7 @@ def test_a_watched_run_says_which_stream_learns_nothing(model: SpeechModel) -> N
     batch = some_batch(model, "A1A2")
     batch.targets[:, 1] = IGNORE
     objective = Objective(model, ObjectiveConfig())
-    watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
+    watch = StepGuard(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
     said: list[str] = []
     for number in range(1, 2 * SEEN):
         watch.step(number, StepBatches([batch], torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
@@ -319,7 +319,7 @@ def test_a_watched_run_says_on_which_streams_no_end_is_learnt(name: str) -> None
     model, text = objective.model, len(MODELS[name].layout) - 1
     batches = [masked(some_batch(model, *tasks), model.layout, [0, 1, text]) for tasks in (["A1A2", "T1T2"], ["T1A2"])]
     batches[1].targets[:, 1] = some_batch(model, "T1A2").targets[:, 1]
-    watch = Watch(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
+    watch = StepGuard(objective, torch.optim.SGD(objective.parameters(), lr=0.1), lambda progress: ())
     said: list[str] = []
     for number in (1, 2, 3):
         watch.step(number, StepBatches(batches, torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)

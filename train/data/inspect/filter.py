@@ -31,7 +31,7 @@ from train.data.prepare.worker import BLOCK, PreparedBlock
 from train.data.rows.row import Row, Sound, features
 
 if TYPE_CHECKING:
-    from train.scoring.asr import Hearing
+    from train.scoring.asr import WhisperTranscriber
 
 DROPPED = "dropped.jsonl"
 UNREADABLE = "unreadable"
@@ -46,7 +46,7 @@ class Judge:
         hearing: for the rule `max_wer`.
     """
 
-    def __init__(self, rules: Rules, codecs: Codecs | None = None, hearing: Hearing | None = None) -> None:
+    def __init__(self, rules: Rules, codecs: Codecs | None = None, hearing: WhisperTranscriber | None = None) -> None:
         self.rules, self.codecs, self.hearing = rules, codecs or Codecs(), hearing
         self._kept: dict[str, set[int]] = {name: set() for name in rules.drop_duplicates}
 

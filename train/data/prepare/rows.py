@@ -133,7 +133,7 @@ def checked(samples: Tensor) -> Tensor:
         raise UserError("its sound holds no samples: record or convert it again")
     finite = torch.isfinite(samples)
     if not bool(finite.all()):
-        raise UserError(f"its sound holds NaN or infinity from sample {int((~finite).nonzero()[0])}: mend or drop it")
+        raise UserError(f"its sound holds NaN or infinity from sample {int((~finite).nonzero()[0])}: fix or drop it")
     return samples
 
 

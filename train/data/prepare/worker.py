@@ -146,7 +146,7 @@ class BlockMaker:
         try:
             self._table([one])
         except _BAD as error:
-            why = f"holds a value that cannot be stored ({_one_line(error)}): mend or drop it"
+            why = f"holds a value that cannot be stored ({_one_line(error)}): fix or drop it"
             block.broken.append(BrokenItem.of(one.item, one.where, why))
             return False
         return True

@@ -57,7 +57,7 @@ def history(question: str) -> list[RowTurn]:
     speakers, said = parts[::2], [part.strip() for part in parts[1::2]]
     if len(speakers) % 2 == 0 or any(name != ("USER", "ASSISTANT")[i % 2] for i, name in enumerate(speakers)):
         raise UserError(
-            f"its question's history does not alternate from USER to USER: {', '.join(speakers)}; mend or drop the row"
+            f"its question's history does not alternate from USER to USER: {', '.join(speakers)}; fix or drop the row"
         )
     answers = [*said[1::2], ""]
     return [RowTurn(question_text=asked, answer_text=answer) for asked, answer in zip(said[::2], answers, strict=True)]

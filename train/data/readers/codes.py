@@ -114,7 +114,7 @@ def check_duration(codes: Codes | None, seconds: float | None) -> None:
     if abs(lasting - seconds) > max(0.5, 0.1 * seconds):
         raise UserError(
             f"its {codes.codec} codes last {lasting:.2f} s and the recording they belong to {seconds:.2f} s: they are "
-            "of another recording, or of another codec; mend the paths"
+            "of another recording, or of another codec; fix the paths"
         )
 
 
@@ -140,7 +140,7 @@ def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
         index = next(i for i, code in enumerate(numbers) if not -(2**63) <= code < 2**63)
         raise UserError(
             f"code {str(numbers[index])[:40]} at place {index % streams} of frame {index // streams} is not in {codec}'s 0 to "
-            f"{CODECS[codec].size - 1}, nor in any packing: mend or drop the row"
+            f"{CODECS[codec].size - 1}, nor in any packing: fix or drop the row"
         ) from error
 
 
@@ -157,7 +157,7 @@ def _from_text(text: str, codec: str, streams: int) -> list[int]:
         except ValueError as error:
             wrong = next((word for word in words if not re.fullmatch(r"[+-]?\d+", word)), max(words, key=len))
             raise UserError(
-                f"its codes hold {wrong[:40]!r} in frame {len(frames)}, which is no integer of a code: mend or drop it"
+                f"its codes hold {wrong[:40]!r} in frame {len(frames)}, which is no integer of a code: fix or drop it"
             ) from error
     if len(frames) > 1:
         for number, frame in enumerate(frames):

@@ -54,7 +54,7 @@ def cut_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOp
         raise UserError(f"is a {kind}: only MonoCut and MultiCut are read, write such cuts to files of their own first")
     supervisions = data.get("supervisions") or []
     if not isinstance(supervisions, list) or not all(isinstance(entry, Mapping) for entry in supervisions):
-        raise UserError("its supervisions are no list of objects: mend the row")
+        raise UserError("its supervisions are no list of objects: fix the row")
     channels = _listed(data.get("channel"))
     if len(channels) > 1:
         channels = _spoken_in([entry for entry in supervisions if not _answers(entry)], data)
@@ -85,7 +85,7 @@ def _listed(value: Any) -> list[Any]:
 def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) -> Stretch:
     """Where a cut lies, in these channels (none: all); UserError where it is not within the recording, or that is no file."""
     if not isinstance(recording, Mapping):
-        raise UserError("has no recording: mend the row")
+        raise UserError("has no recording: fix the row")
     sources = recording.get("sources")
     found = [
         (source, held)
@@ -93,10 +93,10 @@ def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) ->
         if isinstance(source, Mapping) and isinstance(held := source.get("channels", [0]), list)
     ]
     if not found:
-        raise UserError("its recording has no sources: mend the row")
+        raise UserError("its recording has no sources: fix the row")
     for channel in channels:
         if not any(channel in held for _, held in found):
-            raise UserError(f"channel {channel!r} is in none of the recording's sources: mend the row")
+            raise UserError(f"channel {channel!r} is in none of the recording's sources: fix the row")
     fitting = [(source, held) for source, held in found if all(channel in held for channel in channels)]
     if not fitting or (not channels and len(found) > 1):
         which = f"channels {', '.join(map(repr, channels))} lie" if channels else "no channel is named, and the recording lies"
@@ -115,7 +115,7 @@ def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) ->
 def _whole(recording: Any) -> Stretch:
     """All of a recording of its own, its channels mixed."""
     if not isinstance(recording, Mapping):
-        raise UserError("its target_audio is no recording: mend the row")
+        raise UserError("its target_audio is no recording: fix the row")
     return _stretch({"duration": number(recording, "duration")}, recording, [])
 
 

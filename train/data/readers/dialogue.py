@@ -45,7 +45,7 @@ def pairs(messages: Sequence[Message], *role: str) -> list[tuple[Message, Messag
         if who not in due:
             raise UserError(
                 f"message {number} is from {who!r}, not {due[0]!r} (or {due[1]!r}): questions and answers must alternate; "
-                "mend or drop the row"
+                "fix or drop the row"
             )
         if answer_due:
             out[-1] = (out[-1][0], message)

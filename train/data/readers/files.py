@@ -100,7 +100,7 @@ class Files:
             if not value:
                 return None
         if not isinstance(value, str):
-            raise UserError(f"its recording is {type(value).__name__}, neither a path nor {{bytes, path}}: mend the row")
+            raise UserError(f"its recording is {type(value).__name__}, neither a path nor {{bytes, path}}: fix the row")
         relative, full = self._present(value)
         header(full)
         return Sound(path=relative, folder=self.folder)
@@ -124,7 +124,7 @@ def _check_name(name: str) -> None:
     except UnicodeEncodeError:
         fit = False
     if not fit:
-        raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: mend the row")
+        raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: fix the row")
 
 
 def header(source: Path | bytes) -> AudioInfo:
@@ -184,5 +184,5 @@ def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:
     if len(samples) < last - first:
         raise UserError(f"{path} is cut short: it ends within {start:.2f} to {end:.2f} s; download or convert it again")
     if not np.isfinite(samples).all():
-        raise UserError(f"{path} holds NaN or infinity between {start:.2f} and {end:.2f} s: mend it")
+        raise UserError(f"{path} holds NaN or infinity between {start:.2f} and {end:.2f} s: fix it")
     return torch.from_numpy(samples), rate

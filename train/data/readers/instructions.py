@@ -56,7 +56,7 @@ def _said(message: Message | None) -> str:
     else:
         said = text(message, "content", "value", needed=True)
     if not said:
-        raise UserError(f"{of} holds no text: mend or drop the row")
+        raise UserError(f"{of} holds no text: fix or drop the row")
     return said
 
 
@@ -76,7 +76,7 @@ def _history(data: Mapping[str, Any]) -> list[RowTurn]:
     history = data.get("history") or []
     for entry in history if isinstance(history, list) else [None]:
         if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(said, str) and said.strip() for said in entry):
-            raise UserError("field 'history' is not a list of [question, answer]: mend the row")
+            raise UserError("field 'history' is not a list of [question, answer]: fix the row")
         asked, answered = (check_text(said.strip(), "field 'history'") for said in entry)
         turns.append(RowTurn(question_text=asked, answer_text=answered))
     return turns

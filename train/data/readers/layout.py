@@ -72,7 +72,7 @@ def _look(file: Path) -> tuple[str, str]:
         return "is empty", ""
     if first is not None and first.error and not columns:
         text = file.name.lower().removesuffix(".gz").endswith((".json", ".jsonl"))
-        advice = "make it a list of JSON objects, or one object a line" if text else "mend it"
+        advice = "make it a list of JSON objects, or one object a line" if text else "fix it"
         return f"does not begin with a row ({first.error})", advice
     if not any(columns):
         return "names no columns", ""

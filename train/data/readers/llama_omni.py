@@ -57,7 +57,7 @@ def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
     if not isinstance(value, list) or all(isinstance(element, int) for element in value):
         return [None] * (count - 1) + [value or None] if count else []
     if len(value) != count:
-        raise UserError(f"{name} has {len(value)} entries for {count} {what}: mend the row")
+        raise UserError(f"{name} has {len(value)} entries for {count} {what}: fix the row")
     return value
 
 

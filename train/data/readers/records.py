@@ -189,7 +189,7 @@ def _plain_row(batch: Any, unfit: tuple[type[Exception], ...]) -> tuple[dict[str
             data[name] = column[0].as_py()
         except unfit as error:
             what = "holds a text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
-            return {}, f"its column {name!r} {what} ({_one_line(error)}): mend or drop it"
+            return {}, f"its column {name!r} {what} ({_one_line(error)}): fix or drop it"
     return data, ""
 
 

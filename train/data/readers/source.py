@@ -154,7 +154,7 @@ def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
             if value is None:
                 return ""
             if isinstance(value, bool) or not isinstance(value, str | int | float):
-                raise UserError(f"field {name!r} is {type(value).__name__}, not text: mend the row")
+                raise UserError(f"field {name!r} is {type(value).__name__}, not text: fix the row")
             return check_text(str(value).strip(), f"field {name!r}")
     if needed:
         raise UserError(f"has no field {' or '.join(repr(name) for name in names)}: its fields are {', '.join(data) or 'none'}")
@@ -166,7 +166,7 @@ def check_text(said: str, what: str) -> str:
     try:
         said.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{what} holds {said[error.start]!a}, half a surrogate pair: mend or drop the row") from error
+        raise UserError(f"{what} holds {said[error.start]!a}, half a surrogate pair: fix or drop the row") from error
     return said
 
 
@@ -176,7 +176,7 @@ def number(data: Mapping[str, Any], name: str, default: float | None = None) -> 
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise UserError(f"field {name!r} is {_shown(value)}, not a number: mend the row")
+        raise UserError(f"field {name!r} is {_shown(value)}, not a number: fix the row")
     return float(value)
 
 
@@ -184,7 +184,7 @@ def items(data: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     """A list of objects, at least one; UserError for anything else."""
     value = data.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
-        raise UserError(f"field {name!r} is {_shown(value)}, not a list of objects: mend the row")
+        raise UserError(f"field {name!r} is {_shown(value)}, not a list of objects: fix the row")
     return value
 
 

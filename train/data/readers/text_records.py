@@ -127,15 +127,15 @@ class JsonLines(TextRecords):
         try:
             return _object(where, json.loads(raw.removeprefix(codecs.BOM_UTF8)))
         except ValueError as error:
-            return Record(where, {}, f"is no JSON ({error}): mend or drop the line")
+            return Record(where, {}, f"is no JSON ({error}): fix or drop the line")
         except RecursionError:
-            return Record(where, {}, "is JSON nested too deeply: mend or drop the line")
+            return Record(where, {}, "is JSON nested too deeply: fix or drop the line")
 
 
 def _object(where: str, data: Any) -> Record:
     if isinstance(data, dict):
         return Record(where, data)
-    return Record(where, {}, f"is {type(data).__name__}, not an object with fields: mend or drop it")
+    return Record(where, {}, f"is {type(data).__name__}, not an object with fields: fix or drop it")
 
 
 class JsonArray(TextRecords):
@@ -180,7 +180,7 @@ class JsonArray(TextRecords):
     def _record(self, raw: Any, number: int) -> Record:
         where = f"{self.path} row {number}"
         if isinstance(raw, ValueError):
-            return Record(where, {}, f"is no JSON, and what follows cannot be read either ({raw}): mend the file")
+            return Record(where, {}, f"is no JSON, and what follows cannot be read either ({raw}): fix the file")
         return _object(where, raw)
 
 
@@ -226,10 +226,10 @@ class TableRecords(TextRecords):
     def _record(self, raw: list[str] | csv.Error, number: int) -> Record:
         where = f"{self.path} line {number + 1}"
         if isinstance(raw, csv.Error):
-            return Record(where, {}, f"is no row of a table ({raw}): mend or drop it")
+            return Record(where, {}, f"is no row of a table ({raw}): fix or drop it")
         if len(raw) != len(self.header):
-            mend = "mend it (tabs part values, which are not quoted here)" if self.delimiter == "\t" else "quote or mend it"
-            return Record(where, {}, f"has {len(raw)} values, the first line names {len(self.header)} columns: {mend}")
+            advice = "fix it (tabs part values, which are not quoted here)" if self.delimiter == "\t" else "quote or fix it"
+            return Record(where, {}, f"has {len(raw)} values, the first line names {len(self.header)} columns: {advice}")
         if any("\udc80" <= character <= "\udcff" for value in raw for character in value):
             return Record(where, {}, "is not UTF-8: convert the file")
         return Record(where, dict(zip(self.header, raw, strict=True)))

@@ -129,7 +129,7 @@ class CommandVoice:
                     f"voice command {words[0]!r} cannot be run ({error.strerror}): install it, or check its path"
                 ) from error
             except ValueError as error:  # NUL, or half a character
-                raise UserError(f"voice command {words[0]!r} cannot be given this text ({error}): mend it") from error
+                raise UserError(f"voice command {words[0]!r} cannot be given this text ({error}): fix it") from error
             except subprocess.TimeoutExpired as error:
                 raise UserError(f"voice command {words[0]!r} took more than {TIMEOUT:.0f} s: say less at once") from error
             if done.returncode:

@@ -26,7 +26,7 @@ from train.data.prepare.lock import FolderLock
 from train.data.prepare.shards import checksum
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes, Sound, to_plain
-from train.scoring.asr import Hearing, error_rate
+from train.scoring.asr import WhisperTranscriber, error_rate
 
 
 def rules(folder: Path, text: str) -> Path:
@@ -236,7 +236,7 @@ def test_word_error_rate_is_jiwers_on_what_the_whisper_says(weights: Path, tmp_p
     assert said.split()
     texts = ["say one two", f"{said.split()[0]} at least"]
     rates = [jiwer.wer(normal(text), said) for text in texts]
-    hearing = Hearing(weights)
+    hearing = WhisperTranscriber(weights)
     judged = Judge(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), hearing=hearing)
     worse = rates.index(max(rates))
     for i, text in enumerate(texts):
@@ -280,7 +280,7 @@ def test_hugging_face_folders_hear_the_same(weights: Path, tmp_path: Path) -> No
     torch.manual_seed(1)
     model = transformers.WhisperForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path / "hf")
-    hearing = Hearing(tmp_path / "hf")
+    hearing = WhisperTranscriber(tmp_path / "hf")
     mel, ids = torch.randn(1, 80, 3000), torch.tensor([[50258, 50259, 7, 9]])
     with torch.no_grad():
         theirs = model(input_features=mel, decoder_input_ids=ids).logits
@@ -303,9 +303,9 @@ def test_weights_that_are_no_whisper(weights: Path, tmp_path: Path) -> None:
         file = tmp_path / f"{number}.pt"
         torch.save(broken, file)
         with pytest.raises(UserError, match=why):
-            Hearing(file)
+            WhisperTranscriber(file)
     with pytest.raises(UserError, match="does not exist"):
-        Hearing(tmp_path / "none.pt")
+        WhisperTranscriber(tmp_path / "none.pt")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(UserError, match="has model_type 'bert'"):
-        Hearing(tmp_path)
+        WhisperTranscriber(tmp_path)

@@ -171,11 +171,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):
         ("a.jsonl", b'["a list"]', "is list, not an object"),
         ("a.jsonl", b'{"id": "\xff"}', "is no JSON"),
         ("a.jsonl", b"[" * 100_000, "is"),
-        ("a.csv", b"1,two,three", "has 3 values, the first line names 2 columns: quote or mend it"),
+        ("a.csv", b"1,two,three", "has 3 values, the first line names 2 columns: quote or fix it"),
         ("a.csv", b"1", "has 1 values"),
         ("a.csv", b"1,\xff\xfe", "is not UTF-8"),
         ("a.csv", b'1,"a"b', "is no row of a table"),
-        ("a.tsv", b"1\ta\tb", "has 3 values, the first line names 2 columns: mend it (tabs part values, which are not quoted"),
+        ("a.tsv", b"1\ta\tb", "has 3 values, the first line names 2 columns: fix it (tabs part values, which are not quoted"),
     ],
 )
 def test_a_broken_line_is_named_and_the_rest_goes_on(tmp_path, name, broken, why):

@@ -124,7 +124,7 @@ LISTED = r".*--read.format, one of voiceassistant, .*table$"
         ("a.csv", "wav,b\nq.wav,2\n", "it has the columns wav, b; .* --read.columns '{question_audio: wav}'"),
         ("a.csv", "a,b\n", "it has the columns a, b; .* --read.columns '{question_text: COLUMN}'"),
         ("a.jsonl", "{}", "it names no columns: name other data$"),
-        ("a.parquet", "PAR1", r"it does not begin with a row \(is no whole Parquet file .*; mend it, or"),
+        ("a.parquet", "PAR1", r"it does not begin with a row \(is no whole Parquet file .*; fix it, or"),
         ("a.xlsx", "PK", "its name ends in none of .csv, .tsv"),
         ("d/e/b.csv", "a,b\n", "its first file, e/b.csv, has the columns a, b; "),
         ("d/b.txt", "a", "it holds no file that ends in .csv"),
