@@ -202,4 +202,4 @@ def test_options_fit_a_line() -> None:
         {"text": Sampling(0.7, 50, 0.9, 1.2), "audio": Sampling(0.8, 50, 0.95, 1.1)}, 3, 20.0, 100, stop="x" * 200
     )
     assert len(repr(full)) <= 120 and repr(AnswerOptions()) == "AnswerOptions()"
-    assert repr(AnswerOptions(Sampling(0.7), seed=4)) == "Options(sampling=Sampling(temperature=0.7), seed=4)"
+    assert repr(AnswerOptions(Sampling(0.7), seed=4)) == "AnswerOptions(sampling=Sampling(temperature=0.7), seed=4)"
