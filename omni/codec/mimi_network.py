@@ -6,6 +6,10 @@
 The quantizer is split: the first codebook (the semantic one, distilled from a speech encoder) and the residual codebooks
 after it each start from the same latent; decoded, both parts are summed. Names of tensors are those of kyutai/mimi's
 `model.safetensors`.
+
+Its sizes are read from the `config.json` of a Hugging Face folder (model_type "mimi"), whose field names are kept. Entries
+that only matter to training or to the file's own loader are left out; entries whose other values would make a codec that
+looks ahead, or another network, are checked and refused.
 """
 
 from __future__ import annotations

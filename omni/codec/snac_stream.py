@@ -10,6 +10,11 @@ A *layer* holds weights, shared by all streams; `layer.step(seed)` makes a *step
 one stream. Tensors are `[T, C]`, T positions by C channels; T may be 0 everywhere. (Positions first: contexts
 are then contiguous, and neither transposed nor depthwise convolutions reorder memory.) Network: Siuzdak and
 others, "SNAC: Multi-Scale Neural Audio Codec" (2024), as the package `snac` 1.2 builds it.
+
+Noise is normal and a function of (seed, layer, position): the same however it is cut, on every device. A counter-based
+generator: keys from (seed, layer) hash each position into two 32-bit words, which give one normal by the Box-Muller
+transform. The 32-bit mix is C. Wellons' `lowbias32` (https://nullprogram.com/blog/2018/07/31/). Positions repeat after 2**32,
+two days of sound at 24 kHz.
 """
 
 from __future__ import annotations

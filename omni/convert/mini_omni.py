@@ -6,6 +6,12 @@ file that is named.
 
 Sources: gpt-omni/mini-omni @ 26c31d5, `inference.py` (`load_model`); gpt-omni/mini-omni2 @ 6efd5bf, `litgpt/model.py` (its
 vision adapter). The tensors are cut and joined by `litgpt.py`, the settings read and written by `mini_omni_config.py`.
+
+`.pth` files are written as `torch.save` writes them, streamed: no tensor is ever whole in memory. The format, which
+`torch.load` reads, mapped or not: a zip archive without compression. `data.pkl` is the pickled object, in which a tensor is
+`torch._utils._rebuild_tensor_v2` of a storage, and a storage a persistent id: `("storage", class, key, "cpu", elements)`.
+`data/KEY` are the bytes of a storage and begin at a multiple of 64. Source: PyTorch's `torch/serialization.py` (`_save`) and
+`caffe2/serialize/inline_container.cc`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class LentDelta:
 
 
 def attach_edits(model: nn.Module, edits: Edits) -> str:
-    """Lend edits to a model.
+    """Attach edits to a model.
 
     Returns:
         the name under which rows have them, and by which `omni.lora.attach.detach` ends it.
@@ -88,7 +88,7 @@ class Bases:
 
 @contextmanager
 def lent(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list[str | None]]:
-    """Lend edits while a block runs: the name of each, None for None; the same edits are lent once."""
+    """Attach edits while a block runs: the name of each, None for None; the same edits are attached once."""
     names: dict[int, str] = {}
     with ExitStack() as stop:
         for edits in several:

@@ -5,6 +5,10 @@
 A forward hook adds this to a linear's output. So it holds wherever the linear's own forward does: on a dispatched model (whose
 modules carry an instance-level `forward`), on sharded or quantised weights, and in a block that is recomputed.
 
+A block that is recomputed in backward calls its linears again. Where the hooks are gone by then, gradients would be those of
+another function. So every change is added in a node of the graph that knows its block (`Span`), and a hook stays on, doing
+nothing but look, until the graph has run or is dropped.
+
 Dimensions: B rows of a batch, E edits, R rank, I inputs, O outputs.
 """
 

@@ -1,6 +1,6 @@
 """The baseline: fine-tuning on one correction, held near the base by a bound on the change (Zhu et al. 2020, arXiv 2012.00363).
 
-What learns are deltas in activation space, dense or of low rank, so that the base stays untouched and the outcome is an edit
+Deltas are trained in activation space, dense or of low rank, so that the base stays untouched and the outcome is an edit
 like any other.
 
 Dimensions: R rank, I inputs, O outputs.

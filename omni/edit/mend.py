@@ -179,7 +179,7 @@ def load_mend(folder: Place) -> Mend:
 
 def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
     """Mean over positions of KL(before || after) in nats, logits [N, V] each; a gradient flows through both. 0 without
-    positions."""
+    positions. How far answers move (Mitchell et al. 2022, section 4)."""
     if before.shape != after.shape or before.ndim != 2:
         raise ValueError(f"logits before and after must both be [N, V], not {list(before.shape)} and {list(after.shape)}")
     wide = torch.promote_types(before.dtype, torch.float32)

@@ -1,4 +1,9 @@
-"""An answer under way: what of it has been handed over, how long that took, and what counts as delivered."""
+"""An answer under way: what of it has been handed over, how long that took, and what counts as delivered.
+
+A reply grows from written columns to text and sound.
+
+Dimensions: K streams, A audio streams, F frames.
+"""
 
 from __future__ import annotations
 

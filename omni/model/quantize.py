@@ -1,6 +1,6 @@
 """Linears whose weights are held in 4 or 8 bits, by bitsandbytes (Dettmers et al. 2022 and 2023).
 
-Only frozen weights are quantised: what learns beside them are adapters (QLoRA).
+Only frozen weights are quantised: adapters beside them are trained (QLoRA).
 """
 
 from __future__ import annotations

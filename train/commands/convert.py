@@ -12,7 +12,7 @@ import jsonargparse
 from omni.convert.kinds import KINDS
 from omni.errors import UserError, closest
 from omni.process import importing
-from train.console.progress import duration
+from train.console.progress import Bar, duration
 from train.convert.options import ConvertOptions
 from train.convert.target import check
 
@@ -22,7 +22,6 @@ def main(argv: Sequence[str]) -> int:
     source, target, options = parse(argv)
     check(source, target, options)
     with importing():
-        from train.console.progress import Bar
         from train.convert.convert import convert
 
     started = time.monotonic()

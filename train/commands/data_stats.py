@@ -14,12 +14,12 @@ from train.console.progress import duration
 from train.console.tables import print_table
 from train.data.inspect.display import make_folder, save_report
 from train.data.inspect.scan import Scan
+from train.data.inspect.stats import COLUMNS, SHOWN, STATS, collect, plain
 from train.data.inspect.target import add_options, chosen_target
 from train.data.prepare.codecs import Codecs
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected, Group
-from train.data.inspect.stats import COLUMNS, SHOWN, STATS, collect, plain
 
 
 def main(argv: Sequence[str]) -> int:

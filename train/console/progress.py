@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar on a terminal, lines elsewhere, nothing on the other processes."""
+"""What long work shows (training, preparing, converting): a bar on a terminal, lines elsewhere, nothing on other processes."""
 
 from __future__ import annotations
 

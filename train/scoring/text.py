@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import unicodedata
 from collections.abc import Callable
@@ -11,9 +12,6 @@ from omni.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-import functools
 
 Normaliser = Callable[[str], str]
 

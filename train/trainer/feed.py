@@ -105,7 +105,7 @@ class CountedStep(StepBatches):
 
 
 class CountingFeed(Feed):
-    """Counts targets by task and stream in the loop's one exchange."""
+    """Counts targets by task (T of the task table) and stream (K) in the loop's one exchange."""
 
     def __init__(
         self,

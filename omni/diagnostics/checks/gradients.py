@@ -65,7 +65,7 @@ def _others(held: HeldTensor, place: Place | None) -> tuple[Place, ...]:
 
 
 def at_start(scene: Scene) -> list[Finding]:
-    """Graphs from before the step, and inference tensors. Looked at when the step is over: what a module computed anew, and
+    """Graphs from before the step, and inference tensors. Looked at when the step is over: what a module computed again, and
     not from what it held before, is none."""
     found = []
     old = {node for held, node, _ in scene.held if node is not None and held.owner is not None}

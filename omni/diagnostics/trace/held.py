@@ -124,7 +124,7 @@ def plain_in(value: Any, most: int = 64) -> Iterator[tuple[str, Any]]:
 def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldTensor]:
     """Buffers and attributes of a model's modules, each tensor once; parameters on request.
 
-    What torch's old `weight_norm` and `spectral_norm` compute anew before each forward is left out.
+    What torch's old `weight_norm` and `spectral_norm` compute again before each forward is left out.
     """
     if model is None:
         return

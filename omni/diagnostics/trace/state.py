@@ -161,7 +161,7 @@ def _code(old: Entry | None, new: Entry | None) -> Change:
 
 
 def _written(held: HeldTensor, rebound: bool, trace: Trace, end: int) -> Place | None:
-    """The line that wrote a tensor: where the attribute was bound anew that of its class, else the one that was traced."""
+    """The line that wrote a tensor: where the attribute was bound again that of its class, else the one that was traced."""
     places = held.written()
     if rebound and places:
         return places[0]

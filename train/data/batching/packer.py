@@ -8,6 +8,11 @@ lane j is a packer of its own over the draws
 
 and its state is plain data: the next draw and the draws that wait in its buffer. On resume the waiting ones are made again;
 nothing is replayed.
+
+A sub-lane fills rows of a fixed length with whole examples. A row starts with the example that has waited longest and takes, of
+the others in the buffer, those whose lengths fill the rest best: the exact solution of the subset-sum problem, with sets of
+reachable sums as the bits of Python's integers (a microsecond an example). Among equally full choices older examples go first,
+so nothing waits for long and the order stays close to that of the draws.
 """
 
 from __future__ import annotations

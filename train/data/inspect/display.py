@@ -1,4 +1,4 @@
-"""What the commands that look at rows have in common: their arguments, the bar, tables and reports."""
+"""What the commands that look at rows have in common: the bar and reports."""
 
 from __future__ import annotations
 

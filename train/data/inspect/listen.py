@@ -1,4 +1,4 @@
-"""`python -m train data listen DATA ROW`: one row as sound, and as a model would be shown it."""
+"""One row as sound, and as a model would be shown it."""
 
 from __future__ import annotations
 

@@ -7,11 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
-
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -22,6 +17,7 @@ from omni.remote import refuse_remote
 from train.data.rows.row import Sound, inside
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 SILENT_DB = -50.0

@@ -1,4 +1,4 @@
-"""`python -m train data stats DATA`: what stored rows are like, in tables and pictures."""
+"""What stored rows are like: counts and lengths, by source, language, speaker and task."""
 
 from __future__ import annotations
 

@@ -1,7 +1,13 @@
-"""A record of a file, and what every kind of file of records offers."""
+"""A record of a file, what every kind of file of records offers, and where reading one has come to.
+
+The place is kept, so that the next stretch of records goes on there and not at the file's beginning. It is for files that
+cannot be entered just anywhere: packed ones, and the row groups of Parquet. A process keeps one reading, that of the stretch it
+has read last, so no more than one file stays open.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -51,6 +57,8 @@ class RecordReading(ABC):
 
 _kept: list[tuple[int, Records, RecordReading]] = []
 """At most one, with the process it belongs to: a fork shares the place in an open file, and must not read on there."""
+
+atexit.register(_kept.clear)  # while the modules that close its file are still there
 
 
 def take(records: Records, start: int) -> RecordReading | None:

@@ -110,9 +110,13 @@ def test_another_process_does_not_go_on_with_an_open_file(tmp_path, monkeypatch)
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
 def test_a_process_that_ends_amid_a_file_says_nothing(tmp_path, name):
     path = write(tmp_path / name, [row | {"question_text": "a"} for row in values(60)])
-    code = f"from train.data.readers import open_source; kept = open_source({str(path)!r}); list(kept.iterate(0, 3))"
+    code = (
+        "import atexit; atexit.register(lambda: print(before, len(record._kept)))\n"  # runs last: nothing is kept by then
+        "from train.data.readers import open_source, record\n"
+        f"kept = open_source({str(path)!r}); list(kept.iterate(0, 3)); before = len(record._kept)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 0\n", "")
 
 
 def not_utf8(count: int, bad: int) -> pa.Array:
