@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infer.bench.memory_rate import GIB, HighWater, load
 from infer.bench.random_model import TimedCodec, random_lm
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
@@ -28,6 +27,7 @@ from omni.encoder.config import EncoderMode
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import find_device, peak_flops
+from omni.profiling import GIB, HighWater, load
 
 NANO_BATCHES = (1, 4, 16, 64, 256)
 

@@ -6,76 +6,16 @@ reading of the same tensors, by the same threads, in the same run, is what its s
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from omni.hardware import synchronize
-
-GIB = 1 << 30
-
-
-def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """How long `work` takes, until the device has done it."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def load() -> float | None:
-    """Processes that wanted to run in the last minute, on average; None where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-class HighWater:
-    """Peak memory since this was made, in bytes over what was held then: the device's on CUDA, the process's
-    elsewhere.
-
-    The process's peak is the kernel's own high-water mark, which misses no allocation. It is the mark of the
-    process's whole life: where an earlier peak was higher, the figure is an upper bound.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        if self._cuda is not None:
-            synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self._start = torch.cuda.memory_allocated(device)
-        else:
-            self._start = int(psutil.Process().memory_info().rss)
-
-    @property
-    def bytes(self) -> int:
-        if self._cuda is not None:
-            synchronize(self._cuda)
-            return torch.cuda.max_memory_allocated(self._cuda) - self._start
-        return high_water() - self._start
-
-
-def high_water() -> int:
-    """Largest resident size this process has had, in bytes (Linux: `VmHWM` of proc_pid_status(5); else
-    getrusage(2))."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text(encoding="ascii", errors="ignore").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-    import sys
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
+from omni.profiling import seconds_of
 
 # --- reading -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infer.bench.memory_rate import WeightReader, seconds_of
+from infer.bench.memory_rate import WeightReader
 from infer.bench.random_model import TimedCodec
 from infer.timing import AnswerMeter, Figures
 from omni.audio.io import SAMPLE_RATE
@@ -25,6 +25,7 @@ from omni.generate.runner import Runner, Start
 from omni.generate.sampling import GREEDY
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
+from omni.profiling import seconds_of
 from omni.tasks import TASKS, Turn, prompt
 
 TASK = TASKS["A1A2"]

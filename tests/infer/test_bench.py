@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from infer.bench import bench as bench_module
-from infer.bench.memory_rate import HighWater, WeightReader
+from infer.bench.memory_rate import WeightReader
 from infer.bench.random_model import TimedCodec, random_lm, random_model
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
 from omni.codec.snac import SnacCodec
 from omni.config import ModelConfig, preset
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
+from omni.profiling import HighWater
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY
 

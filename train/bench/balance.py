@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from omni.errors import UserError
+from omni.profiling import seconds_of
 from train.balance.section import BILEVEL, BalanceSection, check_balance
 from train.bench.names import BALANCED
 from train.bench.runs import at_hand
-from train.bench.timing import TimingRow, seconds_of
+from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 
 

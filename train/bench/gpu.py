@@ -32,9 +32,10 @@ from omni.lora.config import LoRAConfig
 from omni.lora.weights import merge, unmerge
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
+from omni.profiling import seconds_of
 from omni.text import Tokenizer
 from train.bench.child import CONFIGS, commands, repeat
-from train.bench.timing import seconds_of, timed
+from train.bench.timing import timed
 from train.config.parse import read_fit_config
 from train.objective.cross_entropy import LinearCrossEntropy
 from train.objective.flops import StepFlops

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from omni.errors import UserError
+from omni.profiling import seconds_of
 from train.bench.runs import at_hand
-from train.bench.timing import TimingRow, seconds_of
+from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 from train.config.sections import BudgetConfig
 from train.trainer.guard import StepGuard

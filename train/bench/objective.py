@@ -10,8 +10,8 @@ from torch import Tensor
 
 from omni.config import preset
 from omni.layout import IGNORE
-from omni.profiling import PeakMemory
-from train.bench.timing import GIB, TimingRow, timed
+from omni.profiling import GIB, PeakMemory
+from train.bench.timing import TimingRow, timed
 from train.objective.cross_entropy import LinearCrossEntropy
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
+from omni.profiling import seconds_of
 from train.bench.guard import PHASES
 from train.bench.runs import at_hand
-from train.bench.timing import TimingRow, seconds_of
+from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 from train.config.sections import BudgetConfig
 

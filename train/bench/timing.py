@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-GIB = 1 << 30
+from omni.profiling import seconds_of
 
 
 @dataclass(frozen=True)
@@ -20,17 +19,6 @@ class TimingRow:
     name: str
     value: float
     unit: str = ""
-
-
-def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """How long it takes, with all that it gives the device to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def timed(work: Callable[[], Any], device: torch.device, repeat: int) -> float:
