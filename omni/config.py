@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union
 
+from omni import old_names
 from omni.codec.registry import check_codec_name
 from omni.encoder.config import ENCODER_PRESETS, EncoderConfig
 from omni.errors import UserError, closest
@@ -115,13 +116,13 @@ class DecoderConfig:
         return self.head_dim or self.width // self.heads
 
 
-ADAPTERS = ("linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k")
-"""Kinds of adapters."""
+PROJECTORS = ("linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k")
+"""Kinds of projectors."""
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
-    """What turns encoder frames into decoder positions.
+class ProjectorConfig:
+    """Shape of the projector, which turns encoder frames into decoder positions.
 
     Attributes:
         kind: `linear`, `mlp` (two layers, GELU), `gated` (mini-omni's gated MLP), or one whose parts tasks share, gated by
@@ -142,25 +143,25 @@ class AdapterConfig:
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in ADAPTERS:
-            raise UserError(f"adapter.kind {self.kind!r} is unknown; {closest(self.kind, ADAPTERS)}")
+        if self.kind not in PROJECTORS:
+            raise UserError(f"projector.kind {self.kind!r} is unknown; {closest(self.kind, PROJECTORS)}")
         for name in ("hidden", "stack"):
             if getattr(self, name) < 1:
-                raise UserError(f"adapter.{name} is {getattr(self, name)}; it must be at least 1")
+                raise UserError(f"projector.{name} is {getattr(self, name)}; it must be at least 1")
             if getattr(self, name) > MOST[name]:
-                raise UserError(f"adapter.{name} is {getattr(self, name)}; it must be at most {MOST[name]}")
+                raise UserError(f"projector.{name} is {getattr(self, name)}; it must be at most {MOST[name]}")
         if self.kind in ("linear", "mlp", "gated"):
             if self.settings:
-                raise UserError(f"adapter.settings are of kinds whose parts tasks share; {self.kind} has none, leave them out")
+                raise UserError(f"projector.settings are of kinds whose parts tasks share; {self.kind} has none: leave out")
             return
         from omni.model.multitask_projector import check_settings
 
-        check_settings(self.kind, self.settings, "adapter.settings")
+        check_settings(self.kind, self.settings, "projector.settings")
         for name in self.tasks:
             if find_task(name).question != "audio":
-                raise UserError(f"adapter.tasks has {name}, which asks in writing; name tasks that ask by speech")
+                raise UserError(f"projector.tasks has {name}, which asks in writing; name tasks that ask by speech")
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise UserError(f"adapter.tasks is {list(self.tasks)}; name each task once, and at least one")
+            raise UserError(f"projector.tasks is {list(self.tasks)}; name each task once, and at least one")
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class ModelConfig:
 
     layout: Layout = field(default_factory=lambda: Layout.preset("codec2"))
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     codec: str = field(default="codec2", metadata={"check": check_codec_name})
     ctc: int = 0
@@ -195,7 +196,7 @@ class ModelConfig:
 
     def features(self, samples: int) -> int:
         """Decoder positions that a clip of `samples` at 16 kHz takes."""
-        return -(-self.encoder.frames(samples) // self.adapter.stack)
+        return -(-self.encoder.frames(samples) // self.projector.stack)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -203,8 +204,11 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
+def from_dict(kind: type[T], data: Any, where: str = "config", *, stored: bool = False) -> T:
     """Read plain data strictly into the dataclass `kind`.
+
+    Args:
+        stored: the data are from a file that we wrote, maybe with old names (`omni.old_names`).
 
     Raises:
         UserError: an unknown key (the closest known one is named), a missing one, or a value of another type.
@@ -213,8 +217,12 @@ def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
     if not isinstance(data, Mapping):
         raise UserError(f"{where} is {data!r}; it must be a mapping with keys of {kind.__name__}: {', '.join(fields)}")
     hints = typing.get_type_hints(kind)
+    if stored:
+        data = old_names.new_keys(kind.__name__, data)
     for key in data:
         if key not in fields:
+            if new := old_names.KEYS.get(f"{kind.__name__}.{key}"):
+                raise UserError(f"{where}: key {key!r} is now called {new!r}: give that instead")
             close = get_close_matches(str(key), fields, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(fields)}"
             raise UserError(f"{where}: unknown key {key!r}; {hint}")
@@ -226,21 +234,21 @@ def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
         most = fields[key].metadata.get("most")
         if most is not None and isinstance(value, (list, tuple)) and len(value) > most:  # before each of them is read
             raise UserError(f"{where}.{key} has {len(value)} entries; it must have at most {most}")
-    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    values = {key: _value(hints[key], value, f"{where}.{key}", stored) for key, value in data.items()}
     for key, value in values.items():
         if check := fields[key].metadata.get("check"):
             check(value, f"{where}.{key}")
     return kind(**values)
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def _value(hint: Any, value: Any, where: str, stored: bool) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         inner = [a for a in args if a is not type(None)]
         fitting = [a for a in inner if isinstance(a, type) and type(value) is a]
-        return _value((fitting or inner)[0], value, where)
+        return _value((fitting or inner)[0], value, where, stored)
     if origin is Literal:
         if value not in args:
             close = get_close_matches(str(value), map(str, args), 1)
@@ -253,13 +261,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         hints = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(hints) != len(value):
             raise UserError(f"{where} has {len(value)} entries; it must have {len(hints)}")
-        return tuple(_value(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
+        return tuple(_value(h, v, f"{where}[{i}]", stored) for i, (h, v) in enumerate(zip(hints, value, strict=True)))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {value!r}; it must be a mapping")
         return dict(value)
     if dataclasses.is_dataclass(hint):
-        return from_dict(hint, value, where)  # type: ignore[arg-type]
+        return from_dict(hint, value, where, stored=stored)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
@@ -275,7 +283,7 @@ def _mini_omni() -> ModelConfig:
     return ModelConfig(
         layout=Layout.preset("mini-omni"),
         encoder=ENCODER_PRESETS["small"],
-        adapter=AdapterConfig("gated", hidden=4864, bias=False),
+        projector=ProjectorConfig("gated", hidden=4864, bias=False),
         decoder=DecoderConfig(
             width=896, layers=24, heads=14, kv_heads=2, mlp_width=4864, context=2048, rope_base=1e6, qkv_bias=True
         ),
@@ -287,7 +295,7 @@ def _nano() -> ModelConfig:
     return ModelConfig(
         layout=Layout.preset("codec2"),
         encoder=ENCODER_PRESETS["nano"],
-        adapter=AdapterConfig("mlp", hidden=192, stack=2),
+        projector=ProjectorConfig("mlp", hidden=192, stack=2),
         decoder=DecoderConfig(width=192, layers=4, heads=3, kv_heads=1, mlp_width=512, context=1024, qk_norm=True),
         codec="codec2",
     )
@@ -302,7 +310,7 @@ def _qwen3() -> ModelConfig:
     return ModelConfig(
         layout=_snac_layout(151936),
         encoder=ENCODER_PRESETS["small"],
-        adapter=AdapterConfig("gated", hidden=4096),
+        projector=ProjectorConfig("gated", hidden=4096),
         decoder=DecoderConfig(
             width=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, context=40960,
             rope_base=1e6, qk_norm=True, tie_text=True,
@@ -316,7 +324,7 @@ def _llama32() -> ModelConfig:
     return ModelConfig(
         layout=_snac_layout(128256),
         encoder=ENCODER_PRESETS["small"],
-        adapter=AdapterConfig("gated", hidden=8192),
+        projector=ProjectorConfig("gated", hidden=8192),
         decoder=DecoderConfig(
             width=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp_width=8192, context=131072,
             rope_base=5e5, rope_scaling=RopeScaling(), norm_eps=1e-5, tie_text=True,
@@ -330,7 +338,7 @@ def _mistral() -> ModelConfig:
     return ModelConfig(
         layout=_snac_layout(32000),
         encoder=ENCODER_PRESETS["small"],
-        adapter=AdapterConfig("gated", hidden=14336),
+        projector=ProjectorConfig("gated", hidden=14336),
         decoder=DecoderConfig(
             width=4096, layers=32, heads=32, kv_heads=8, mlp_width=14336, context=32768, window=4096, norm_eps=1e-5
         ),

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from omni.errors import UserError
+from omni.old_names import new_name
 
 NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -52,6 +53,8 @@ def match_names(
             close = _closest(pattern, names)
             near = "the closest names are " if close else "names are such as "
             near += ", ".join(close or names[:3]) or "none"
+            if (new := new_name(pattern)) != pattern:
+                near = f"it is now called {new!r}: give that instead"
             raise UserError(f"{where}: pattern {pattern!r} matches no {what}; {near}")
         chosen |= hits
     return chosen

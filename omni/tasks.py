@@ -24,7 +24,7 @@ column, where the others have their marker.
 | T1A2 | text     | text + speech | yes           | yes            | spoken answer to text            |
 | T1T2 | text     | text          | yes           | -              | written answer to text           |
 
-Dimensions: K streams, C columns, N features of a clip after the adapter.
+Dimensions: K streams, C columns, N features of a clip after the projector.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def test_presets_have_the_published_sizes(name):
     if name == "qwen2-0.5b-omni":
         joint = config.layout.text.vocabulary + sum(s.vocabulary for s in config.layout.audio)
         assert joint == 181120  # mini-omni's padded joint table
-        assert sum(p.numel() for p in model.adapter.parameters()) == 2 * 768 * 4864 + 4864 * 896
+        assert sum(p.numel() for p in model.projector.parameters()) == 2 * 768 * 4864 + 4864 * 896
     if name == "nano":
         assert sum(p.numel() for p in model.parameters()) < 8e6
 
@@ -53,13 +53,13 @@ def test_presets_have_the_published_sizes(name):
         ({"decoder": 3}, "config.decoder is 3"),
         ({"layout": {}}, "config.layout: key 'streams' is missing"),
         ({"decoder": {"heads": 3, "kv_heads": 2}}, "decoder.heads 3 is not a multiple"),
-        ({"adapter": {"kind": "conv"}}, "config.adapter.kind is 'conv'"),
+        ({"projector": {"kind": "conv"}}, "config.projector.kind is 'conv'"),
         ({"decoder": {"width": 0}}, "decoder.width is 0"),
         ({"decoder": {"layers": True}}, "config.decoder.layers is True"),
         ({"decoder": {"post_layers": -1}}, "decoder.post_layers is -1"),
         ({"decoder": {"head_dim": -4}}, "decoder.head_dim is -4"),
-        ({"adapter": {"hidden": 0}}, "adapter.hidden is 0"),
-        ({"adapter": {"stack": 0}}, "adapter.stack is 0"),
+        ({"projector": {"hidden": 0}}, "projector.hidden is 0"),
+        ({"projector": {"stack": 0}}, "projector.stack is 0"),
         ({"ctc": -3}, "ctc is -3"),
         ({"codec": "snak"}, r"config.codec: unknown codec 'snak': did you mean 'snac'\?"),
         ({"ctc": 10**10}, "ctc is 10000000000"),
@@ -79,7 +79,7 @@ def test_presets_have_the_published_sizes(name):
         ({"encoder": {"window_seconds": float("nan")}}, "encoder.window_seconds=nan"),
         ({"encoder": {"normalize": "clip", "mel_range": float("nan")}}, "encoder.mel_range=nan"),
         ({"encoder": {"normalize": "clip", "mel_blur": float("nan")}}, "encoder.mel_blur=nan"),
-        ({"adapter": {"hidden": 1 << 40}}, "adapter.hidden is 1099511627776; it must be at most"),
+        ({"projector": {"hidden": 1 << 40}}, "projector.hidden is 1099511627776; it must be at most"),
     ],
 )
 def test_reading_is_strict(data, says):

@@ -102,7 +102,7 @@ def test_checkpointing_through_a_functional_cache_recomputes_nothing_twice(model
             assert_near(b.grad, a.grad, 1e-8, name)
 
 
-@pytest.mark.untrained("encoder.*", "adapter.*", "*head.weight")
+@pytest.mark.untrained("encoder.*", "projector.*", "*head.weight")
 def test_talking_in_the_middle_of_training_changes_nothing(model):
     """Law 4, and a trap: evaluation under `inference_mode` leaves inference tensors behind (rotary tables, masks, caches),
     and the next training step dies on them. A turn with the model between two steps leaves weights, keys and the next

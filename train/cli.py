@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from omni import old_names
 from omni.errors import UserError, in_one_line
 from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, say
-from train.console.command import check_command, check_renamed
+from train.console.command import check_command
 
 COMMANDS = {
     "fit": ("train.commands.fit", "train a model: fit configs/NAME.yaml [--any.key value ...]"),
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     try:
         check_command(arguments[0], COMMANDS)
-        check_renamed(arguments[0], arguments[1:], "--")
+        old_names.check_options(arguments[0], arguments[1:], "--")
         run = importlib.import_module(COMMANDS[arguments[0]][0]).main
         all_imported()
         code: int = run(arguments[1:])

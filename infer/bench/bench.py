@@ -118,7 +118,7 @@ def _measured(
     beyond = (memory.bytes - weights) / GIB
     target = None if gpu else TARGETS.get((name, "peak beyond the weights"))
     rows = [
-        FigureRow("weights", weights / GIB, "GiB", "encoder, adapter, decoder, embeddings"),
+        FigureRow("weights", weights / GIB, "GiB", "encoder, projector, decoder, embeddings"),
         FigureRow("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
     ]
     yield FigureTable(f"memory: {what}", rows)

@@ -31,6 +31,7 @@ from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.model.speech_model import SpeechModel
+from omni.old_names import new_names
 from omni.text import Tokenizer
 
 
@@ -91,7 +92,7 @@ def save_folder(
 
 def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The model's configuration; UserError where the folder is not a model folder of a known version."""
-    return from_dict(ModelConfig, _read(Path(folder))["model"], f"{folder}/{CONFIG}: model")
+    return from_dict(ModelConfig, _read(Path(folder))["model"], f"{folder}/{CONFIG}: model", stored=True)
 
 
 def load_folder(
@@ -113,7 +114,7 @@ def load_folder(
     """
     path = Path(folder)
     data = _read(path)
-    config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model")
+    config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model", stored=True)
     if is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
         raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
     extra = stored_extra(data, path / CONFIG)
@@ -125,7 +126,7 @@ def load_folder(
         if _crc32(path / name) != checksum:
             raise UserError(f"{path / name} does not match its checksum in {CONFIG}; fetch or save the folder again")
     try:
-        state = load_file(path / WEIGHTS)
+        state = new_names(load_file(path / WEIGHTS))
     except (OSError, SafetensorError, struct.error) as error:
         raise UserError(f"weights {path / WEIGHTS} cannot be read ({error}); fetch or save the folder again") from error
     model = SpeechModel.from_state(config, state, where=str(path / WEIGHTS))

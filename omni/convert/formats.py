@@ -52,7 +52,7 @@ FORMATS: dict[str, Format] = {
         huggingface.recognise,
         huggingface.read,
         huggingface.write,
-        "all but its text part: encoder, adapter, audio tables and heads, the codec's weights",
+        "all but its text part: encoder, projector, audio tables and heads, the codec's weights",
     ),
 }
 """By the name that `--kind` takes, in the order in which a path is tried: the particular before the general."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from whisper.model import sinusoids
 
-from omni.config import AdapterConfig, ModelConfig
+from omni.config import ModelConfig, ProjectorConfig
 from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, cast, joined
@@ -27,7 +27,8 @@ from omni.encoder.config import EncoderConfig
 from omni.encoder.whisper import SpeechEncoder
 from omni.errors import UserError, closest
 from omni.layout import Layout
-from omni.model.projector import Adapter
+from omni.model.projector import Projector
+from omni.old_names import first_name
 
 AUDIO_EMBEDDING, AUDIO_HEAD = "decoder.audio_embedding.weight", "decoder.audio_head.weight"
 
@@ -81,7 +82,7 @@ class Growth:
 
     layout: Layout
     codec: str
-    adapter: AdapterConfig
+    projector: ProjectorConfig
     rule: str = "mean"
     combine: str = "sum"
     seed: int = 0
@@ -107,7 +108,7 @@ def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype:
     heard = encoder if isinstance(encoder, EncoderConfig) else encoder.config
     assert isinstance(heard, EncoderConfig)
     decoder = replace(known.decoder, combine=growth.combine)  # type: ignore[arg-type]
-    config = ModelConfig(layout, heard, growth.adapter, decoder, growth.codec)
+    config = ModelConfig(layout, heard, growth.projector, decoder, growth.codec)
     tensors = dict(text.tensors)
     size = len(text.tokenizer) if text.tokenizer is not None else known.size
     streams = layout.n_audio if growth.combine == "sum" else 1
@@ -120,7 +121,7 @@ def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype:
         rows = sum(stream.vocabulary for stream in layout.audio)
         tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
     tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], layout)
-    tensors |= fresh(Adapter, (growth.adapter, heard.width, decoder.width), "adapter.", growth.seed, dtype)
+    tensors |= fresh(Projector, (growth.projector, heard.width, decoder.width), "projector.", growth.seed, dtype)
     if isinstance(encoder, Foreign):
         tensors |= encoder.tensors
     else:
@@ -198,7 +199,7 @@ def fresh(kind: type[nn.Module], arguments: tuple[object, ...], prefix: str, see
         elif len(weight) == 1:
             out[prefix + name] = Lazy.filled(shape, dtype, float(name.endswith("weight")))
         else:
-            out[prefix + name] = _uniform(prefix + name, shape, 1 / math.sqrt(math.prod(weight[1:])), seed, dtype)
+            out[prefix + name] = _uniform(first_name(prefix + name), shape, 1 / math.sqrt(math.prod(weight[1:])), seed, dtype)
     return out
 
 

@@ -61,7 +61,7 @@ def their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def split(found: Mapping[str, Lazy], config: ModelConfig) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Decoder and adapter under our names, and the names of the tensors that they come from.
+    """Decoder and projector under our names, and the names of the tensors that they come from.
 
     Args:
         found: tensors of the shapes that `their_shapes` asks for.
@@ -96,10 +96,10 @@ def join(tensors: Mapping[str, Lazy], config: ModelConfig) -> dict[str, Lazy]:
 
 
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the part of our model that their file holds: decoder and adapter."""
+    """Names and shapes of the part of our model that their file holds: decoder and projector."""
     with torch.device("meta"):
         state = SpeechModel(config).state_dict()
-    return {name: tuple(t.shape) for name, t in state.items() if name.startswith(("decoder.", "adapter."))}
+    return {name: tuple(t.shape) for name, t in state.items() if name.startswith(("decoder.", "projector."))}
 
 
 _RENAMED = (
@@ -111,7 +111,7 @@ _RENAMED = (
     (".mlp_norm.", ".norm_2."),
     (".attention.q.", ".attn.attn."),
     (".attention.out.", ".attn.proj."),
-    ("adapter.project.", "whisper_adapter."),
+    ("projector.project.", "whisper_adapter."),
     (".gate.", ".fc_1."),
     (".up.", ".fc_2."),
     (".down.", ".proj."),

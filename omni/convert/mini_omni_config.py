@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError, closest
 from omni.layout import Layout
@@ -95,16 +95,16 @@ def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, p
     width, heads = whole("n_embd"), whole("n_head")
     head = whole("head_size") if settings["head_size"] is not None else width // heads
     hidden = whole("intermediate_size") if settings["intermediate_size"] is not None else 4 * width
-    adapters = {"llamamlp": AdapterConfig("gated", hidden, bias=False), "mlp": AdapterConfig("linear")}
-    if settings["asr_adapter"] not in adapters:
+    projectors = {"llamamlp": ProjectorConfig("gated", hidden, bias=False), "mlp": ProjectorConfig("linear")}
+    if settings["asr_adapter"] not in projectors:
         raise UserError(
-            f"{where}: asr_adapter {settings['asr_adapter']!r} is unknown; {closest(str(settings['asr_adapter']), adapters)}"
+            f"{where}: asr_adapter {settings['asr_adapter']!r} is unknown; {closest(str(settings['asr_adapter']), projectors)}"
         )
     if not isinstance(encoder, EncoderConfig) or encoder.width != whole("whisper_adapter_dim"):
         found = f"{encoder.width} wide" if isinstance(encoder, EncoderConfig) else "none"
         raise UserError(
-            f"{where}: the adapter hears an encoder of width {settings['whisper_adapter_dim']} (whisper_adapter_dim), and the "
-            f"one given is {found}; give the Whisper that the model was trained with (small)"
+            f"{where}: the projector takes an encoder of width {settings['whisper_adapter_dim']} (whisper_adapter_dim), and "
+            f"the one given is {found}; give the Whisper that the model was trained with (small)"
         )
     decoder = DecoderConfig(
         width=width,
@@ -121,14 +121,14 @@ def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, p
         combine="mean",
         post_layers=whole("post_adapter_layers") if settings["post_adapter"] and post else 0,
     )
-    return ModelConfig(Layout.preset("mini-omni"), encoder, adapters[settings["asr_adapter"]], decoder, "snac")
+    return ModelConfig(Layout.preset("mini-omni"), encoder, projectors[settings["asr_adapter"]], decoder, "snac")
 
 
 def check_fits(config: ModelConfig, where: Path | str) -> None:
     """Refuse a model that has something mini-omni has not (UserError naming it)."""
-    layout, decoder, adapter, encoder = config.layout, config.decoder, config.adapter, config.encoder
+    layout, decoder, projector, encoder = config.layout, config.decoder, config.projector, config.encoder
     wanted = Layout.preset("mini-omni")
-    gated = adapter.kind == "gated"
+    gated = projector.kind == "gated"
     rules: tuple[tuple[str, Any, Any], ...] = (
         ("codec", config.codec, "snac"),
         ("layout's audio streams (sizes)", layout.codebook_sizes, wanted.codebook_sizes),
@@ -142,10 +142,10 @@ def check_fits(config: ModelConfig, where: Path | str) -> None:
         ("decoder.window", decoder.window, None),
         ("decoder.rope_scaling", decoder.rope_scaling, None),
         ("decoder.qk_norm", decoder.qk_norm, False),
-        ("adapter.kind", adapter.kind, "gated" if gated else "linear"),
-        ("adapter.stack", adapter.stack, 1),
-        ("adapter.bias", adapter.bias, not gated),
-        ("adapter.hidden", adapter.hidden, decoder.mlp_width if gated else adapter.hidden),
+        ("projector.kind", projector.kind, "gated" if gated else "linear"),
+        ("projector.stack", projector.stack, 1),
+        ("projector.bias", projector.bias, not gated),
+        ("projector.hidden", projector.hidden, decoder.mlp_width if gated else projector.hidden),
         ("encoder.mode", encoder.mode, "padded"),
         ("encoder.mel_floor", encoder.mel_floor, "clip"),
         ("encoder.normalize", encoder.normalize, "none"),
@@ -188,7 +188,7 @@ def their_settings(config: ModelConfig, tied: bool, before: Mapping[str, Any]) -
         "add_qkv_bias": decoder.qkv_bias,
         "tie_word_embeddings": tied,
         "whisper_adapter_dim": config.encoder.width,
-        "asr_adapter": "llamamlp" if config.adapter.kind == "gated" else "mlp",
+        "asr_adapter": "llamamlp" if config.projector.kind == "gated" else "mlp",
         "post_adapter": decoder.post_layers > 0,
         "post_adapter_layers": decoder.post_layers or _ABSENT["post_adapter_layers"],
     }

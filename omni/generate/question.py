@@ -1,6 +1,6 @@
 """From what a caller asks with (a text, sound that Python holds, or a file) to the ids and the 16 kHz clip of a turn.
 
-Dimensions: S samples, N features of a clip after the adapter, W width.
+Dimensions: S samples, N features of a clip after the projector, W width.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def longest(config: ModelConfig) -> float:
     encoder = config.encoder
     if encoder.long_audio == "refuse":
         return encoder.window_seconds
-    return config.decoder.context * config.adapter.stack / encoder.frames_per_second
+    return config.decoder.context * config.projector.stack / encoder.frames_per_second
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     frames = [encoder.frames(len(window)) for clip in windows for window in clip]
     per_clip = [sum(encoder.frames(len(window)) for window in clip) for clip in windows]
     tasks = [a.task.name for a in asked if a.clip is not None]
-    features = model.adapter(model.hear(mels.to(model.device), lengths, frames), per_clip, tasks)
-    heard = iter(features.split([-(-n // model.config.adapter.stack) for n in per_clip]))
+    features = model.projector(model.hear(mels.to(model.device), lengths, frames), per_clip, tasks)
+    heard = iter(features.split([-(-n // model.config.projector.stack) for n in per_clip]))
     return [None if a.clip is None else next(heard) for a in asked]
 
 

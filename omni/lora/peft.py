@@ -34,6 +34,7 @@ from omni.lora.attach import fits
 from omni.lora.config import LoRAConfig
 from omni.lora.weights import AdapterWeights
 from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum
+from omni.old_names import new_name
 from omni.remote import refuse_remote
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -203,7 +204,9 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
             raise UserError(f"{path / WEIGHTS}: {name} has {what}; make the adapter again")
     pairs, whole, copies = _sort(tensors, config, settings, path)
     modules = settings.get("modules_to_save") or ()
-    partial = frozenset(n for n in whole if not any(_matches(re.escape(our_name(m)), n.rpartition(".")[0]) for m in modules))
+    partial = frozenset(
+        n for n in whole if not any(_matches(re.escape(new_name(our_name(m))), n.rpartition(".")[0]) for m in modules)
+    )
     kept = _stored(path / WEIGHTS)
     config = replace(config, targets=tuple(pairs))
     return AdapterWeights(pairs, config, whole, kept.get(CHECKSUM), kept.get(TEXT_ROWS), partial, copies)
@@ -245,7 +248,7 @@ def _sort(
         elif "lora_" in full:
             raise UserError(f"{path / WEIGHTS}: {full} is of a kind of LoRA that is not known here")
         else:
-            name = our_name(full.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", ""))
+            name = new_name(our_name(full.removeprefix(PREFIX).replace(".modules_to_save", "").replace(".base_layer", "")))
             whole[name] = tensor
             if full.endswith(".base_layer.weight"):
                 copies.add(name)
@@ -265,7 +268,7 @@ def _sort(
             raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {said}")
         alpha = config.alpha if alpha is None else alpha
         scale = alpha / (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
-        pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, scale)
+        pairs[new_name(our_name(f"{name}.")).removesuffix(".")] = (a, b, scale)
     if not pairs:
         raise UserError(f"{path / WEIGHTS} holds no lora_A and lora_B; it is no adapter")
     return pairs, whole, frozenset(copies)

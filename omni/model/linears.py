@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from omni.old_names import first_name
+
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear by name; quantised ones are linears too."""
@@ -33,7 +35,7 @@ def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:
     """
     if text_rows is not None and name == TEXT_HEAD:
         weight = weight[:text_rows]
-    return crc_of(weight.to(torch.bfloat16), zlib.crc32(name.encode()))
+    return crc_of(weight.to(torch.bfloat16), zlib.crc32(first_name(name).encode()))
 
 
 def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_rows: int | None = None) -> int:
@@ -45,9 +47,11 @@ def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_row
         text_rows: see `checksum_of`.
     """
     value = 0
-    for name in sorted(names):
+    for name in sorted(names, key=first_name):
         one = read(name)
-        value = zlib.crc32(f"{name} {one if isinstance(one, int) else checksum_of(name, one, text_rows)};".encode(), value)
+        value = zlib.crc32(
+            f"{first_name(name)} {one if isinstance(one, int) else checksum_of(name, one, text_rows)};".encode(), value
+        )
     return value
 
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from omni.config import AdapterConfig
+from omni.config import ProjectorConfig
 from omni.errors import UserError
 from omni.model.blocks import SwiGLU
 from omni.model.multitask_projector import SHARING, make_sharing
 from omni.tasks import TASKS
 
 
-class Adapter(nn.Module):
+class Projector(nn.Module):
     """Stack frames of a clip, then project them to the decoder's width, each task in its own way where tasks share parts.
 
     `gated` is mini-omni's `whisperMLP` (`litgpt/model.py` @ 26c31d5): a SwiGLU of its own output width.
     """
 
-    def __init__(self, config: AdapterConfig, encoder_width: int, width: int) -> None:
+    def __init__(self, config: ProjectorConfig, encoder_width: int, width: int) -> None:
         super().__init__()
         self.stack = config.stack
         self.tasks = config.tasks if config.kind in SHARING else ()
@@ -46,26 +46,26 @@ class Adapter(nn.Module):
                 table of tasks, [N] long (below 0 for no task).
 
         Raises:
-            UserError: the adapter was not made for a task of that name.
+            UserError: the projector was not made for a task of that name.
             ValueError: tasks share parts, and none is given.
         """
         stacked = stack_frames(frames, counts, self.stack)
         if not self.tasks:
             return self.project(stacked)
         if task is None:
-            raise ValueError("this adapter is gated by task: say what each clip is asked as")
+            raise ValueError("this projector is gated by task: say what each clip is asked as")
         return self.project(stacked, self._numbers(task, counts, stacked.device))
 
     def _numbers(self, task: Tensor | Sequence[str], counts: Sequence[int], device: torch.device) -> Tensor:
-        """The adapter's own number of each feature's task, [N]; that of another task counts as the first."""
+        """The projector's own number of each feature's task, [N]; that of another task counts as the first."""
         if isinstance(task, Tensor):
             own = [self.tasks.index(name) if name in self.tasks else 0 for name in TASKS]
             return torch.tensor(own).to(device, non_blocking=True)[task.clamp_min(0)]
         for name in task:
             if name not in self.tasks:
                 raise UserError(
-                    f"the model's adapter was made for the tasks {', '.join(self.tasks)}; it has no part for {name}: ask as "
-                    "one of them, or train it with adapter.tasks"
+                    f"the model's projector was made for the tasks {', '.join(self.tasks)}; it has no part for {name}: ask as "
+                    "one of them, or train it with projector.tasks"
                 )
         numbers = torch.tensor([self.tasks.index(name) for name in task])
         return numbers.repeat_interleave(torch.tensor([-(-n // self.stack) for n in counts])).to(device)

@@ -1,4 +1,4 @@
-"""The whole model: speech encoder, adapter and decoder in one module."""
+"""The whole model: speech encoder, projector and decoder in one module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omni.errors import UserError
 from omni.kv_cache import Cache, KVCache
 from omni.layout import Layout
 from omni.model.decoder import Decoder, Hidden
-from omni.model.projector import Adapter
+from omni.model.projector import Projector
 
 
 class SpeechModel(nn.Module):
@@ -28,7 +28,7 @@ class SpeechModel(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = SpeechEncoder(config.encoder)
-        self.adapter = Adapter(config.adapter, config.encoder.width, config.decoder.width)
+        self.projector = Projector(config.projector, config.encoder.width, config.decoder.width)
         self.decoder = Decoder(config.decoder, config.layout)
         ids = config.ctc + config.ctc_sounds
         self.alignment_head = nn.Linear(config.encoder.width, ids) if ids else None
@@ -67,8 +67,8 @@ class SpeechModel(nn.Module):
     def encode(
         self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None
     ) -> Tensor:
-        """Features [N, W] of clips one after another, as `forward` takes them; task: see `Adapter.forward`."""
-        return self.adapter(self.hear(mels, mel_lengths, frames), frames, task)
+        """Features [N, W] of clips one after another, as `forward` takes them; task: see `Projector.forward`."""
+        return self.projector(self.hear(mels, mel_lengths, frames), frames, task)
 
     def forward(
         self,

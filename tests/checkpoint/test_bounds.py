@@ -18,7 +18,7 @@ from omni.checkpoint import folder as module
 from omni.checkpoint.folder import load_folder, read_config, save_folder
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import read_json, read_safetensors
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.convert import omni_folder as streamed
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
@@ -30,7 +30,7 @@ from omni.text import Tokenizer
 CONFIGURATION = ModelConfig(
     Layout.preset("codec2"),
     EncoderConfig(width=16, heads=2, layers=2, window_seconds=2.0),
-    AdapterConfig("ltb"),
+    ProjectorConfig("ltb"),
     DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, post_layers=1),
 )
 
@@ -90,7 +90,7 @@ def refused(place: Path, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("encoder", {"layers": 999}, r"asks for 999 layers encoder.whisper.blocks.\*, the weights have 2"),
         ("encoder", {"window_seconds": 3000}, r"positional_embedding has shape \[100, 16\].* \[150000, 16\]"),
         ("encoder", {"window_seconds": 1e12}, "a window lasts at most 3600 s"),
-        ("adapter", {"settings": {"layers": 10**6}}, "adapter.settings.layers is 1000000; it must be at most 1000"),
+        ("projector", {"settings": {"layers": 10**6}}, "projector.settings.layers is 1000000; it must be at most 1000"),
     ],
 )  # fmt: skip
 def test_more_than_the_weights_hold_is_refused_at_once(

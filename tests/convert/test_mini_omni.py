@@ -119,7 +119,7 @@ def test_logits_equal_the_slow_way(made: Made, tmp_path: Path) -> None:
     torch.manual_seed(1)
     columns = torch.cat([torch.randint(AUDIO, (7, 6)), torch.randint(TEXT, (1, 6))])
     heard, index = torch.randn(3, EAR), torch.tensor([[-1, 0, 1, 2, -1, -1]])
-    hidden = model(columns[None], model.adapter(heard, [3]), index)
+    hidden = model(columns[None], model.projector(heard, [3]), index)
     for ours, wanted in zip(model.decoder.logits(hidden), slow_logits(state, settings, columns, heard), strict=True):
         assert_near(ours[0], wanted, 1e-5)
 

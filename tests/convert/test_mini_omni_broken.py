@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig, RopeScaling, preset
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig, RopeScaling, preset
 from omni.convert import mini_omni
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
@@ -21,7 +21,7 @@ from tests.convert.mini_omni_toys import EAR, TEXT, State, save, settings_of, st
 SMALL = ModelConfig(
     Layout.preset("mini-omni"),
     EncoderConfig(width=EAR, heads=1, layers=1, mode="padded"),
-    AdapterConfig("gated", hidden=12, bias=False),
+    ProjectorConfig("gated", hidden=12, bias=False),
     DecoderConfig(width=8, layers=1, mlp_width=12),
     "snac",
 )
@@ -42,10 +42,10 @@ pytestmark = pytest.mark.usefixtures("quick_disk")
         ("decoder", {"window": 8}, "decoder.window is 8"),
         ("decoder", {"combine": "sum"}, "decoder.combine is 'sum'"),
         ("decoder", {"rope_scaling": RopeScaling()}, "decoder.rope_scaling"),
-        ("adapter", {"stack": 2}, "adapter.stack is 2"),
-        ("adapter", {"kind": "mlp"}, "adapter.kind is 'mlp'"),
-        ("adapter", {"bias": True}, "adapter.bias is True"),
-        ("adapter", {"hidden": 13}, "adapter.hidden is 13"),
+        ("projector", {"stack": 2}, "projector.stack is 2"),
+        ("projector", {"kind": "mlp"}, "projector.kind is 'mlp'"),
+        ("projector", {"bias": True}, "projector.bias is True"),
+        ("projector", {"hidden": 13}, "projector.hidden is 13"),
         ("encoder", {"mode": "variable"}, "encoder.mode is 'variable'"),
         ("encoder", {"n_mels": 128}, "encoder.n_mels is 128"),
         ("encoder", {"window_seconds": 20.0}, "encoder.window_seconds"),
@@ -64,7 +64,7 @@ def test_its_own_preset_but_the_mode_and_the_bias_can_be_written() -> None:
     config = preset("qwen2-0.5b-omni")
     config = dataclasses.replace(
         config,
-        adapter=dataclasses.replace(config.adapter, bias=False),
+        projector=dataclasses.replace(config.projector, bias=False),
         encoder=dataclasses.replace(config.encoder, mode="padded"),
     )
     mini_omni.check_fits(config, "preset")

@@ -66,7 +66,7 @@ def made(request, tmp_path):
 def test_features_equal_the_original(made, mode, tmp_path):
     path, theirs = made
     source = save_text(text_model("qwen2"), tmp_path / "lm")
-    options = ["--encoder", str(path), "--encoder_mode", mode, "--codec", "codec2", "--adapter", "linear"]
+    options = ["--encoder", str(path), "--encoder_mode", mode, "--codec", "codec2", "--projector", "linear"]
     assert main([str(source), str(tmp_path / "ours"), *options]) == 0
     model = load_folder(tmp_path / "ours").model
     assert model.config.encoder.mode == mode and model.config.encoder.window_seconds == pytest.approx(1.2)

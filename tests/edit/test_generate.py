@@ -26,7 +26,7 @@ from tests.generate.conftest import LAYOUTS, make_lm, make_model, tone
 
 WHERE = {
     "mlp": ("decoder.blocks.1.mlp.up", "decoder.blocks.1.mlp.down"),
-    "everywhere": ("encoder.blocks.0.mlp.0", "adapter.net", "decoder.audio_head", "decoder.blocks.0.attention.q"),
+    "everywhere": ("encoder.blocks.0.mlp.0", "projector.net", "decoder.audio_head", "decoder.blocks.0.attention.q"),
 }
 DRAWN = Sampling(temperature=0.8)
 ASKED = {"sampling": DRAWN, "seed": 3, "max_seconds": 0.8}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.config import EncoderConfig
 from omni.generate import session as session_module
 from omni.generate.runner import Runner
@@ -69,7 +69,7 @@ def make_model(layout: Layout, seed: int = 0, spread: float = 0.3, **decoder: ob
     config = ModelConfig(
         layout=layout,
         encoder=EncoderConfig(width=16, heads=2, layers=1),
-        adapter=AdapterConfig("linear", stack=2),
+        projector=ProjectorConfig("linear", stack=2),
         decoder=DecoderConfig(**shape),  # type: ignore[arg-type]
     )
     torch.manual_seed(seed)
@@ -136,7 +136,7 @@ def features_of(model: SpeechModel, clips: Sequence[Tensor]) -> list[Tensor]:
             for window in encoder.split(clip):
                 mel = encoder.features(window)
                 heard.append(encoder(mel[None], [mel.shape[1]], [encoder.frames(len(window))]))
-            out.append(model.adapter(torch.cat(heard), [sum(map(len, heard))]))
+            out.append(model.projector(torch.cat(heard), [sum(map(len, heard))]))
     return out
 
 

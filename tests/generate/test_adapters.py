@@ -22,7 +22,7 @@ from tests.generate.conftest import make_lm, make_model, tone
 
 TARGETS = {
     "small": ("decoder.blocks.0.*",),
-    "wide": ("encoder.*", "adapter.*", "decoder.*_head", "decoder.blocks.*"),
+    "wide": ("encoder.*", "projector.*", "decoder.*_head", "decoder.blocks.*"),
 }
 DRAWN = Sampling(temperature=0.8)
 

@@ -126,7 +126,7 @@ def test_a_broken_row_ends_alone(by: str, dtype: torch.dtype) -> None:
 
 def test_features_that_are_not_finite_are_refused_and_spoil_no_clip_beside_them() -> None:
     lm = make_lm(LAYOUTS["pad"])
-    huge = huge_adapter(lm, ("adapter.project",))
+    huge = huge_adapter(lm, ("projector.project",))
     clips = [tone(0.3), tone(0.31, 330.0), tone(0.5)]
     clean = [said(lm.generate(clip, **SHORT)) for clip in clips]
     with lm.session(adapter=huge, **SHORT) as session:

@@ -151,7 +151,7 @@ def one_step_of_training(model: SpeechModel, optimizer: torch.optim.Optimizer) -
 
 
 @pytest.mark.parametrize("assist", [False, True])
-@pytest.mark.untrained("encoder.*", "adapter.*", "*head.weight")
+@pytest.mark.untrained("encoder.*", "projector.*", "*head.weight")
 def test_a_session_leaves_weights_and_training_alone(layout: Layout, assist: bool) -> None:
     lm = make_lm(layout)
     twin = copy.deepcopy(lm.model)

@@ -37,9 +37,10 @@ def state_dicts() -> dict[str, Any]:
     nano: dict[str, Any] = {}
     for name, data in toys.configurations().items():
         toys.save_new(Path("new"), data)
-        tensors: dict[str, Any] = tensors_in(Path("new") / MODEL)
+        tensors: dict[str, Any] = toys.at_first(tensors_in(Path("new") / MODEL))
         toys.refill(Path("new"))
         toys.save_again(Path("new"), Path("again"))
+        toys.name_as_at_first(Path("again"))
         found[name] = {"sha256": hashlib.sha256((Path("again") / MODEL).read_bytes()).hexdigest()}
         if name in toys.doors().presets:
             kept = {key: part for key, part in read("again/config.json")["model"].items() if key != "layout"}
@@ -168,7 +169,7 @@ def checkpoint_of(folder: Path) -> dict[str, Any]:
             parameter, _, key = parameter.rpartition(".")
             part = f"optimizer...{key}"
         state[parameter] = f"{state[parameter]}, {part} {kind}" if parameter in state else f"{part} {kind}"
-    return {"last": last.name, "files": files, "tensors": tensors, "state": state}
+    return {"last": last.name, "files": files, "tensors": tensors, "state": toys.at_first(state)}
 
 
 def train() -> dict[str, Any]:

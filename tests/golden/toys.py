@@ -10,6 +10,7 @@ import copy
 import io
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -146,7 +147,7 @@ def shrunk(data: Mapping[str, Any], width: int = 8) -> dict[str, Any]:
     decoder |= {"width": width, "layers": 2, "heads": heads, "kv_heads": shared, "head_dim": head, "mlp_width": 16}
     decoder["context"] = 256
     small["encoder"] |= {"width": width, "heads": 2, "layers": 1, "window_seconds": 2.0}
-    small["adapter"]["hidden"] = 16
+    small["projector"]["hidden"] = 16
     for stream in small["layout"]["streams"]:
         if stream["kind"] == "text":
             stream |= {"size": 256, "specials": 8, "rows": 272 if stream["rows"] else 0}
@@ -160,11 +161,11 @@ def configurations() -> dict[str, dict[str, Any]]:
     make = doors()
     found = {name: shrunk(make.preset(name)) for name in make.presets}
     nano = shrunk(make.preset("nano"))
-    found["linear"] = {**nano, "adapter": {**nano["adapter"], "kind": "linear"}}
+    found["linear"] = {**nano, "projector": {**nano["projector"], "kind": "linear"}}
     found["post"] = {**nano, "decoder": {**nano["decoder"], "post_layers": 1, "qkv_bias": True}}
     found["ctc"] = {**nano, "ctc": 5, "ctc_sounds": 7}
     for kind in SHARED:
-        found[kind] = {**nano, "adapter": {**nano["adapter"], "kind": kind}}
+        found[kind] = {**nano, "projector": {**nano["projector"], "kind": kind}}
     return found
 
 
@@ -190,12 +191,39 @@ def save_again(source: Path, target: Path) -> None:
 
 
 def refill(folder: Path, values: Any = exact) -> None:
-    """Other values for the tensors of a model folder, by their names in the file."""
+    """Other values for the tensors of a model folder, by the names that they had at first."""
+    file = folder / MODEL
+    save_file({name: values(at_first(name), tensor) for name, tensor in sorted(load_file(file).items())}, file)
+    list_weights(folder)
+
+
+def list_weights(folder: Path, **more: Any) -> None:
+    """Write size and checksum of the weights into the configuration of a model folder, and other keys of it."""
     file, config = folder / MODEL, folder / "config.json"
-    save_file({name: values(name, tensor) for name, tensor in sorted(load_file(file).items())}, file)
-    data = json.loads(config.read_text())
+    data = json.loads(config.read_text()) | more
     data["files"][MODEL] = {"bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
     config.write_text(json.dumps(data, indent=2) + "\n")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+FIRST = {"projector": "adapter"}
+"""Words in the names of tensors and keys that are other ones in the golden files."""
+
+
+def at_first(value: Any) -> Any:
+    """Plain data with the names that are in the golden files."""
+    if isinstance(value, str):
+        return re.sub(r"\b(" + "|".join(FIRST) + r")\b", lambda found: FIRST[found[1]], value)
+    if isinstance(value, Mapping):
+        return {at_first(key): at_first(part) for key, part in value.items()}
+    return [at_first(part) for part in value] if isinstance(value, list) else value
+
+
+def name_as_at_first(folder: Path) -> None:
+    """Give a model folder the names that are in the golden files."""
+    save_file({at_first(name): tensor for name, tensor in load_file(folder / MODEL).items()}, folder / MODEL)
+    list_weights(folder, model=at_first(json.loads((folder / "config.json").read_text())["model"]))
 
 
 # --- data and runs ----------------------------------------------------------------------------------------------------
@@ -244,7 +272,7 @@ RECIPE: dict[str, Any] = {
 }
 """A run of four steps on the prepared rows, from the model of the golden files."""
 
-LEARNS = ["decoder.blocks.1.*", "adapter.*"]
+LEARNS = ["decoder.blocks.1.*", "projector.*"]
 LORA = {"targets": ["decoder.blocks.*"], "rank": 2, "alpha": 8, "merged": False}
 RUNS: dict[str, dict[str, Any]] = {
     "whole": {"trainable": LEARNS},

@@ -73,14 +73,14 @@ def said(model: SpeechModel) -> torch.Tensor:
 
 def test_peft_reads_ours_on_our_own_model(grown: Path, tmp_path: Path) -> None:
     model = model_of(grown)
-    save_adapter(tmp_path / "a", adapter_of(model, "decoder.blocks.*", "adapter.*", "decoder.*_head"))
+    save_adapter(tmp_path / "a", adapter_of(model, "decoder.blocks.*", "projector.*", "decoder.*_head"))
     theirs = peft.PeftModel.from_pretrained(model_of(grown), str(tmp_path / "a")).eval()
     with torch.no_grad():
         wanted = theirs(columns(model.layout, TEXT))
         assert_near(model(columns(model.layout, TEXT)).text, wanted.text, 1e-6)
         assert_near(
-            model.adapter(torch.ones(3, model.config.encoder.width), [3]),
-            theirs.adapter(torch.ones(3, model.config.encoder.width), [3]),
+            model.projector(torch.ones(3, model.config.encoder.width), [3]),
+            theirs.projector(torch.ones(3, model.config.encoder.width), [3]),
             1e-6,
         )
         logits = theirs.decoder.audio_head(wanted.audio)
@@ -219,7 +219,7 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_is_written(grown: Pa
         with pytest.raises(UserError, match=words):
             main([str(grown), str(tmp_path / "no"), "--lora", str(tmp_path / "x"), "--quiet"])
         assert not (tmp_path / "no").exists()
-    save_adapter(tmp_path / "x", adapter_of(model_of(grown), "adapter.*"))
+    save_adapter(tmp_path / "x", adapter_of(model_of(grown), "projector.*"))
     with pytest.raises(UserError, match="no part of a language model"):
         main([str(tmp_path / "x"), str(tmp_path / "no"), "--kind", "hf"])
     with pytest.raises(UserError, match="say whose names.*--kind.*--lora"):

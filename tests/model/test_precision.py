@@ -53,7 +53,9 @@ def test_a_model_built_on_the_meta_device_gets_its_buffers(shape: DecoderConfig,
 @pytest.mark.parametrize("kind", ["codec2", "snac"])
 def test_a_folder_is_read_in_another_format(kind: str, tmp_path) -> None:
     config = (
-        TINY if kind == "codec2" else ModelConfig(Layout.build([64] * 7, 300), TINY.encoder, TINY.adapter, TINY.decoder, "snac")
+        TINY
+        if kind == "codec2"
+        else ModelConfig(Layout.build([64] * 7, 300), TINY.encoder, TINY.projector, TINY.decoder, "snac")
     )
     save_folder(tmp_path / "m", config, SpeechModel(config).state_dict(), Tokenizer.bytes())
     model = load_folder(tmp_path / "m", dtype=torch.bfloat16).model

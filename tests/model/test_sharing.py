@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.checkpoint.folder import load_folder, save_folder
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig, from_dict, to_dict
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig, from_dict, to_dict
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.model.multitask_projector import CGC, LTB, MTAN, PLE, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE, make_sharing
-from omni.model.projector import Adapter
+from omni.model.projector import Projector
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.text import Tokenizer
@@ -202,16 +202,16 @@ def test_dselect_k_settles_on_k(experts: int) -> None:
     )
     assert ((module.gate() > 0).sum(1) <= 2).all()
     assert_near(module.gate().sum(1), torch.ones(3), 1e-5)
-    with pytest.raises(UserError, match=r"adapter.settings.experts is 5; dselect_k .* give a power of two"):
-        AdapterConfig("dselect_k", settings={"experts": 5})
-    with pytest.raises(UserError, match=r"adapter.settings.experts is 1; .* give a power of two, 2 at least"):
-        AdapterConfig("dselect_k", settings={"experts": 1})
+    with pytest.raises(UserError, match=r"projector.settings.experts is 5; dselect_k .* give a power of two"):
+        ProjectorConfig("dselect_k", settings={"experts": 5})
+    with pytest.raises(UserError, match=r"projector.settings.experts is 1; .* give a power of two, 2 at least"):
+        ProjectorConfig("dselect_k", settings={"experts": 1})
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400])
 def test_settings_are_finite(value: float) -> None:
-    with pytest.raises(UserError, match=r"adapter.settings.width is .*; it must be a finite number"):
-        AdapterConfig("dselect_k", settings={"width": value})
+    with pytest.raises(UserError, match=r"projector.settings.width is .*; it must be a finite number"):
+        ProjectorConfig("dselect_k", settings={"width": value})
 
 
 def test_an_unknown_name() -> None:
@@ -219,12 +219,12 @@ def test_an_unknown_name() -> None:
         make_sharing("mmoee", 6, 8, 3)
 
 
-# --- as an adapter ----------------------------------------------------------------------------------------------------
+# --- as a projector ---------------------------------------------------------------------------------------------------
 
 SHARED = ModelConfig(
     Layout.build([12, 12, 6, 8], 256, specials=8),
     EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
-    AdapterConfig("mmoe", stack=2, settings={"experts": 3}),
+    ProjectorConfig("mmoe", stack=2, settings={"experts": 3}),
     DecoderConfig(width=32, layers=1, heads=4, kv_heads=2, mlp_width=48),
 )
 CLIPS = [4, 5, 3]
@@ -234,30 +234,30 @@ CLIPS = [4, 5, 3]
 def test_clips_by_name_are_positions_by_number(name: str) -> None:
     """What is served is what was trained: a name for each clip, or a number in the table of tasks for each feature."""
     torch.manual_seed(0)
-    adapter = Adapter(AdapterConfig(name, stack=2), 6, 8).eval()  # type: ignore[arg-type]
+    projector = Projector(ProjectorConfig(name, stack=2), 6, 8).eval()  # type: ignore[arg-type]
     frames = torch.randn(sum(CLIPS), 6, generator=torch.Generator().manual_seed(1))
     names = ["A1A2", "A1T1", "A1T2"]
     numbers = [list(TASKS).index(task) for task, n in zip(names, CLIPS, strict=True) for _ in range(-(-n // 2))]
-    whole = adapter(frames, CLIPS, torch.tensor(numbers))
-    assert whole.shape == (7, 8) and whole.equal(adapter(frames, CLIPS, names))
-    alone = [adapter(f, [n], [task]) for f, n, task in zip(frames.split(CLIPS), CLIPS, names, strict=True)]
+    whole = projector(frames, CLIPS, torch.tensor(numbers))
+    assert whole.shape == (7, 8) and whole.equal(projector(frames, CLIPS, names))
+    alone = [projector(f, [n], [task]) for f, n, task in zip(frames.split(CLIPS), CLIPS, names, strict=True)]
     assert_near(torch.cat(alone), whole, 1e-5)
 
 
 def test_a_task_must_be_given_and_known() -> None:
-    adapter, frames = Adapter(replace(SHARED.adapter, tasks=("A1T1", "A1A2")), 6, 8), torch.randn(4, 6)
+    projector, frames = Projector(replace(SHARED.projector, tasks=("A1T1", "A1A2")), 6, 8), torch.randn(4, 6)
     with pytest.raises(ValueError, match="gated by task: say what each clip is asked as"):
-        adapter(frames, [4])
+        projector(frames, [4])
     with pytest.raises(UserError, match="made for the tasks A1T1, A1A2; it has no part for A1T2"):
-        adapter(frames, [4], ["A1T2"])
-    plain = Adapter(AdapterConfig("linear"), 6, 8)
+        projector(frames, [4], ["A1T2"])
+    plain = Projector(ProjectorConfig("linear"), 6, 8)
     assert plain(frames, [4]).equal(plain(frames, [4], ["A1T2"]))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shared_model_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
     """Its kind and settings stand in the configuration, and it is built without values first, as every folder is."""
-    config = replace(SHARED, adapter=AdapterConfig(name, stack=2))  # type: ignore[arg-type]
+    config = replace(SHARED, projector=ProjectorConfig(name, stack=2))  # type: ignore[arg-type]
     torch.manual_seed(0)
     model = SpeechModel(config).eval()
     save_folder(tmp_path / "model", config, model.state_dict(), Tokenizer.bytes())
@@ -270,17 +270,17 @@ def test_a_shared_model_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kind": "mmoee"}, "adapter.kind 'mmoee' is unknown; did you mean 'mmoe"),
-        ({"kind": "mmoe", "settings": {"expert": 2}}, "adapter.settings.expert is unknown to mmoe; did you mean 'experts"),
-        ({"kind": "mmoe", "settings": {"experts": 0}}, "adapter.settings.experts is 0; it must be at least 1"),
-        ({"kind": "mmoe", "settings": {"experts": 2.5}}, "adapter.settings.experts is 2.5; it must be a whole number"),
-        ({"kind": "ltb", "settings": {"temperature": 0.0}}, "adapter.settings.temperature is 0.0; it must be above 0"),
+        ({"kind": "mmoee"}, "projector.kind 'mmoee' is unknown; did you mean 'mmoe"),
+        ({"kind": "mmoe", "settings": {"expert": 2}}, "projector.settings.expert is unknown to mmoe; did you mean 'experts"),
+        ({"kind": "mmoe", "settings": {"experts": 0}}, "projector.settings.experts is 0; it must be at least 1"),
+        ({"kind": "mmoe", "settings": {"experts": 2.5}}, "projector.settings.experts is 2.5; it must be a whole number"),
+        ({"kind": "ltb", "settings": {"temperature": 0.0}}, "projector.settings.temperature is 0.0; it must be above 0"),
         ({"settings": {"experts": 2}}, "linear has none"),
-        ({"kind": "ple", "tasks": ("T1A2",)}, "adapter.tasks has T1A2, which asks in writing"),
+        ({"kind": "ple", "tasks": ("T1A2",)}, "projector.tasks has T1A2, which asks in writing"),
         ({"kind": "ple", "tasks": ()}, "name each task once, and at least one"),
     ],
 )
-def test_what_an_adapter_refuses(given: dict[str, Any], words: str) -> None:
+def test_what_a_projector_refuses(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        AdapterConfig(**given)
+        ProjectorConfig(**given)
     assert words in str(caught.value)

@@ -235,7 +235,7 @@ def ours(s: Setting, model: SpeechModel, ends: dict[str, Rows]) -> Iterator[tupl
     heard = hear(model, s.question)[: lengths[0]]
     index = torch.full((2, 24), -1)
     index[0, 1 : 1 + lengths[0]] = torch.arange(lengths[0])
-    logits = model.decoder.logits(model(columns, model.adapter(heard, [lengths[0]]), index))
+    logits = model.decoder.logits(model(columns, model.projector(heard, [lengths[0]]), index))
     for k, x in enumerate(logits):
         yield f"logits {LAYOUT.names[k]}", x.detach()
     weighting(logits).backward()
@@ -247,7 +247,7 @@ def ours(s: Setting, model: SpeechModel, ends: dict[str, Rows]) -> Iterator[tupl
 
     with torch.inference_mode():
         cache, pieces = model.make_cache(2, 24), []
-        features = model.adapter(heard, [lengths[0]])
+        features = model.projector(heard, [lengths[0]])
         for low, high in ((0, 15), (15, 16), (16, 20), (20, 24)):
             place = torch.arange(low, high).expand(2, -1)
             hidden = model(columns[:, :, low:high], features, index[:, low:high], input_pos=place, cache=cache)
@@ -330,7 +330,7 @@ def find_ends(s: Setting, model: SpeechModel, task: str) -> Rows:
         question = columns_of(s, lm, asked)
         tokens = torch.cat([question.tokens, written], dim=1)
         index = torch.cat([question.feature_index, torch.full((written.shape[1],), -1)])
-        features = model.adapter(hear(model, s.question), question.features) if question.features else None
+        features = model.projector(hear(model, s.question), question.features) if question.features else None
         hidden = model(tokens[None], features, index[None])
         states = (hidden.text if name == "text" else hidden.audio)[0, len(question) - 1 :]
         early = torch.linalg.qr(states[:12].T).Q  # not before the 12th column, and never in the prompt's own

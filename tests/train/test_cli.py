@@ -137,12 +137,12 @@ def test_mistakes_in_the_file(text: str, line: str, file: str) -> None:
 
 def test_overrides_of_every_kind(file: str) -> None:
     config, name = read_fit_config(
-        ["--config", file, "--optimizer.lr=3e-4", "--trainable", "[adapter.*, 're:decoder\\..*']", "--ema", "0.9",
+        ["--config", file, "--optimizer.lr=3e-4", "--trainable", "[projector.*, 're:decoder\\..*']", "--ema", "0.9",
          "--model.decoder.layers", "3", "--fabric.devices", "2", "--clip", "null", "--data.packing.rows", "4"]
     )  # fmt: skip
     assert name == "tiny"
     assert (config.optimizer.lr, config.ema, config.clip, config.fabric.devices) == (3e-4, 0.9, None, 2)
-    assert config.trainable == ("adapter.*", "re:decoder\\..*")
+    assert config.trainable == ("projector.*", "re:decoder\\..*")
     assert config.model.decoder == {"layers": 3} and config.data.packing.rows == 4
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchjd.aggregation import AlignedMTLWeighting, IMTLGWeighting, PCGradWeighting, UPGradWeighting
 
 from train.balance.given import Given, MethodChoice
-from train.balance.solvers import Projector, fair, on_simplex, solved
+from train.balance.solvers import DualCone, fair, on_simplex, solved
 from train.balance.solvers import cagrad as cagrad_dual
 
 
@@ -72,7 +72,7 @@ def fairgrad(given: Given) -> MethodChoice:
 
 def upgrad(given: Given) -> MethodChoice:
     """Unconflicting projection of gradients (Quinton and Rey 2024): the mean of the rows, each projected onto the dual cone."""
-    projector = Projector(given.settings["norm_eps"], given.settings["reg_eps"])
+    projector = DualCone(given.settings["norm_eps"], given.settings["reg_eps"])
     return MethodChoice(UPGradWeighting(projector=projector)(given.rows.gramian()))
 
 

@@ -127,7 +127,7 @@ def fair(gramian: Array, power: float) -> Array:
     return w * size ** (-1 / (1 + power))
 
 
-class Projector(DualConeProjector):
+class DualCone(DualConeProjector):
     """TorchJD's projection onto the dual cone: for each u [..., m] the v >= u that minimises v'Gv.
 
     Args:

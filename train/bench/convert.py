@@ -44,7 +44,7 @@ QWEN2_05B: dict[str, Any] = {
 """What counts of the `config.json` of Qwen/Qwen2-0.5B."""
 
 SHARDS = 4
-GROWN = ("--layout", "mini-omni", "--combine", "mean", "--adapter", "linear", "--encoder_mode", "padded")
+GROWN = ("--layout", "mini-omni", "--combine", "mean", "--projector", "linear", "--encoder_mode", "padded")
 """A speech model that can go out as a mini-omni."""
 
 

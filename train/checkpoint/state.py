@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from omni.errors import UserError
 from omni.files import sync
 from omni.lora.attach import adapted
+from omni.old_names import new_name
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, write_text
 from train.checkpoint.rng import random_state, set_random_state
 from train.distributed.fabric import ProcessGroup, is_sharded
@@ -207,13 +208,16 @@ def load(
     data = read_state(folder)
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder / TENSORS))
-        stored = reader.read_metadata().state_dict_metadata
+        found = reader.read_metadata().state_dict_metadata
+        names = {new_name(name): name for name in found}
+        stored = {name: found[old] for name, old in names.items()}
         _make_room(stored, module, optimizer)
         wanted = tensors_of(module, optimizer, average)
         _compare_names(folder, wanted, stored)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(wanted, storage_reader=reader, no_dist=not is_sharded(module))
+            filled = {names[name]: tensor for name, tensor in wanted.items()}
+            dcp.load(filled, storage_reader=reader, no_dist=not is_sharded(module))
         states = load_file(folder / RNG)
     except (OSError, SafetensorError, CheckpointException, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]

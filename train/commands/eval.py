@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import jsonargparse
 
+from omni import old_names
 from omni.errors import UserError
 from omni.process import importing
-from train.console.command import check_renamed
 from train.data.readers import READERS
 from train.eval.config import EvalConfig, Progress
 from train.eval.questions import OWN
@@ -49,7 +49,7 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())
-        check_renamed("eval", re.findall(r"Option '(\w+)' is not accepted", text))  # a key of the file
+        old_names.check_options("eval", re.findall(r"Option '(\w+)' is not accepted", text))  # a key of the file
         raise UserError(f"eval: {text}; see python -m train eval --help") from ex
 
 

@@ -7,7 +7,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Union
@@ -15,6 +15,7 @@ from typing import Any, Union
 import jsonargparse
 import yaml
 
+from omni import old_names
 from omni.errors import UserError
 from train.config.run import FitConfig
 from train.console.command import check_config
@@ -171,7 +172,7 @@ def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
         hints = typing.get_type_hints(kind)
         for key, value in data.items():
             if key not in hints:
-                raise UserError(f"{where}: unknown key {_dotted(path, key)}; {_hint(path, key, hints)}")
+                raise UserError(f"{where}: unknown key {_dotted(path, key)}; {_hint(path, key, kind)}")
             check_keys(hints[key], value, where, _dotted(path, key))
     elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
         for i, value in enumerate(data):
@@ -198,15 +199,18 @@ def check_whole(kind: Any, data: Any, path: str = "") -> None:
 
 def check_path(kind: Any, path: str) -> Any:
     """Refuse an override whose dotted key does not exist; the type of the value that belongs there, None where it is free."""
-    here = kind
-    for part in path.split("."):
+    here, names = kind, path.split(".")
+    for i, part in enumerate(names):
         here = _inner(here)
         if not dataclasses.is_dataclass(here):
             return None  # beyond the typed keys: a mapping's own, which the parser judges
         hints = typing.get_type_hints(here)
         part = part.rstrip("+")
         if part not in hints:
-            raise UserError(f"unknown option --{path}; {_hint(*path.rpartition('.')[::2], hints)}")
+            around, key = path.rpartition(".")[::2]
+            if f"{_name(here)}.{part}" in old_names.KEYS:
+                around, key = ".".join(names[:i]), part
+            raise UserError(f"unknown option --{path}; {_hint(around, key, here)}")
         here = hints[part]
     return _inner(here)
 
@@ -219,13 +223,19 @@ def _inner(kind: Any) -> Any:
     return kind
 
 
+def _name(kind: Any) -> str:
+    return str(kind.__name__)
+
+
 def _dotted(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _hint(path: str, key: str, siblings: Iterable[str]) -> str:
-    """What may have been meant by a key that does not exist: one beside it, or one of that name elsewhere."""
-    near = [_dotted(path, name) for name in get_close_matches(str(key), list(siblings), n=2, cutoff=0.7)]
+def _hint(path: str, key: str, kind: Any) -> str:
+    """What may have been meant by a key that a dataclass does not have: its new name, one beside it, or one elsewhere."""
+    if new := old_names.KEYS.get(f"{_name(kind)}.{key}"):
+        return f"it is now called {_dotted(path, new)}: give that instead"
+    near = [_dotted(path, name) for name in get_close_matches(str(key), list(typing.get_type_hints(kind)), n=2, cutoff=0.7)]
     known = list(all_keys(FitConfig))
     same = [name for name in known if name.rsplit(".", 1)[-1] == key]
     close = near or same or get_close_matches(_dotted(path, key), known, n=2, cutoff=0.5)

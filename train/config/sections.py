@@ -98,7 +98,7 @@ class ModelSection:
             fit it.
         tokenizer: a `tokenizer.json`; by default the folder's, or one id per byte where the text stream has 256 ids.
         codec_folder: weights of the codec, where it has any; by default the folder's.
-        layout, encoder, adapter, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
+        layout, encoder, projector, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
         codec: name of the audio codec.
         ctc, ctc_sounds: ids of the alignment head on the encoder, each with its blank; 0 for none.
     """
@@ -109,7 +109,7 @@ class ModelSection:
     codec_folder: str | None = None
     layout: dict[str, Any] = field(default_factory=dict)
     encoder: dict[str, Any] = field(default_factory=dict)
-    adapter: dict[str, Any] = field(default_factory=dict)
+    projector: dict[str, Any] = field(default_factory=dict)
     decoder: dict[str, Any] = field(default_factory=dict)
     codec: str | None = None
     ctc: int | None = None

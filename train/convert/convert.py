@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from omni.checkpoint.tensors import FileStamp
-from omni.config import AdapterConfig, ModelConfig
+from omni.config import ModelConfig, ProjectorConfig
 from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
 from omni.convert import omni_folder as streamed
@@ -149,15 +149,15 @@ def into_speech(text: Foreign, target: Path, options: ConvertOptions, watch: Bar
     if options.keep_text:
         check_options(options, ("keep_text", "dtype", "seed", "tokenizer"), "--keep_text leaves sound aside")
         growth = Growth(
-            Layout.preset("codec2", text.config.size), "codec2", AdapterConfig("linear"), "zero", "sum", options.seed
+            Layout.preset("codec2", text.config.size), "codec2", ProjectorConfig("linear"), "zero", "sum", options.seed
         )
         model = grow(text, ENCODER_PRESETS["nano"], growth, dtype)
         return "a text model; its audio parts are the smallest there are, and untrained", streamed.write(model, target, watch)
     layout, codec = choose_layout(options, text.config.size)
-    hidden = options.adapter_hidden or text.config.decoder.mlp_width
-    adapter = AdapterConfig(options.adapter, hidden, options.adapter_stack)
+    hidden = options.projector_hidden or text.config.decoder.mlp_width
+    projector = ProjectorConfig(options.projector, hidden, options.projector_stack)
     encoder = choose_encoder(options)
-    growth = Growth(layout, codec, adapter, options.init, options.combine, options.seed)
+    growth = Growth(layout, codec, projector, options.init, options.combine, options.seed)
     model = grow(text, encoder, growth, dtype)
     heard = f"the encoder of {encoder.place}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
     words = f"{text.place} grown by the rule {options.init}, with {heard}"

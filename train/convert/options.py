@@ -27,9 +27,9 @@ class ConvertOptions:
         codec_folder: the codec's weights, put into the model folder.
         layout: how streams stand: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream a codebook).
         combine: whether streams' embeddings are summed (text is then unchanged) or averaged (as mini-omni does).
-        adapter: linear, mlp or gated (mini-omni's).
-        adapter_hidden: inner size of mlp and gated; by default the language model's.
-        adapter_stack: encoder frames in one position.
+        projector: linear, mlp or gated (mini-omni's).
+        projector_hidden: inner size of mlp and gated; by default the language model's.
+        projector_stack: encoder frames in one position.
         init: how new tables, heads and ids begin: mean, normal or zero.
         seed: of all that is drawn.
         tokenizer: a tokenizer.json, where the folder's own is not there.
@@ -49,9 +49,9 @@ class ConvertOptions:
     codec_folder: Path | None = None
     layout: str | None = None
     combine: Literal["sum", "mean"] = "sum"
-    adapter: Literal["linear", "mlp", "gated"] = "gated"
-    adapter_hidden: int | None = None
-    adapter_stack: int = 1
+    projector: Literal["linear", "mlp", "gated"] = "gated"
+    projector_hidden: int | None = None
+    projector_stack: int = 1
     init: str = "mean"
     seed: int = 0
     tokenizer: Path | None = None

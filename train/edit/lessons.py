@@ -1,6 +1,6 @@
 """What an edit learns from: examples with what their questions sound like to the model, and losses on them.
 
-An edit of the decoder leaves what is heard as it is, so encoder and adapter run once for each example.
+An edit of the decoder leaves what is heard as it is, so encoder and projector run once for each example.
 
 Dimensions: K streams, N positions with a target, V vocabulary, F features of a clip, W width.
 """
@@ -27,7 +27,7 @@ from train.data.batching.examples import Example, ExampleMaker, Prepared
 from train.data.rows.row import Codes, Row
 
 SAMPLE_RATE = 16000
-LISTENING = ("encoder.", "adapter.")
+LISTENING = ("encoder.", "projector.")
 """Names of parts that run before the decoder."""
 
 

@@ -26,7 +26,7 @@ class StepFlops:
         c = decoder.config
         self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
         matrices = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
-        self.per_frame = matrices + sum(sizes[f"adapter.{n}"] for n, p in model.adapter.named_parameters() if p.ndim >= 2)
+        self.per_frame = matrices + sum(sizes[f"projector.{n}"] for n, p in model.projector.named_parameters() if p.ndim >= 2)
         self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
         self.encoder_pair = model.config.encoder.layers * model.config.encoder.width
 

@@ -108,11 +108,11 @@ class Objective(nn.Module):
         """Parameters that do not learn at this point of the budget: an optimizer is to leave them as they are."""
         if progress >= self.config.align_first:
             return []
-        return [*self.model.decoder.parameters(), *self.model.adapter.parameters()]
+        return [*self.model.decoder.parameters(), *self.model.projector.parameters()]
 
     def listening(self) -> list[nn.Parameter]:
         """Parameters that hear: what lies below the features."""
-        return [*self.model.encoder.parameters(), *self.model.adapter.parameters()]
+        return [*self.model.encoder.parameters(), *self.model.projector.parameters()]
 
     def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: TaskLosses | None = None) -> Losses:
         """Losses of a packed batch.
@@ -131,7 +131,7 @@ class Objective(nn.Module):
             weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
         if progress < self.config.align_first or (shares is not None and shares.silent):
             # Under DDP all parameters must take part, at no effect; sharded ones (FSDP2) may be left out.
-            idle = [*self.model.decoder.parameters(), *self.model.adapter.parameters()]
+            idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
             idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
             asleep = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
@@ -195,11 +195,11 @@ class Objective(nn.Module):
                 mels = torch.zeros(1, silent.n_mels, silent.mel_frames(1), device=batch.tokens.device)
                 lengths = [mels.shape[2]]
         heard = model.hear(mels, lengths, frames)
-        if model.adapter.tasks:
-            count = sum(-(-n // model.adapter.stack) for n in frames)
-            features = model.adapter(heard, frames, feature_tasks(batch, count))
+        if model.projector.tasks:
+            count = sum(-(-n // model.projector.stack) for n in frames)
+            features = model.projector(heard, frames, feature_tasks(batch, count))
         else:
-            features = model.adapter(heard, frames)
+            features = model.projector(heard, frames)
         if empty:
             features, heard = features * 0, heard * 0
         if model.alignment_head is None:

@@ -113,7 +113,7 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
     also = tied_names(model)
     chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable", also=also)
     if not chosen:
-        raise UserError("trainable is empty: no parameter would learn; give patterns such as '*' or 'adapter.*'")
+        raise UserError("trainable is empty: no parameter would learn; give patterns such as '*' or 'projector.*'")
     for name, p in model.named_parameters():
         if name in chosen and not p.is_floating_point():
             raise UserError(

@@ -169,7 +169,7 @@ def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: i
     """FSDP2 as `train.distributed.fabric.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
     quantised weights whole in every process.
 
-    Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, adapter), which is not given
+    Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, projector), which is not given
     back after its forward pass, and of two blocks, the one at work and the next. During the backward pass it also holds the
     root's gradients and one block's whole.
 

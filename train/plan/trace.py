@@ -158,7 +158,7 @@ def _balance(bench: Workbench, ledger: Ledger, streams: int) -> None:
     """Let the step be a balanced one; what its method keeps is there."""
     paper = PaperBalance(bench.config, bench.named, streams, lambda tensor, part: ledger.enter(tensor, part, move=True))
     if paper.section.at == "features":
-        tapped(bench.objective.model.adapter)
+        tapped(bench.objective.model.projector)
     paper.prepare()
     bench.balance = lambda batches, wanted, forward, backward: paper.take(batches, forward, backward)
 

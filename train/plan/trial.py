@@ -91,7 +91,7 @@ def _narrow(shape: ModelConfig) -> ModelConfig:
     """The same kinds of parts, small."""
     decoder = replace(shape.decoder, width=64, heads=2, kv_heads=1, head_dim=0, mlp_width=64)
     encoder = replace(shape.encoder, width=64, heads=2)
-    return replace(shape, decoder=decoder, encoder=encoder, adapter=replace(shape.adapter, hidden=64))
+    return replace(shape, decoder=decoder, encoder=encoder, projector=replace(shape.projector, hidden=64))
 
 
 def _steps(config: FitConfig, shape: ModelConfig, count: int, device: str) -> float:

@@ -44,7 +44,7 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
         for number, count in enumerate(heard):
             index[row, start + 1 : start + 1 + count] = torch.arange(features, features + count)
             segments[row, start:] = number
-            frames.append(min(count * shape.adapter.stack, shape.encoder.positions))
+            frames.append(min(count * shape.projector.stack, shape.encoder.positions))
             features += count
             start += count + PROMPT
     window = shape.encoder.mel_frames(1) if shape.encoder.mode == "padded" else 0
@@ -74,7 +74,7 @@ def _transcript(count: int, shape: ModelConfig) -> list[int]:
 
 def _clips(length: int, shape: ModelConfig) -> list[int]:
     """Features of each clip of a full row."""
-    longest = math.ceil(shape.encoder.positions / shape.adapter.stack)
+    longest = math.ceil(shape.encoder.positions / shape.projector.stack)
     each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.mode == "padded" else length, length)
     whole, rest = divmod(length, each)
     columns = [each] * whole + ([rest] if rest > PROMPT else [])

@@ -120,7 +120,7 @@ class Balancing:
         if at == "features" and not any(p.requires_grad for p in self.given.listening()):
             raise UserError(
                 f"balance.level is features, but nothing below the features learns, so that {method} would change nothing; let "
-                "encoder or adapter learn, or choose level parameters or loss"
+                "encoder or projector learn, or choose level parameters or loss"
             )
         if at == "parameters" and not self.shared:
             raise UserError("balance.separate names all parameters that learn; leave some to be shared")

@@ -97,7 +97,7 @@ def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
 def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
     """A configuration with the fields that the section gives; an unknown one is a UserError that names the closest."""
     data = to_dict(base)
-    for name in ("layout", "encoder", "adapter", "decoder"):
+    for name in ("layout", "encoder", "projector", "decoder"):
         _merge(data[name], getattr(section, name))
     for name in ("codec", "ctc", "ctc_sounds"):
         if getattr(section, name) is not None:

@@ -179,7 +179,7 @@ def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
 
 
 def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
-    """Tokenizer, codec (codes of spoken answers are checked by it, and validation listens to them), and an adapter's tasks."""
+    """Tokenizer, codec (codes of spoken answers are checked by it, and validation listens to them), and a projector's tasks."""
     section = config.model
     with lacks.of("model.tokenizer"):
         check_tokenizer(section, shape)
@@ -191,13 +191,14 @@ def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
                 f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
                 "folder, or put them into the model folder (python -m train convert ... --codec_folder)"
             )
-    adapter = shape.adapter
-    for name in sorted(config.data.drawn) if adapter.kind in SHARING else ():
+    projector = shape.projector
+    for name in sorted(config.data.drawn) if projector.kind in SHARING else ():
         task = find_task(name)
-        if task.question == "audio" and task.name not in adapter.tasks:
+        if task.question == "audio" and task.name not in projector.tasks:
             with lacks.of("data.sources"):
                 raise UserError(
-                    f"data.sources have the task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; name it there"
+                    f"data.sources have the task {name}, but model.projector.tasks are {', '.join(projector.tasks)}; name it "
+                    "there"
                 )
 
 

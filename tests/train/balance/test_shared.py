@@ -1,4 +1,4 @@
-"""Shared adapters in a run: every kind trains, balanced or not, and each feature goes through its own task's parts."""
+"""Shared projectors in a run: every kind trains, balanced or not, and each feature goes through its own task's parts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from train.trainer.build import dry_run, fit
 def test_every_kind_learns_in_a_run(tmp_path: Path, kind: str) -> None:
     config = balanced_config(tmp_path, BalanceSection("mgda", "features"), budget=BudgetConfig(steps=1))
     parts = balanced_parts(config, tiny(kind=kind))
-    before = {name: t.clone() for name, t in parts.objective.state_dict().items() if "adapter" in name}
+    before = {name: t.clone() for name, t in parts.objective.state_dict().items() if "projector" in name}
     weights = balanced_fit(config, parts)
     assert before and all(not weights[f"model.{name}"].equal(t) for name, t in before.items())
 
 
 def test_features_of_a_packed_batch_have_the_tasks_of_their_examples() -> None:
-    """The loss by a shared adapter is that of clips adapted one by one, by the names of their examples' tasks."""
+    """The loss by a shared projector is that of clips adapted one by one, by the names of their examples' tasks."""
     torch.manual_seed(0)
     model = SpeechModel(tiny(kind="mmoe")).eval()
     (batch,) = next(StepLoader(tiny_pipeline(model.config), 1))
@@ -44,7 +44,7 @@ def test_features_of_a_packed_batch_have_the_tasks_of_their_examples() -> None:
     for frames in heard.split(batch.frames):
         length = -(-len(frames) // 2)
         assert len(set(task[place : place + length].tolist())) == 1
-        pieces.append(model.adapter(frames, [len(frames)], [names[int(task[place])]]))
+        pieces.append(model.projector(frames, [len(frames)], [names[int(task[place])]]))
         place += length
     hidden = model(batch.tokens, torch.cat(pieces), batch.feature_index, segments=batch.segments)
     logits, goals = model.decoder.text_logits(hidden).flatten(0, 1), batch.targets[:, -1].flatten()
@@ -55,10 +55,10 @@ def test_features_of_a_packed_batch_have_the_tasks_of_their_examples() -> None:
 
 def test_a_task_without_a_part_is_refused(tmp_path: Path) -> None:
     config = balanced_config(
-        tmp_path, None, model=ModelSection(preset="nano", adapter={"kind": "mmoe", "tasks": ["A1T1"], "stack": 2}),
+        tmp_path, None, model=ModelSection(preset="nano", projector={"kind": "mmoe", "tasks": ["A1T1"], "stack": 2}),
         data=DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), workers=0), budget=BudgetConfig(steps=1),
     )  # fmt: skip
     for run in (fit, dry_run):
-        with pytest.raises(UserError, match="data.sources have the task A1A2, but model.adapter.tasks are A1T1"):
+        with pytest.raises(UserError, match="data.sources have the task A1A2, but model.projector.tasks are A1T1"):
             run(config)
-    assert "M parameters" in dry_run(replace(config, model=ModelSection(preset="nano", adapter={"kind": "mmoe"})))
+    assert "M parameters" in dry_run(replace(config, model=ModelSection(preset="nano", projector={"kind": "mmoe"})))

@@ -51,10 +51,10 @@ MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)
 
 
-def tiny(ctc: bool = False, **adapter: Any) -> ModelConfig:
+def tiny(ctc: bool = False, **projector: Any) -> ModelConfig:
     config = MODELS["codec2"]
     alignment = Alignment("letters" if ctc else "none")
-    return replace(config, ctc=alignment.size, adapter=replace(config.adapter, **adapter))
+    return replace(config, ctc=alignment.size, projector=replace(config.projector, **projector))
 
 
 def tiny_pipeline(config: ModelConfig, tasks: Mapping[str, float] = MIX, seed: int = 3) -> Pipeline:
@@ -189,7 +189,7 @@ def main(options: dict[str, Any]) -> None:
     """Runs one after another in the same processes: folder, balance (its fields), fabric, ctc, lora, micro."""
     for run in options["runs"]:
         lora = (
-            LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("adapter.*",))
+            LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2, trainable=("projector.*",))
             if run.get("lora")
             else None
         )

@@ -72,9 +72,9 @@ def test_a_level_stands_behind_its_method(tmp_path: Path) -> None:
     assert [s.at for s in sections.values() if s] == ["features", "parameters", "features"]
     assert [s.settings for s in sections.values() if s] == [{"normalize": "l2"}, {}, {}]
     assert len({c.run_folder for c in levels.values()}) == 3
-    config, _ = read_fit_config([RECIPE, "--balance", "{method: mgda, level: parameters, separate: ['adapter.*']}"])
+    config, _ = read_fit_config([RECIPE, "--balance", "{method: mgda, level: parameters, separate: ['projector.*']}"])
     sections = {m: variant(config, m, 1, tmp_path).balance for m in ("equal", "upgrad", "upgrad:parameters")}
-    assert [s.separate for s in sections.values() if s] == [("*_head.*",), ("*_head.*",), ("adapter.*",)]
+    assert [s.separate for s in sections.values() if s] == [("*_head.*",), ("*_head.*",), ("projector.*",)]
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:

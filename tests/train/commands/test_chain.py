@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 STEPS, HELD_OUT = 2, 4
 STAGES = [f"configs/voiceassistant/stage{number}.yaml" for number in (1, 2, 3)]
 LEARNT = (
-    ("adapter.", "decoder.audio_embedding.", "decoder.audio_head."),
+    ("projector.", "decoder.audio_embedding.", "decoder.audio_head."),
     ("decoder.blocks.", "decoder.norm.", "decoder.text_embedding."),
     ("",),
 )

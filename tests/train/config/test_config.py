@@ -131,7 +131,7 @@ def test_the_stages_train_what_the_authors_say() -> None:
         assert config.optimizer.lr * config.schedule.final == pytest.approx(4e-6)
         if stage > 1:
             assert config.model.init_from == f"runs/mini-omni-stage{stage - 1}/model"
-    assert parts[1] == {"adapter.project", "decoder.audio_embedding", "decoder.audio_head"}
+    assert parts[1] == {"projector.project", "decoder.audio_embedding", "decoder.audio_head"}
     assert parts[2] == {"decoder.blocks", "decoder.norm", "decoder.text_embedding", "decoder.text_head"}
     assert parts[3] >= parts[1] | parts[2] | {"encoder.whisper"}
 

@@ -73,7 +73,7 @@ def test_growth_is_decided_by_the_seed(lm, tmp_path):
         states.append(load_folder(tmp_path / f"out{i}").model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     differ = {name for name in states[0] if not torch.equal(states[0][name], states[2][name])}
-    assert {"decoder.audio_head.weight", "adapter.project.gate.weight", "encoder.whisper.conv1.weight"} <= differ
+    assert {"decoder.audio_head.weight", "projector.project.gate.weight", "encoder.whisper.conv1.weight"} <= differ
     assert not any("blocks" in name and name.startswith("decoder") for name in differ)
 
 
@@ -109,11 +109,13 @@ def test_new_rows_begin_as_the_rule_says(lm, tmp_path, rule, combine):
 
 
 def test_fresh_parts_begin_as_pytorch_has_them(lm, tmp_path):
-    assert run(lm, tmp_path / "out", "--encoder", "nano", "--codec", "codec2", "--adapter", "mlp", "--adapter_stack", 2) == 0
+    assert (
+        run(lm, tmp_path / "out", "--encoder", "nano", "--codec", "codec2", "--projector", "mlp", "--projector_stack", 2) == 0
+    )
     model = load_folder(tmp_path / "out").model
     torch.manual_seed(0)
     other = SpeechModel(model.config)
-    for part in ("encoder", "adapter"):
+    for part in ("encoder", "projector"):
         usual = getattr(other, part).state_dict()
         for name, tensor in getattr(model, part).state_dict().items():
             spread, few = float(usual[name].std(correction=0)), 4 * tensor.numel() ** -0.5  # four deviations of a mean
@@ -217,8 +219,8 @@ def test_a_codec_goes_into_the_model_folder(lm, tmp_path):
         (["--encoder", "nano", "--codec", "mimi", "--layout", "codec2"], "has codebooks"),
         (["--encoder", "nano", "--layout", "omni-mini"], "omni-mini"),
         ([*GROW, "--dtype", "float8"], "--dtype 'float8' is unknown"),
-        ([*GROW, "--adaptor", "mlp"], "unknown option --adaptor; did you mean 'adapter'?"),
-        ([*GROW, "--adapter", "ml"], "adapter"),
+        ([*GROW, "--projektor", "mlp"], "unknown option --projektor; did you mean 'projector'?"),
+        ([*GROW, "--projector", "ml"], "projector"),
         ([*GROW, "--seed", "x"], "seed"),
         ([*GROW, "--kind", "gguf"], "--kind 'gguf' is unknown"),
         (["--keep_text", "--codec", "snac"], "--codec has no meaning here: --keep_text leaves sound aside"),

@@ -56,7 +56,7 @@ def test_a_model_may_become_another_in_its_place(lm, tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["out", "link"])
 @pytest.mark.parametrize(
-    "kind, words", [("hf", "text part: encoder, adapter, audio tables"), ("mini-omni", "lose the codec's weights")]
+    "kind, words", [("hf", "text part: encoder, projector, audio tables"), ("mini-omni", "lose the codec's weights")]
 )
 def test_a_model_does_not_become_less_in_its_place(lm, tmp_path, kind, words, name):
     assert run(lm, tmp_path / "out", *GROW) == 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.config import EncoderConfig
 from omni.layout import Layout
 from omni.text import Tokenizer
@@ -24,12 +24,12 @@ ENCODER = EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0)
 DECODER = DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48)
 MODELS = {
     "codec2": ModelConfig(
-        Layout.build([12, 12, 6, 8], 256, specials=8), ENCODER, AdapterConfig("linear", stack=2), DECODER, codec="toy4"
+        Layout.build([12, 12, 6, 8], 256, specials=8), ENCODER, ProjectorConfig("linear", stack=2), DECODER, codec="toy4"
     ),
     "mini-omni": ModelConfig(
         Layout.build([16] * 7, 256, specials=5, fill="sampled"),
         replace(ENCODER, hop=320),
-        AdapterConfig("gated", hidden=24),
+        ProjectorConfig("gated", hidden=24),
         DECODER,
         codec="toy7",
     ),

@@ -13,7 +13,7 @@ import soundfile
 import torch
 
 from omni.checkpoint.folder import save_folder
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
@@ -29,7 +29,7 @@ def model_config(layout: Layout | None = None) -> ModelConfig:
     return ModelConfig(
         layout or Layout.preset("codec2", 256),
         ENCODER,
-        AdapterConfig("linear", stack=2),
+        ProjectorConfig("linear", stack=2),
         DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, context=256),
         codec="codec2",
     )

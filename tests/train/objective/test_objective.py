@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
@@ -26,14 +26,14 @@ MODELS = {
     "codec2": ModelConfig(
         Layout.build([12, 12, 6, 8], 20, specials=8),
         EncoderConfig(n_mels=80, width=16, heads=2, layers=2, window_seconds=2.0),
-        AdapterConfig("linear", stack=2),
+        ProjectorConfig("linear", stack=2),
         DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48),
         ctc=21,
     ),
     "mini-omni": ModelConfig(
         Layout.build([16] * 7, 24, specials=5, fill="sampled", features="replace"),
         EncoderConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=2.0),
-        AdapterConfig("gated", hidden=24),
+        ProjectorConfig("gated", hidden=24),
         DecoderConfig(width=32, layers=2, heads=4, kv_heads=4, mlp_width=48, post_layers=1, tie_text=True),
     ),
 }
@@ -318,7 +318,7 @@ def test_alignment_goes_first_and_leaves_the_rest_alone():
     torch.testing.assert_close(first.total, first.ctc_sum / first.ctc_count)
     assert model.encoder.whisper.conv1.weight.grad.abs().sum() > 0
     idle = objective.idle(0.0)
-    assert {id(p) for p in idle} == {id(p) for p in [*model.decoder.parameters(), *model.adapter.parameters()]}
+    assert {id(p) for p in idle} == {id(p) for p in [*model.decoder.parameters(), *model.projector.parameters()]}
     assert all(p.grad is not None and not p.grad.any() for p in idle)
     assert objective.idle(0.25) == []
     middle, plain = objective(batch, targets(batch), 0.5), Objective(model)(batch, targets(batch))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni.config import AdapterConfig, ModelConfig, preset
+from omni.config import ModelConfig, ProjectorConfig, preset
 from omni.errors import UserError
 from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
@@ -36,7 +36,7 @@ def shape(width: int = 64, layers: int = 2, encoder_layers: int = 1, **decoder: 
     return replace(
         nano,
         encoder=replace(nano.encoder, width=64, heads=2, layers=encoder_layers),
-        adapter=AdapterConfig("mlp", hidden=64, stack=2),
+        projector=ProjectorConfig("mlp", hidden=64, stack=2),
         decoder=replace(nano.decoder, width=width, layers=layers, heads=4, kv_heads=2, mlp_width=3 * width, **decoder),
     )
 
@@ -163,7 +163,7 @@ def test_worst_batch_is_full(tasks: dict[str, float], heard: bool, spoken: bool)
     data = replace(run(rows=3, length=100).data, sources=(SourceConfig(tasks=tasks),))
     batch, model = worst_batch(data, shape()), shape()
     assert batch.padding == 0 and len(tasks_of(data)) == 1
-    assert (batch.feature_index >= 0).sum() == sum(-(-n // model.adapter.stack) for n in batch.frames)
+    assert (batch.feature_index >= 0).sum() == sum(-(-n // model.projector.stack) for n in batch.frames)
     assert bool(batch.frames) == heard
     predicted = [s.role == "predicted" for s in model.layout.audio]
     expected = [300 if p and spoken else 0 for p in predicted] + [300]
@@ -184,20 +184,20 @@ def test_worst_batch_of_padded_windows_runs(length: int) -> None:
 
 @pytest.mark.parametrize("model", [shape(), shape(tie_text=True, post_layers=2), replace(preset("nano"), ctc=20)])
 def test_parameters_are_the_models(model: ModelConfig) -> None:
-    config = replace(run(), trainable=("adapter.*", "decoder.audio_head.*"))
+    config = replace(run(), trainable=("projector.*", "decoder.audio_head.*"))
     counts = {c.part: c for c in count_parameters(paper_model(config, model))}
     real = SpeechModel(model)
     assert sum(c.total for c in counts.values()) == sum(p.numel() for p in real.parameters())
     assert counts["encoder"].total == sum(p.numel() for p in real.encoder.parameters())
     blocks = [*real.decoder.blocks.parameters(), *real.decoder.post_blocks.parameters()]
     assert counts["decoder blocks"].total == sum(p.numel() for p in blocks)
-    assert counts["adapter"].trainable == counts["adapter"].total and counts["encoder"].trainable == 0
+    assert counts["projector"].trainable == counts["projector"].total and counts["encoder"].trainable == 0
     assert counts["heads"].trainable == real.decoder.audio_head.weight.numel()
 
 
 def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
     """As `train.distributed.precision.AdapterPrecision` has it; the optimizer's state and the gradients follow."""
-    model, lora = shape(tie_text=True), LoRASection(rank=4, trainable=("adapter.*", "decoder.text_embedding.*"))
+    model, lora = shape(tie_text=True), LoRASection(rank=4, trainable=("projector.*", "decoder.text_embedding.*"))
     config = replace(run(precision="bf16-true"), lora=lora)
     paper, parts = paper_model(config, model), phases_of(config, model, 1, cuda=False)["optimizer"]
     learning = sum(p.numel() for p in paper.parameters() if p.requires_grad)

@@ -119,8 +119,11 @@ def test_an_adapter_that_was_written_in_bf16_learns_on_in_fp32(tmp_path: Path) -
 
 @pytest.mark.parametrize("base", [None, "nf4"])
 def test_our_own_model_learns_in_bf16_as_in_full(tmp_path: Path, base: Literal["nf4"] | None) -> None:
-    """Adapters on blocks and heads; beside them the speech adapter, tables and a convolution, which feed what stands still."""
-    targets, beside = ("decoder.blocks.*", "decoder.*_head"), ("adapter.*", "decoder.*_embedding.*", "encoder.whisper.conv1.*")
+    """Adapters on blocks and heads; beside them the projector, tables and a convolution, which feed what stands still."""
+    targets, beside = (
+        ("decoder.blocks.*", "decoder.*_head"),
+        ("projector.*", "decoder.*_embedding.*", "encoder.whisper.conv1.*"),
+    )
     section, found = LoRASection(targets, rank=4, trainable=beside, quantize=base), {}
     for precision in ("32-true", "bf16-true"):
         config = toy_config(

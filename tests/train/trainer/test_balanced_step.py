@@ -86,8 +86,8 @@ def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tens
         else:
             features: list[Tensor] = []
             losses = summed(model, batches, counts, features)
-            below = [p for n, p in learning if n.startswith(("encoder.", "adapter."))]
-            above = [p for n, p in learning if not n.startswith(("encoder.", "adapter."))]
+            below = [p for n, p in learning if n.startswith(("encoder.", "projector."))]
+            above = [p for n, p in learning if not n.startswith(("encoder.", "projector."))]
             balancer.backward(losses, below, above, features=features)
         if section.method == "famo":
             return lambda: balancer.after(summed(model, batches, counts))
@@ -187,7 +187,7 @@ def test_a_task_that_touches_nothing_shared_is_told_once(tmp_path: Path) -> None
     with pytest.warns(
         UserWarning, match="T1A2 did not touch the shared parameters: balance.method mgda chooses without"
     ) as said:
-        balanced_fit(balanced_config(tmp_path, section_of("mgda", "parameters"), trainable=("adapter.*",)))
+        balanced_fit(balanced_config(tmp_path, section_of("mgda", "parameters"), trainable=("projector.*",)))
     assert sum("did not touch" in str(one.message) for one in said) == 1
     for row in read_table(tmp_path / BALANCE):
         assert row["zero/T1A2"] == 1 and row["norm/T1A2"] == 0 and row["weight/T1A2"] == 0

@@ -167,7 +167,7 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
     monkeypatch.setattr(Adapter, "forward", cut)
     assert main(["doctor", *SMALL, "--steps", "1"]) == 1
     said = capsys.readouterr().out
-    assert "[no_gradient]" in said and "detached from the loss by detach" in said and "adapter.project" in said
+    assert "[no_gradient]" in said and "detached from the loss by detach" in said and "projector.project" in said
     assert f"test_guard.py:{line_of('plain(self')}" in said
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from omni.checkpoint.folder import load_folder, save_folder
-from omni.config import AdapterConfig, DecoderConfig, ModelConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.layout import Layout
@@ -86,7 +86,7 @@ def test_what_learns_is_said_once() -> None:
 SMALL = ModelConfig(
     Layout.build([512, 512, 16, 64], 256, specials=8),
     EncoderConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=2.0, mode="variable"),
-    AdapterConfig("linear"),
+    ProjectorConfig("linear"),
     DecoderConfig(width=64, layers=2, heads=2, kv_heads=1, mlp_width=64),
     codec="codec2",
 )
@@ -118,7 +118,7 @@ def run_of(base: Path, folder: Path, section: LoRASection, precision: str = "32-
 )
 def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Path, quantize, precision: str) -> None:
     """The adapter as PEFT's folder, the model with it inside, and both again as the beginning of another run."""
-    section = LoRASection(rank=2, trainable=("adapter.*",), quantize=quantize)
+    section = LoRASection(rank=2, trainable=("projector.*",), quantize=quantize)
     config = run_of(base, tmp_path / "run", section, precision)
     initial = build_initial(config.model, 0)
     fabric = build_fabric(config.fabric)
@@ -129,19 +129,19 @@ def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Pa
     assert {part.compute_dtype for part in held} <= {torch.float32 if precision == "32-true" else torch.bfloat16}
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith(".b") or name.startswith("adapter."):
+            if name.endswith(".b") or name.startswith("projector."):
                 p.add_(0.1)
     assert parts.export is not None
     parts.objective.requires_grad_(False)
     for name, p in model.named_parameters():
-        p.requires_grad_(".lora." in name or name.startswith("adapter."))
+        p.requires_grad_(".lora." in name or name.startswith("projector."))
     folder = parts.export(model.state_dict())
     assert folder == tmp_path / "run" / "model"
     plain, wanted = load_folder(folder).model, merged_state(model, model.state_dict())
     assert all(torch.equal(t, wanted[name].to(t.dtype)) for name, t in plain.state_dict().items())
     assert {t.dtype for t in plain.state_dict().values()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
     adapter = load_adapter(tmp_path / "run" / "adapter")
-    assert set(adapter.whole) == {"adapter.project.weight", "adapter.project.bias"} and len(adapter.pairs) == 14
+    assert set(adapter.whole) == {"projector.project.weight", "projector.project.bias"} and len(adapter.pairs) == 14
     again = build_initial(config.model, 0).model
     adapters.apply(again, replace(section, init_from=str(tmp_path / "run" / "adapter")), quantized_type(precision))
     found = merged_state(again, again.state_dict())

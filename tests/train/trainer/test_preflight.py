@@ -86,7 +86,7 @@ def test_paths_and_patterns_are_told_together_and_no_weights_are_read(
     ]
     with pytest.raises(UserError, match="3 things are lacking"):
         fit(config)
-    lines = lacking(read("voiceassistant/stage3.yaml", "--model.init_from", str(base), "--trainable", "[adapter.*]"))
+    lines = lacking(read("voiceassistant/stage3.yaml", "--model.init_from", str(base), "--trainable", "[projector.*]"))
     assert any(
         "model.codec_folder: task A1A2 answers in speech, but no weights of the codec 'snac' are given" in s for s in lines
     )

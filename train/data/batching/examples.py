@@ -96,7 +96,7 @@ class ExampleMaker:
     """Makes examples for one model.
 
     Args:
-        model: layout, encoder and adapter decide how many columns a question takes.
+        model: layout, encoder and projector decide how many columns a question takes.
         codec: checks and encodes the answers' codes; None where no task answers in speech.
         alignment: how transcripts are spelt for the alignment head.
         augment: changes to what is heard; None to leave it as it is.
@@ -155,12 +155,12 @@ class ExampleMaker:
             UserError: a part that a task needs is missing or broken; the row and turn are named.
             TooLong: a question lasts longer than the encoder hears.
         """
-        turns, clips, adapter, where = [], [], self.model.adapter, prepared.row.where
-        for name in tasks if adapter.kind in SHARING else ():
-            if find_task(name).question == "audio" and name not in adapter.tasks:
+        turns, clips, projector, where = [], [], self.model.projector, prepared.row.where
+        for name in tasks if projector.kind in SHARING else ():
+            if find_task(name).question == "audio" and name not in projector.tasks:
                 raise Unusable(
-                    f"{where} is of task {name}, but model.adapter.tasks are {', '.join(adapter.tasks)}; add it there",
-                    "a task that the adapter has not",
+                    f"{where} is of task {name}, but model.projector.tasks are {', '.join(projector.tasks)}; add it there",
+                    "a task that the projector has not",
                     name,
                 )
         for number, (turn, name) in enumerate(zip(prepared.row.turns, tasks, strict=True)):
@@ -194,7 +194,7 @@ class ExampleMaker:
             codes = self._codes(prepared, number, turn) if task.audio else None
         ids = Turn(
             task,
-            features=sum(-(-clip.frames // self.model.adapter.stack) for clip in clips),
+            features=sum(-(-clip.frames // self.model.projector.stack) for clip in clips),
             question=self._ids(prepared, turn.question_text) if task.question == "text" else (),
             text=self._ids(prepared, turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
             codes=codes,
@@ -231,7 +231,7 @@ class ExampleMaker:
 
     def _hear(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
         """Log-mel [M, F] and encoder frames of each window of a question [S], its sound changed as the key has it."""
-        encoder, stack = self.model.encoder, self.model.adapter.stack
+        encoder, stack = self.model.encoder, self.model.projector.stack
         try:
             encoder.clips(len(audio))  # what is too long is refused as it is, not as it is changed
         except UserError as error:
@@ -244,7 +244,7 @@ class ExampleMaker:
         if len(pieces) > 1 and encoder.positions % stack:
             raise UserError(
                 f"the question lasts {len(audio) / SAMPLE_RATE:.1f} s and is split into windows of {encoder.positions} frames, "
-                f"which adapter.stack {stack} does not divide: cut it, or change one of them"
+                f"which projector.stack {stack} does not divide: cut it, or change one of them"
             )
         return [(features(piece, encoder), encoder.frames(len(piece))) for piece in pieces]
 

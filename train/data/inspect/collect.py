@@ -234,7 +234,7 @@ class Collector:
         config, tokenizer = self.target.config, self.target.tokenizer
         features = 0
         if task.question == "audio":
-            features = sum(-(-frames // config.adapter.stack) for frames in self._clip_frames(asked))
+            features = sum(-(-frames // config.projector.stack) for frames in self._clip_frames(asked))
         codes = None
         if task.audio:
             codes = torch.zeros(config.layout.n_audio, self._frames(turn, spoken), dtype=torch.long)

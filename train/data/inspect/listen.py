@@ -123,7 +123,7 @@ def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, colu
         raise
     except (ValueError, OSError) as error:  # a path that is none
         raise UserError(f"{row.where} cannot be drawn, its recording has no such path: {one_line(error)[:200]}") from error
-    heard = sum(-(-clip.frames // target.config.adapter.stack) for clip in example.clips)
+    heard = sum(-(-clip.frames // target.config.projector.stack) for clip in example.clips)
     title = f"as {chosen.name}: {len(example.columns)} columns, {heard} of them heard"
     context = target.config.decoder.context
     if len(example.columns) > context:

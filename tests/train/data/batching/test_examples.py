@@ -188,8 +188,8 @@ def test_speech_longer_than_the_window_is_refused_or_split_as_the_model_says():
     assert [clip.frames for clip in made.clips] == [100, 100, 50]
     assert sum(made.columns.features) == split.features(5 * 16000) == 125
     assert all(clip.transcript == [] for clip in made.clips)
-    uneven = replace(split, adapter=replace(split.adapter, stack=3))
-    with pytest.raises(UserError, match=r"which adapter.stack 3 does not divide"):
+    uneven = replace(split, projector=replace(split.projector, stack=3))
+    with pytest.raises(UserError, match=r"which projector.stack 3 does not divide"):
         maker_of(uneven, alignment=Alignment("letters")).make(0, Prepared(long), ["A1T1"])
 
 

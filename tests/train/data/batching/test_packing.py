@@ -79,8 +79,8 @@ def test_a_batch_holds_exactly_its_examples(name, turns):
         examples = {number: alone.fetch(number) for number in drawn}
         seen |= drawn
         assert batch.examples == len(examples) and batch.positions == sum(len(e.columns) for e in examples.values())
-        clip_of = [n for n, frames in enumerate(batch.frames) for _ in range(-(-frames // model.adapter.stack))]
-        feature_of = [i for frames in batch.frames for i in range(-(-frames // model.adapter.stack))]
+        clip_of = [n for n, frames in enumerate(batch.frames) for _ in range(-(-frames // model.projector.stack))]
+        feature_of = [i for frames in batch.frames for i in range(-(-frames // model.projector.stack))]
         found = 0
         for r in range(packing.rows):
             used = int((batch.task[r] >= 0).sum())
@@ -96,7 +96,7 @@ def test_a_batch_holds_exactly_its_examples(name, turns):
                 found += 1
                 assert torch.equal(batch.targets[r][:, at], example.columns.targets)
                 assert torch.equal(batch.task[r, at], example.task)
-                own = [(n, i) for n, clip in enumerate(example.clips) for i in range(-(-clip.frames // model.adapter.stack))]
+                own = [(n, i) for n, clip in enumerate(example.clips) for i in range(-(-clip.frames // model.projector.stack))]
                 for column, index in zip(at.tolist(), example.columns.feature_index.tolist(), strict=True):
                     pointed = int(batch.feature_index[r, column])
                     if index < 0:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omni.codec.registry import load_codec
-from omni.config import AdapterConfig, ModelConfig
+from omni.config import ModelConfig, ProjectorConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from tests.train.data.prepare.toys import ToySource, beep, tone
@@ -45,7 +45,7 @@ def test_text_becomes_rows_to_train_speech_on(tmp_path):
     assert done.spoken_questions == done.spoken_answers == done.encoded == 8
     codec = load_codec("codec2")
     model = ModelConfig(
-        Layout.build(list(codec.codebook_sizes), 256, specials=8), ENCODER, AdapterConfig("linear", stack=2), DECODER,
+        Layout.build(list(codec.codebook_sizes), 256, specials=8), ENCODER, ProjectorConfig("linear", stack=2), DECODER,
         codec="codec2",
     )  # fmt: skip
     maker = ExampleMaker(model, TOKENIZER, codec)

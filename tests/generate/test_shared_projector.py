@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from omni.config import AdapterConfig
+from omni.config import ProjectorConfig
 from omni.generate.question import encode_questions, read_question
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
@@ -20,13 +20,13 @@ SPOKEN = ("A1T1", "A1A2", "A1T2")
 def shared_model() -> SpeechModel:
     plain = make_model(next(iter(LAYOUTS.values())))
     torch.manual_seed(1)
-    model = SpeechModel(replace(plain.config, adapter=AdapterConfig("cgc", stack=2))).eval()
+    model = SpeechModel(replace(plain.config, projector=ProjectorConfig("cgc", stack=2))).eval()
     model.decoder.load_state_dict(plain.decoder.state_dict())
     return model
 
 
 def test_the_task_of_a_question_chooses_its_parts() -> None:
-    """Together as alone, and otherwise for another task; the adapter's own parts are what training gives the clip."""
+    """Together as alone, and otherwise for another task; the projector's own parts are what training gives the clip."""
     model, tokenizer = shared_model(), Tokenizer.bytes()
     asked = [read_question(tone(0.4 + 0.1 * i), task, model, tokenizer) for i, task in enumerate(SPOKEN)]
     together = encode_questions(model, asked)

@@ -1,0 +1,73 @@
+"""Old names in files, and what they are called now: one table.
+
+A file keeps the names that it was written with: of tensors in model folders, checkpoints, PEFT folders and edits, and of keys
+in stored configurations. Whoever reads such a file passes its names through here. What a user types is not translated: it is
+refused, and the error gives the new name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from omni.errors import UserError
+
+T = TypeVar("T")
+
+MODULES = {"adapter": "projector"}
+"""First parts of the names of parameters and modules."""
+
+KEYS = {
+    "ModelConfig.adapter": "projector",
+    "ModelSection.adapter": "projector",
+}
+"""Fields of configurations, by the name of their class."""
+
+OPTIONS = {
+    "eval.questions": "limit",
+    "validate.questions": "limit",
+    "convert.adapter": "projector",
+    "convert.adapter_hidden": "projector_hidden",
+    "convert.adapter_stack": "projector_stack",
+}
+"""Options, by their command."""
+
+_FIRST = {new: old for old, new in MODULES.items()}
+
+_NAME = re.compile(r"((?:re:|model\.|average\.|optimizer\.|mend\.|transforms\.)*)([^.\\#]*)(.*)", re.DOTALL)
+"""What may stand before the first part of a name in a pattern, a checkpoint or an editor; that part; and the rest."""
+
+
+def new_name(name: str) -> str:
+    """The new name of a parameter or module, or a pattern of such names; as it is where it has none."""
+    return _renamed(name, MODULES)
+
+
+def first_name(name: str) -> str:
+    """The name that a parameter or module had at first. Checksums and random draws go by it, so that older ones still hold."""
+    return _renamed(name, _FIRST)
+
+
+def new_names(values: Mapping[str, T]) -> dict[str, T]:
+    """A state dict, or other values by the names of parameters or modules, with new names."""
+    return {new_name(name): value for name, value in values.items()}
+
+
+def new_keys(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data of the configuration of class `kind`, with new keys."""
+    return {KEYS.get(f"{kind}.{key}", key): value for key, value in data.items()}
+
+
+def check_options(command: str, names: Iterable[str], mark: str = "") -> None:
+    """Refuse an option (`mark` stands before it) or key of a command by its old name: UserError with the new one."""
+    for name in names:
+        given = name.partition("=")[0]
+        new = OPTIONS.get(f"{command}.{given.removeprefix(mark)}") if name.startswith(mark) else None
+        if new is not None:
+            raise UserError(f"{command}: {given} is now called {mark}{new}: give that instead")
+
+
+def _renamed(name: str, table: Mapping[str, str]) -> str:
+    head, first, rest = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+    return f"{head}{table.get(first, first)}{rest}" if rest else name
