@@ -38,7 +38,7 @@ def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tu
     option, values = "", 0  # the option that the next words may belong to, and how many did
 
     for at, word in enumerate(words):
-        if word == "--":  # files whose names begin with a dash
+        if word == "--":  # files whose names start with a dash
             found += [(SOUND, name) for name in words[at + 1 :]]
             break
         if _is_option(word):
@@ -72,7 +72,7 @@ def _close(option: str, values: int, rest: list[str]) -> None:
 
 
 def _is_option(word: str) -> bool:
-    """As argparse has it: a dash begins it, but it is no number, no lone dash and has no space."""
+    """As argparse has it: a dash starts it, but it is no number, no lone dash and has no space."""
     return word.startswith("-") and word != "-" and " " not in word and not _NUMBER.fullmatch(word)
 
 

@@ -322,7 +322,7 @@ class Layout:
         A star marks a cell that is trained; `.` is pad, `~` encoder features on the audio streams.
 
         Args:
-            tokens: [K, C], or [B, K, C]; the other tensors then begin with B too.
+            tokens: [K, C], or [B, K, C]; the other tensors then start with B too.
             valid: which cells are trained, [K, C] bool.
             decode: turns a text id into its string.
             width: characters of a cell.

@@ -21,11 +21,15 @@ MODULES = {"adapter": "projector"}
 KEYS = {
     "ModelConfig.adapter": "projector",
     "ModelSection.adapter": "projector",
+    "DataConfig.sound_anew": "augment_cached_audio",
 }
 """Fields of configurations, by the name of their class."""
 
 OPTIONS = {
     "eval.questions": "limit",
+    "eval.ear": "asr",
+    "eval.ear_words": "asr_words",
+    "eval.ear_longest": "asr_longest",
     "validate.questions": "limit",
     "convert.adapter": "projector",
     "convert.adapter_hidden": "projector_hidden",
@@ -57,6 +61,13 @@ def new_names(values: Mapping[str, T]) -> dict[str, T]:
 def new_keys(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Plain data of the configuration of class `kind`, with new keys."""
     return {KEYS.get(f"{kind}.{key}", key): value for key, value in data.items()}
+
+
+def new_repr(text: str) -> str:
+    """What `repr` shows of a configuration's plain data, with new keys."""
+    for old, new in KEYS.items():
+        text = text.replace(f"{old.partition('.')[2]!r}: ", f"{new!r}: ")
+    return text
 
 
 def check_options(command: str, names: Iterable[str], mark: str = "") -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from omni.errors import UserError
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", re.IGNORECASE)
-"""How an address begins; `Path` makes one slash of the two."""
+"""How an address starts; `Path` makes one slash of the two."""
 
 COPIES = {
     "s3": "`aws s3 cp`",

@@ -56,7 +56,7 @@ class Task:
     audio: bool
     marker: Literal["answer", "asr"] = "answer"
 
-    def learnt(self, layout: Layout) -> tuple[bool, ...]:
+    def trained(self, layout: Layout) -> tuple[bool, ...]:
         """Which streams are supervised, in the layout's order."""
         return (*(self.audio and s.role == "predicted" for s in layout.audio), self.text)
 

@@ -16,7 +16,7 @@ from omni.remote import refuse_remote
 class Tokenizer:
     """A tokenizer in the `tokenizer.json` format of Hugging Face; ids are the text stream's ordinary ids.
 
-    No special token is added to a text: where an answer ends and a question begins is the layout's business.
+    No special token is added to a text: where an answer ends and a question starts is the layout's business.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:

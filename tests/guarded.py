@@ -133,7 +133,7 @@ class Lookout:
         return forward
 
     def _is_new(self, module: nn.Module) -> bool:
-        """Whether a forward of this model begins something that backward may end."""
+        """Whether a forward of this model starts something that backward may end."""
         if self.inside or module in self.open or not torch.is_grad_enabled() or _is_seen_through() or _in_backward():
             return False
         learning = [p for p in module.parameters() if p.requires_grad]

@@ -68,17 +68,17 @@ def test_offline_delay_equals_slow_reference_and_has_an_inverse(name, words, fra
 def test_a_cut_answer_is_a_whole_one_whose_ends_nobody_learns(name, words, frames):
     layout = LAYOUTS[name]
     text, codes = random_answer(layout, words, frames, seed=1)
-    (tokens, valid), (whole, learnt) = layout.delayed(text, codes, cut=True), layout.delayed(text, codes)
+    (tokens, valid), (whole, trained) = layout.delayed(text, codes, cut=True), layout.delayed(text, codes)
     assert torch.equal(tokens, whole)
     for k, stream in enumerate(layout.streams):
         given = stream.delay + (len(text) if stream.kind == "text" and text is not None else frames or 0)
-        assert torch.equal(valid[k, :given], learnt[k, :given]) and not valid[k, given:].any()
+        assert torch.equal(valid[k, :given], trained[k, :given]) and not valid[k, given:].any()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("words, frames", CASES)
 def test_cursor_equals_offline_delay(name, words, frames):
-    """A sampler that says the learnt tokens, and rubbish wherever nothing is learnt, gives back the offline columns."""
+    """A sampler that says the trained tokens, and rubbish wherever nothing is trained, gives back the offline columns."""
     layout = LAYOUTS[name]
     text, codes = random_answer(layout, words, frames, seed=2)
     tokens, valid = layout.delayed(text, codes)
@@ -155,9 +155,9 @@ def test_learnt_cells_say_each_end_once(name):
     tokens, valid = layout.delayed(text, codes)
     for k, s in enumerate(layout.streams):
         assert int(((tokens[k] == s.special("end")) & valid[k]).sum()) == 1
-        learnt = tokens[k][valid[k]]
+        trained = tokens[k][valid[k]]
         if layout.fill == "pad":
-            assert not (learnt == s.special("pad")).any()
+            assert not (trained == s.special("pad")).any()
 
 
 def test_a_given_stream_is_never_learnt():
@@ -195,9 +195,9 @@ def test_drawing_shows_where_features_stand_and_the_rows_of_a_batch():
             assert [cell == "~" for cell in cells] == [k < layout.n_audio and int(i) >= 0 for i in places]
     assert sum(line.count("~") for line in alone[0]) == 4 * 3
     assert layout.draw(tokens, feature_index=index).splitlines() == ["row 0", *alone[0], "row 1", *alone[1]]
-    learnt = torch.zeros_like(tokens, dtype=torch.bool)
-    learnt[1, :, 0] = True
-    assert layout.draw(tokens, learnt, feature_index=index).count("*") == len(layout)
+    trained = torch.zeros_like(tokens, dtype=torch.bool)
+    trained[1, :, 0] = True
+    assert layout.draw(tokens, trained, feature_index=index).count("*") == len(layout)
 
 
 def test_an_answer_with_a_given_stream_is_refused():

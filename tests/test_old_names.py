@@ -22,7 +22,7 @@ from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter, save_adapter
 from omni.lora.weights import base_checksum, weights_of
 from omni.model.speech_model import SpeechModel
-from omni.old_names import first_name, new_name
+from omni.old_names import first_name, new_name, new_repr
 from omni.patterns import match_names
 from tests.golden.toys import at_first, shrunk
 from train.cli import main
@@ -76,7 +76,7 @@ def test_a_peft_folder_with_old_names_is_read_and_its_checksum_holds(model: Spee
 
 
 def base_by_hand(model: SpeechModel, names: list[str]) -> int:
-    """The checksum that files of before hold: of names that begin with `adapter`."""
+    """The checksum that files of before hold: of names that start with `adapter`."""
     value = 0
     for name in sorted(name.replace("projector.", "adapter.") for name in names):
         weight = model.get_submodule(name.replace("adapter.", "projector.")).weight
@@ -112,7 +112,11 @@ def test_a_stored_configuration_has_old_keys_and_patterns() -> None:
     new = plain_config(config)
     old = new | {"trainable": ["adapter.*"], "model": {key: new["model"][key] for key in new["model"] if key != "projector"}}
     old["model"]["adapter"] = {"hidden": 8}
-    assert completed(old) == new
+    old["data"] = {**new["data"], "sound_anew": old["data"]["augment_cached_audio"]}
+    del old["data"]["augment_cached_audio"]
+    assert (
+        completed(old) == new and new_repr(repr({"data": {"sound_anew": True}})) == "{'data': {'augment_cached_audio': True}}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,8 @@ def test_a_stored_configuration_has_old_keys_and_patterns() -> None:
         ("fit configs/nano.yaml --model.adapter.hidden 8", "it is now called model.projector: give that instead"),
         ("fit old.yaml", "old.yaml: unknown key model.adapter; it is now called model.projector: give that instead"),
         ("fit configs/nano.yaml --trainable [adapter.*]", "'adapter.*' matches no parameter; it is now called 'projector.*'"),
+        ("fit configs/nano.yaml --data.sound_anew false", "it is now called data.augment_cached_audio: give that instead"),
+        ("eval a b --ear sphinx", "--ear is now called --asr: give that instead"),
         ("convert a b --adapter linear", "--adapter is now called --projector: give that instead"),
         ("convert a b --adapter_stack=2", "--adapter_stack is now called --projector_stack: give that instead"),
     ],

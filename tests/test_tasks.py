@@ -55,14 +55,14 @@ def test_targets_are_the_next_column_and_only_on_learnt_streams(layout, task):
     whole, n = example(layout, [turn]), len(prompt(layout, turn))
     has = whole.targets != IGNORE
     assert torch.equal(whole.targets[:, :-1][has[:, :-1]], whole.tokens[:, 1:][has[:, :-1]])
-    assert not has[:, : n - 1].any()  # nothing of the question is learnt
-    assert tuple(has.any(1).tolist()) == TASKS[task].learnt(layout)
+    assert not has[:, : n - 1].any()  # nothing of the question is trained
+    assert tuple(has.any(1).tolist()) == TASKS[task].trained(layout)
     if TASKS[task].text:
         assert whole.targets[-1][has[-1]].tolist() == [8, 9, layout.text.special("end")]
 
 
 def test_a_cut_answer_column_by_column():
-    """The drawing in `omni/layout.py`: what was heard is a whole answer, its ends are not learnt, the turn after it is."""
+    """The drawing in `omni/layout.py`: what was heard is a whole answer, its ends are not trained, the turn after it is."""
     layout = Layout.preset("codec2")
     codes = torch.tensor([[1], [2], [3], [4]])
     cut, after = Turn("T1A2", question=[5], text=[8], codes=codes, cut=True), make_turn(layout, "A1A2")

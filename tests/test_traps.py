@@ -62,7 +62,7 @@ def test_a_mask_never_changes_between_forward_and_backward(model):
 
 
 def test_checkpointing_reaches_parameters_behind_frozen_inputs(model):
-    """Reentrant checkpointing gives no gradient to anything inside when no input needs one: 42 of 44 adapters learnt nothing,
+    """Reentrant checkpointing gives no gradient to anything inside when no input needs one: 42 of 44 adapters learned nothing,
     in silence. Ours is non-reentrant."""
     for name, p in model.named_parameters():
         p.requires_grad_(".attention.q." in name)

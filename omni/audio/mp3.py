@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 
 
 def frame(data: bytes, at: int) -> Frame | None:
-    """The frame that begins at `at`; None where there is no header (free format, which nobody writes, included)."""
+    """The frame that starts at `at`; None where there is no header (free format, which nobody writes, included)."""
     if len(data) < at + 4 or data[at] != 0xFF or data[at + 1] & 0xE0 != 0xE0:
         return None
     version, layer = data[at + 1] >> 3 & 3, 4 - (data[at + 1] >> 1 & 3)  # version 3: MPEG 1, 2: MPEG 2, 0: MPEG 2.5
@@ -69,7 +69,7 @@ def begins(data: bytes, at: int = 0, *, whole: bool) -> bool:
 
 
 def first_frame(data: bytes) -> int | None:
-    """Where the first of two frames in a row begins, behind ID3v2 tags and what follows them; None if there are none."""
+    """Where the first of two frames in a row starts, behind ID3v2 tags and what follows them; None if there are none."""
     at = 0
     while data[at : at + 3] == b"ID3" and len(data) >= at + 10:
         size = data[at + 6] << 21 | data[at + 7] << 14 | data[at + 8] << 7 | data[at + 9]  # seven bits a byte

@@ -1,6 +1,6 @@
 """What data is, by its first bytes: a container of sound that is read here, something else with a name, or neither.
 
-Raw PCM has no header, so only marks of at least three bytes count, and MP3 and AAC, whose frames begin with eleven
+Raw PCM has no header, so only marks of at least three bytes count, and MP3 and AAC, whose frames start with eleven
 and twelve set bits (as UTF-16 text and quiet PCM do), must show two frames in a row.
 """
 

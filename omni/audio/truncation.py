@@ -64,7 +64,7 @@ def _nist(head: bytes, size: int) -> Extent | None:
 def _chunks(file: BinaryIO, start: int, size: int, source: str) -> Extent | None:
     """Walk the chunks to the samples."""
     mark = _again(file, start, 4)
-    form, at, own, align = {  # a chunk's header; where the first begins; whether lengths include it; what they are padded to
+    form, at, own, align = {  # a chunk's header; where the first starts; whether lengths include it; what they are padded to
         b"RIFF": ("<4sI", 12, 0, 2),
         b"RF64": ("<4sI", 12, 0, 2),
         b"RIFX": (">4sI", 12, 0, 2),
@@ -114,7 +114,7 @@ def check_end(file: BinaryIO, kind: str | None, name: str) -> str | None:
         data = file.read()
         first = mp3.first_frame(data)
         if first is None:
-            raise UserError(f"{name} is not a sound file: it begins like MP3, but no two frames follow each other")
+            raise UserError(f"{name} is not a sound file: it starts like MP3, but no two frames follow each other")
         if mp3.ends_inside(data, first):
             doubt = f"{name} may be cut short: its last frame is not whole"
     file.seek(start)

@@ -122,7 +122,7 @@ class WavWriter:
         data = pcm16(audio) if self._encoding == "pcm16" else _samples(audio).numpy().astype("<f4").tobytes()
         if self._bytes + len(data) > _LIMIT:
             raise UserError(
-                f"{str(self.path)!r}: a WAV file holds at most 4 GiB: begin another after "
+                f"{str(self.path)!r}: a WAV file holds at most 4 GiB: start another after "
                 f"{self.seconds:.0f} s, or write a lower rate"
             )
         self._write(data)

@@ -30,9 +30,9 @@ def no_folder(path: Path) -> str:
 
 
 def is_pickle(file: Path) -> bool:
-    """Whether a file begins as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5).
+    """Whether a file starts as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5).
 
-    A safetensors file begins with the length of its header, eight bytes that may look like a protocol; a `{` follows.
+    A safetensors file starts with the length of its header, eight bytes that may look like a protocol; a `{` follows.
     """
     if not file.is_file():
         return False

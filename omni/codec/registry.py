@@ -31,7 +31,7 @@ def codec_names() -> list[str]:
 
 
 def check_codec_name(name: str, where: str = "") -> None:
-    """UserError, naming the closest, where no codec of that name is registered; `where` is what the error begins with."""
+    """UserError, naming the closest, where no codec of that name is registered; `where` is what the error starts with."""
     if name not in _loaders:
         place = f"{where}: " if where else ""
         raise UserError(f"{place}unknown codec {name!r}: {closest(name, codec_names())}")

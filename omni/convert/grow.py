@@ -1,10 +1,10 @@
 """A speech language model grown from a language model: its weights, an encoder, and new rows, tables and heads.
 
-The text table keeps the original's rows and gets the layout's special ids behind them. How new rows begin is a rule with a
+The text table keeps the original's rows and gets the layout's special ids behind them. How new rows start is a rule with a
 name (`RULES`); all draws are keyed by the seed and the tensor's name, so that a rule gives the same weights on any machine and
 in any order.
 
-The audio streams' pad ids always begin at zero. With `combine: sum` a column without sound is then the text's embedding alone,
+The audio streams' pad ids always start at zero. With `combine: sum` a column without sound is then the text's embedding alone,
 and before any training the grown model reads and writes text exactly as the original did.
 """
 
@@ -59,7 +59,7 @@ def _zero(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
 
 
 RULES: dict[str, Rule] = {"mean": _mean, "normal": _normal, "zero": _zero}
-"""How new rows begin, measured on the rows of the text table (for heads: of the text head) that stand for known tokens:
+"""How new rows start, measured on the rows of the text table (for heads: of the text head) that stand for known tokens:
 
 mean: the mean row, and a tenth of each dimension's deviation as noise (new ids take no probability from known ones).
 normal: noise around zero with the table's overall deviation.
@@ -76,7 +76,7 @@ class Growth:
 
     Attributes:
         layout: its text stream has as many ids as the language model's table has rows.
-        rule: how new rows begin (`RULES`).
+        rule: how new rows start (`RULES`).
         combine: how embeddings of streams become one, as in `DecoderConfig`.
     """
 
@@ -185,7 +185,7 @@ def _silent(table: Lazy, layout: Layout) -> Lazy:
 def fresh(kind: type[nn.Module], arguments: tuple[object, ...], prefix: str, seed: int, dtype: torch.dtype) -> dict[str, Lazy]:
     """New weights for a module, drawn when they are read.
 
-    Linear layers and convolutions begin as PyTorch's do (uniform within 1 / sqrt(fan in)), norms at one and zero, Whisper's
+    Linear layers and convolutions start as PyTorch's do (uniform within 1 / sqrt(fan in)), norms at one and zero, Whisper's
     positions at its sinusoids.
     """
     with torch.device("meta"):

@@ -119,7 +119,7 @@ _RENAMED = (
 
 
 def their_name(ours: str) -> str:
-    """The name in their file of a tensor that stands there alone, or begins the one that it is joined into."""
+    """The name in their file of a tensor that stands there alone, or starts the one that it is joined into."""
     for a, b in _RENAMED:
         ours = ours.replace(a, b)
     return ours

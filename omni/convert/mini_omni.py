@@ -10,7 +10,7 @@ vision adapter). The tensors are cut and joined by `litgpt.py`, the settings rea
 `.pth` files are written as `torch.save` writes them, streamed: no tensor is ever whole in memory. The format, which
 `torch.load` reads, mapped or not: a zip archive without compression. `data.pkl` is the pickled object, in which a tensor is
 `torch._utils._rebuild_tensor_v2` of a storage, and a storage a persistent id: `("storage", class, key, "cpu", elements)`.
-`data/KEY` are the bytes of a storage and begin at a multiple of 64. Source: PyTorch's `torch/serialization.py` (`_save`) and
+`data/KEY` are the bytes of a storage and start at a multiple of 64. Source: PyTorch's `torch/serialization.py` (`_save`) and
 `caffe2/serialize/inline_container.cc`.
 """
 
@@ -122,7 +122,7 @@ def read(
     kept = {name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}
     if kept.get(WORDS, {}).get("add_bos_token"):
         raise UserError(
-            f"{path / WORDS}: add_bos_token is true: texts then begin with a token that mini-omni's have not; is it another "
+            f"{path / WORDS}: add_bos_token is true: texts then start with a token that mini-omni's have not; is it another "
             "model's?"
         )
     rows = config.layout.text.size
@@ -225,7 +225,7 @@ def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any
 
 
 ALIGNED = 64
-"""What the bytes of a storage begin at a multiple of."""
+"""What the bytes of a storage start at a multiple of."""
 
 
 _CLASSES = {

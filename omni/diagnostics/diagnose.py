@@ -40,7 +40,7 @@ _ERRORS = {
 INPLACE = (
     "make a new tensor instead (x = x + 1 for x.add_(1), torch.where for a masked write), or change it once backward has run"
 )
-CARRY = "cut it where a step begins: {name} = {name}.detach(); backward through several steps needs them in one loss"
+CARRY = "cut it where a step starts: {name} = {name}.detach(); backward through several steps needs them in one loss"
 ONE_BACKWARD = (
     "add the losses and call backward once; where two parts are to learn apart, detach what passes between them on the side "
     "that is not to learn"

@@ -54,7 +54,7 @@ class Guard:
         optimizer: one or several; they tell when gradients are complete and which parameters are owned. A wrapper's inner one
             (its attribute `optimizer`) is taken.
         idle: parameters that need no gradient although they are trainable.
-        end_id: the token that ends a sequence, where it is to be learnt. Batches are then looked at for labels that mask every
+        end_id: the token that ends a sequence, where it is to be trained. Batches are then looked at for labels that mask every
             end, until one is seen that teaches one: integer tensors [B, T] side by side, in a mapping or an object, called
             input_ids, tokens, inputs or ids, and labels, label, targets or target (-100 is left out of the loss).
 

@@ -23,7 +23,7 @@ from omni.lora import attach as lora
 _NUMBERS = itertools.count(1)
 
 
-class LentDelta:
+class AttachedDelta:
     """A delta as a pair of `omni.lora.attach`."""
 
     def __init__(self, delta: Delta) -> None:
@@ -59,7 +59,7 @@ def attach_edits(model: nn.Module, edits: Edits) -> str:
         dtype = own.dtype if own.is_floating_point() else None
         device = None if own.is_meta else own.device  # what is offloaded has no place before it runs
         one = Edits({target: delta}).to(device, dtype)  # now, and not at every step
-        pairs[target] = LentDelta(one.deltas[target])
+        pairs[target] = AttachedDelta(one.deltas[target])
     lora.attach_pairs(model, pairs, name)
     return name
 
@@ -87,7 +87,7 @@ class Bases:
 
 
 @contextmanager
-def lent(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list[str | None]]:
+def attached(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list[str | None]]:
     """Attach edits while a block runs: the name of each, None for None; the same edits are attached once."""
     names: dict[int, str] = {}
     with ExitStack() as stop:
@@ -101,7 +101,7 @@ def lent(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list[str
 @contextmanager
 def edited_everywhere(model: nn.Module, edits: Edits) -> Iterator[None]:
     """Let edits act on every row while a block runs, whatever else acts there."""
-    with lent(model, [edits]) as (name,):
+    with attached(model, [edits]) as (name,):
         assert name is not None
         lora.act_everywhere(model, name)
         yield

@@ -21,7 +21,7 @@ class TransformConfig:
             the other stays as it is (`one_sided`: delta where a linear has more inputs than outputs, else x).
         hidden: layers before the last one.
         rank: largest rank of a layer's matrix.
-        init: `id` begins as the identity and has residual layers, `xavier` is random and has none.
+        init: `id` starts as the identity and has residual layers, `xavier` is random and has none.
         norm: normalise by the running statistics.
     """
 
@@ -80,7 +80,7 @@ class FinetuneConfig:
         bound: largest change: of every single weight (`linf`, dense changes only), or the norm of all changes together (`l2`).
         steps: at most; it stops when the loss falls below `enough`.
         rank: of the changes; None for dense ones.
-        seed: of what a change of low rank begins with (its product is zero).
+        seed: of what a change of low rank starts with (its product is zero).
     """
 
     norm: Literal["linf", "l2"] = "linf"

@@ -199,7 +199,7 @@ def _sum(deltas: Sequence[Delta]) -> Delta:
     return Delta(torch.cat([delta.b * delta.lr for delta in deltas]), torch.cat([d.a for d in deltas if d.a is not None]))
 
 
-# --- acting -----------------------------------------------------------------------------------------------------------
+# --- active -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

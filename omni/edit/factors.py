@@ -41,7 +41,7 @@ def gradient_factors(
         for name, part in found.items():
 
             def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, name: str = name) -> None:
-                if not out.requires_grad:  # a frozen base: the graph begins here, and again where it is recomputed
+                if not out.requires_grad:  # a frozen base: the graph starts here, and again where it is recomputed
                     out.requires_grad_()
                 if recording:
                     x = args[0] if args else next(iter(kwargs.values()))

@@ -149,12 +149,12 @@ def fit_step(
     with torch.no_grad():
         before = logits_of(model, locality)
     edits = stack([mend(gradient_factors(model, mend.shapes, one, loss_of)) for one in (edit, *beside)])
-    learnt = [p for p in mend.parameters() if p.requires_grad]
+    trained = [p for p in mend.parameters() if p.requires_grad]
     with torch.enable_grad(), edited(model, edits):
         edit_loss = loss_of(model, edit if rephrased is None else rephrased)
         locality_loss = kl_divergence(before, logits_of(model, locality))
         total = mend.config.c_edit * edit_loss + mend.config.c_loc * locality_loss
-        total.backward(inputs=learnt)
+        total.backward(inputs=trained)
     return FitLosses(total.detach(), edit_loss.detach(), locality_loss.detach())
 
 

@@ -71,7 +71,7 @@ class LowRankLayer(nn.Module):
         y = F.linear(F.linear(x, self.v), self.u, self.bias)
         if mode is not None and self.scale is not None and self.shift is not None:
             y = y * self.scale[mode] + self.shift[mode]
-        y = y.clamp(min=0)  # its gradient at 0 is 1, where relu's is 0 and nothing would begin to learn
+        y = y.clamp(min=0)  # its gradient at 0 is 1, where relu's is 0 and nothing would start to learn
         return y + x if self.residual else y
 
 
@@ -121,7 +121,7 @@ class GradientTransform(nn.Module):
             if self.norm:
                 if int(self.x_statistics.count) < 2:
                     raise UserError(
-                        f"the statistics of MEND rest on {int(self.x_statistics.count)} tokens; fit it first, and begin with "
+                        f"the statistics of MEND rest on {int(self.x_statistics.count)} tokens; fit it first, and start with "
                         "an edit of two tokens or more"
                     )
                 x, delta = self.x_statistics.normalise(x), self.delta_statistics.normalise(delta)

@@ -1,4 +1,4 @@
-"""Many questions at once: rows that begin together and leave one by one.
+"""Many questions at once: rows that start together and leave one by one.
 
 Questions are sorted by length, so that a batch's prompts need little padding; a row that has ended leaves,
 and the rows behind it move up, so that the steps get cheaper towards the end.
@@ -74,10 +74,10 @@ class BatchRunner:
         self._take, self._give = take, give
 
     def answer(
-        self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int, acting: Sequence[RowSelection]
+        self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int, selection: Sequence[RowSelection]
     ) -> list[Answer]:
         """One answer per question, in their order."""
-        choice_of(self.model, acting)  # every name is known, before any question is answered
+        choice_of(self.model, selection)  # every name is known, before any question is answered
         prompts = [prompt(self.model.layout, a.turn) for a in asked]
         order = sorted(range(len(asked)), key=lambda i: len(prompts[i]))
         longest = max((len(p) for p in prompts), default=0)
@@ -88,7 +88,7 @@ class BatchRunner:
         for low in range(0, len(order), batch_size):
             chosen = order[low : low + batch_size]
             assert runner is not None
-            own = ([given[i] for i in chosen] for given in (asked, prompts, seeds, acting))
+            own = ([given[i] for i in chosen] for given in (asked, prompts, seeds, selection))
             group = self._group(runner, *own)  # type: ignore[arg-type]
             answers.update(zip(chosen, group, strict=True))
         if runner is not None:
@@ -108,11 +108,11 @@ class BatchRunner:
     def _limits(self, asked: Asked) -> tuple[int, int]:
         return self.options.limits(asked.task, self.codec, self.model.layout.max_delay)
 
-    def _encode(self, asked: Sequence[Asked], acting: Sequence[RowSelection]) -> list[Tensor | None]:
+    def _encode(self, asked: Sequence[Asked], selection: Sequence[RowSelection]) -> list[Tensor | None]:
         """Features of each question; clips on which the same acts go through the encoder together."""
         features: list[Tensor | None] = [None] * len(asked)
-        for one in dict.fromkeys(acting):
-            own = [i for i, other in enumerate(acting) if other == one]
+        for one in dict.fromkeys(selection):
+            own = [i for i, other in enumerate(selection) if other == one]
             with using(choice_of(self.model, [one])):
                 found = encode_questions(self.model, [asked[i] for i in own])
             for i, feature in zip(own, found, strict=True):
@@ -125,10 +125,10 @@ class BatchRunner:
         asked: Sequence[Asked],
         prompts: Sequence[Columns],
         seeds: Sequence[int],
-        acting: Sequence[RowSelection],
+        selection: Sequence[RowSelection],
     ) -> list[Answer]:
         clock, layout = Clock(), self.model.layout
-        features = self._encode(asked, acting)
+        features = self._encode(asked, selection)
         synchronize(self.model.device)
         encoded = clock.seconds
         heard = [is_finite(f) for f in features]
@@ -136,11 +136,11 @@ class BatchRunner:
             layout, prompts, [f if h else torch.zeros_like(f) for f, h in zip(features, heard, strict=True) if f is not None]
         )
         runner.cache.reset()
-        with using(choice_of(self.model, acting, self.model.device)):
+        with using(choice_of(self.model, selection, self.model.device)):
             hidden = prefill(self.model, runner.cache, range(len(asked)), packed, runner.chunk)
         starts = [
-            Start(a.task.text, a.task.audio, len(p) - 1, self.settings, seed_key(seed), acting=one)
-            for a, p, seed, one in zip(asked, prompts, seeds, acting, strict=True)
+            Start(a.task.text, a.task.audio, len(p) - 1, self.settings, seed_key(seed), selection=one)
+            for a, p, seed, one in zip(asked, prompts, seeds, selection, strict=True)
         ]
         synchronize(self.model.device)
         filled = clock.seconds

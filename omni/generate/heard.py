@@ -1,7 +1,7 @@
 """How much of an answer's text was heard: words placed in the sound.
 
 Text is written ahead of its sound, so the columns do not tell when a word is spoken. It is placed by the time its characters
-take (`omni.generate.speech_time`), and held to what the sound itself shows: where speech begins, pauses in it, which are
+take (`omni.generate.speech_time`), and held to what the sound itself shows: where speech starts, pauses in it, which are
 matched with the punctuation, and, once the answer has ended, its end. A word counts as heard when its middle was played.
 
 Times are in seconds of the answer's sound.
@@ -106,7 +106,7 @@ def words(text: str) -> list[tuple[int, int]]:
 
 
 def place(text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None) -> list[float]:
-    """When each character begins, and when the last ends: one more than there are characters, never decreasing.
+    """When each character starts, and when the last ends: one more than there are characters, never decreasing.
 
     Arguments as for `heard_characters`.
     """
@@ -143,9 +143,9 @@ def matched(
     """Which punctuation mark is which pause: the pairs that fit best, both in order.
 
     Args:
-        start: where speech begins, by estimate and in the sound.
-        marks: by estimate, begin and end of each mark's pause, and what it costs if it has none.
-        pauses: begin and end of those in the sound.
+        start: where speech starts, by estimate and in the sound.
+        marks: by estimate, start and end of each mark's pause, and what it costs if it has none.
+        pauses: start and end of those in the sound.
     """
     best: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {(-1, -1): (0.0, (-1, -1))}
     for m, mark in enumerate(marks):

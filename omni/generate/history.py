@@ -134,7 +134,7 @@ class CachedHistory:
 
 
 def common_prefix(a: Sequence[Key], b: Sequence[Key]) -> int:
-    """How many columns two sequences begin with alike."""
+    """How many columns two sequences start with alike."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -143,7 +143,7 @@ def common_prefix(a: Sequence[Key], b: Sequence[Key]) -> int:
 
 @dataclass(frozen=True)
 class Past:
-    """What a session begins with.
+    """What a session starts with.
 
     Attributes:
         turns: questions with their answers in `turn`.

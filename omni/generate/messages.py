@@ -1,4 +1,4 @@
-"""A conversation as messages: what people read of a session, and what a session can begin with.
+"""A conversation as messages: what people read of a session, and what a session can start with.
 
 A message is a question (`user`) or an answer (`assistant`); they take turns. Messages of chat templates are read too:
 
@@ -91,7 +91,7 @@ def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec |
 
 
 def read_history(history: History | None, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None = None) -> Past:
-    """What a session is to begin with.
+    """What a session is to start with.
 
     Raises:
         UserError: roles that do not take turns, a message without content, ids or codes of another layout, sound of an answer

@@ -19,7 +19,7 @@ class Start:
         settings: sampling of each stream.
         key: of its random numbers (`seed_key`).
         partner: slot of the row that writes its text (text assist), None where it writes itself.
-        acting: the adapter and the edits that act on the row, None for the model's own choice.
+        selection: the adapter and the edits that act on the row, None for the model's own choice.
     """
 
     text: bool
@@ -28,7 +28,7 @@ class Start:
     settings: tuple[Sampling, ...]
     key: int = 0
     partner: int | None = None
-    acting: RowSelection = None
+    selection: RowSelection = None
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class RunnerRow:
             row that is done).
         needs_text, needs_audio: heads it still asks for.
         partner: slot of the row whose text it takes.
-        acting: what acts on it.
+        selection: what acts on it.
         live: it has not left.
         done: its answer is complete.
     """
@@ -51,7 +51,7 @@ class RunnerRow:
     needs_text: bool
     needs_audio: bool
     partner: int | None = None
-    acting: RowSelection = None
+    selection: RowSelection = None
     live: bool = True
     done: bool = False
 

@@ -41,8 +41,8 @@ class _Plan(NamedTuple):
         text, audio: the slots (from, to) that the head of the kind serves; None where none needs it.
         coupled: some rows take their text from another row.
         visible: how many slots of the cache are looked at.
-        acting: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row has
-            it.
+        selection: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row
+            has it.
         mixed: rows differ in them.
         everywhere: edits that act on every row besides.
         removals: of adapters so far, where any act: a graph reads the weights of those that it was captured with.
@@ -56,7 +56,7 @@ class _Plan(NamedTuple):
     audio_mode: Mode
     text_mode: Mode
     visible: int
-    acting: tuple[RowSelection, ...] = ()
+    selection: tuple[RowSelection, ...] = ()
     mixed: bool = False
     everywhere: tuple[str, ...] = ()
     removals: int = 0
@@ -121,8 +121,8 @@ class Runner:
         self._column = self.layout.ids("pad").to(device).repeat(rows, 1)
         self._position = torch.full((rows,), -1, dtype=torch.long, device=device)
         self._partner = torch.arange(rows, device=device)
-        self._number = torch.zeros(rows, dtype=torch.long, device=device)  # place in `_acting`, from 1; 0 for the own choice
-        self._acting: list[RowSelection] = []
+        self._number = torch.zeros(rows, dtype=torch.long, device=device)  # place in `_selection`, from 1; 0 for the own choice
+        self._selection: list[RowSelection] = []
         self._removals = 0
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
         self._cursor.done.fill_(True)
@@ -147,7 +147,7 @@ class Runner:
             starts: one per row.
         """
         slots = slice(first, first + len(starts))
-        rows = [RunnerRow(first + i, s.position, s.text, s.audio, s.partner, s.acting) for i, s in enumerate(starts)]
+        rows = [RunnerRow(first + i, s.position, s.text, s.audio, s.partner, s.selection) for i, s in enumerate(starts)]
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device)
         for name in Cursor.TENSORS:
             getattr(self._cursor, name)[slots] = getattr(fresh, name)
@@ -155,7 +155,7 @@ class Runner:
         self._position[slots] = torch.tensor([s.position for s in starts], device=device)
         partners = [row.slot if row.partner is None else row.partner for row in rows]
         self._partner[slots] = torch.tensor(partners, device=device)
-        self._number[slots] = torch.tensor([self._numbered(s.acting) for s in starts], device=device)
+        self._number[slots] = torch.tensor([self._numbered(s.selection) for s in starts], device=device)
         for row, start in zip(rows, starts, strict=True):
             self.rows[row.slot] = row
             self._sampler.set(row.slot, start.settings, start.key)
@@ -164,25 +164,25 @@ class Runner:
         self._record(plan)
         return rows
 
-    def _numbered(self, acting: RowSelection) -> int:
-        if acting is None:
+    def _numbered(self, selection: RowSelection) -> int:
+        if selection is None:
             return 0
-        if not any(self.rows) and (acting not in self._acting or self._removals != removals(self.model)):
+        if not any(self.rows) and (selection not in self._selection or self._removals != removals(self.model)):
             self._forget()
-        if acting not in self._acting:
-            self._acting.append(acting)
-        return self._acting.index(acting) + 1
+        if selection not in self._selection:
+            self._selection.append(selection)
+        return self._selection.index(selection) + 1
 
     def _forget(self) -> None:
         """Drop numbers and graphs of adapters and edits that the model no longer has."""
         there = names_there(self.model)
-        self._acting = [acting for acting in self._acting if there.issuperset(names_in(acting))]
+        self._selection = [selection for selection in self._selection if there.issuperset(names_in(selection))]
         self._removals = removals(self.model)
         kept = [
             plan
             for plan in self._graphs
-            if there.issuperset({*plan.everywhere, *_all_names(plan.acting)})
-            and (not plan.acting or plan.removals == self._removals)
+            if there.issuperset({*plan.everywhere, *_all_names(plan.selection)})
+            and (not plan.selection or plan.removals == self._removals)
         ]
         self._graphs = {plan: self._graphs[plan] for plan in kept}
 
@@ -274,12 +274,12 @@ class Runner:
         audio_mode, text_mode = self._sampler.modes(range(first, stop))
         visible = self._visible(max(row.position for row in live) + 1)
         mode = Mode()
-        used = {row.acting for row in live}
+        used = {row.selection for row in live}
         mixed = len(used) > 1
-        acting = tuple(self._acting) if mixed else tuple(one for one in used if one is not None)
+        selection = tuple(self._selection) if mixed else tuple(one for one in used if one is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
-        removed = removals(self.model) if acting else 0
-        return _Plan(first, stop, text, audio, coupled, *modes, visible, acting, mixed, edits_everywhere(self.model), removed)
+        edits, removed = edits_everywhere(self.model), removals(self.model) if selection else 0
+        return _Plan(first, stop, text, audio, coupled, *modes, visible, selection, mixed, edits, removed)
 
     def _visible(self, positions: int) -> int:
         """How many slots a step looks at: few different numbers, fewer still where each costs a graph."""
@@ -293,7 +293,7 @@ class Runner:
         rows, view = slice(plan.first, plan.stop), self._view(plan)
         view.limit(plan.visible or None)
         column, position = self._column[rows, :, None], self._position[rows, None]
-        decode = self.model if plan.acting or plan.everywhere else self._decode  # what is compiled knows of none
+        decode = self.model if plan.selection or plan.everywhere else self._decode  # what is compiled knows of none
         with using(self._choice(plan, plan.first, plan.stop)):
             hidden = decode(column, input_pos=position, cache=view)
         self._write(plan, hidden)
@@ -307,9 +307,9 @@ class Runner:
 
     def _choice(self, plan: _Plan, first: int, stop: int) -> Selection | None:
         """What acts on some slots."""
-        if not plan.acting:
+        if not plan.selection:
             return None
-        return Selection(plan.acting, self._number[first:stop] if plan.mixed else None)
+        return Selection(plan.selection, self._number[first:stop] if plan.mixed else None)
 
     def _write(self, plan: _Plan, hidden: Hidden) -> None:
         """From hidden states [B, 1, W] to the rows' next columns, in place."""
@@ -391,7 +391,7 @@ def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
 
 
 def _all_names(several: Sequence[RowSelection]) -> list[str]:
-    return [name for acting in several for name in names_in(acting)]
+    return [name for selection in several for name in names_in(selection)]
 
 
 def _span(slots: Sequence[int]) -> tuple[int, int] | None:

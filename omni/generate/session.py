@@ -55,7 +55,7 @@ class Session:
     Args:
         past: what was said before; its questions are encoded one by one, as they were when they were asked.
         release: called when the session ends; from then on the runner is somebody else's.
-        edits: the name under which its edits are lent to the model (`omni.edit.attach`).
+        edits: the name under which its edits are attached to the model (`omni.edit.attach`).
         time: how long the model's voice takes for a text.
     """
 
@@ -74,8 +74,8 @@ class Session:
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options, self.time = options, time
-        self._acting: RowSelection = options.adapter if edits is None else (options.adapter, edits)
-        self._choice = choice_of(model, [self._acting])
+        self._selection: RowSelection = options.adapter if edits is None else (options.adapter, edits)
+        self._choice = choice_of(model, [self._selection])
         self.settings = per_stream(model.layout, options.sampling)
         self._system = read_system(options.system, tokenizer)
         self._runner: Runner | None = runner
@@ -123,8 +123,8 @@ class Session:
         self._open()
         self._settle(self._last)
         with ExitStack() as held:
-            held.enter_context(kept(self.model, [self._acting]))
-            self._choice = choice_of(self.model, [self._acting])  # its adapter may have been removed, or merged, since
+            held.enter_context(kept(self.model, [self._selection]))
+            self._choice = choice_of(self.model, [self._selection])  # its adapter may have been removed, or merged, since
             asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
             features, encoded = self._encode(asked), clock.seconds
             layout = self.model.layout
@@ -213,7 +213,7 @@ class Session:
 
     @property
     def history(self) -> list[Message]:
-        """The questions and what was delivered of their answers, to read, or to begin another session with; an answer under way
+        """The questions and what was delivered of their answers, to read, or to start another session with; an answer under way
         and its question are not among them."""
         return messages(self._past, self.tokenizer, self.codec)
 
@@ -309,10 +309,10 @@ class Session:
         """Bring the cache to the end of the question and write the answer's first column."""
         model, task, keys = self.model, running.task, running.keys
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
-        under = (edits_everywhere(model), self._acting and removals(model))
+        under = (edits_everywhere(model), self._selection and removals(model))
         keep = self._held.keep(keys, under, runner.cache)
         question = pack(model.layout, [running.columns], features, [keep])
-        start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, acting=self._acting)
+        start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, selection=self._selection)
         if self.options.text_assist and task.text and task.audio:
             other = prompt(model.layout, replace(running.exchange.turn, task=find_writer(task)))
             with using(self._choice):

@@ -22,7 +22,7 @@ import torch
 
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
-from omni.edit.attach import Bases, attach_edits, edited_everywhere, lent
+from omni.edit.attach import Bases, attach_edits, attached, edited_everywhere
 from omni.edit.deltas import Edits
 from omni.errors import UserError
 from omni.files import check_path
@@ -174,7 +174,7 @@ class SpeechLM:
                 f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
                 "python -m train convert MODEL TARGET --lora ADAPTER"
             )
-        linears, acting = linears_of(self.model), active_names(self.model)
+        linears, selection = linears_of(self.model), active_names(self.model)
         if weights.pairs.keys() <= linears.keys():
             check_base(weights, lambda target: base_weight(linears[target]), str(folder))
         pairs = weights.modules()
@@ -182,7 +182,7 @@ class SpeechLM:
             if target in linears:
                 pair.to(self.model.device, self.model.decoder.norm.weight.dtype)
         attach(self.model, pairs, name)
-        activate(self.model, *acting)
+        activate(self.model, *selection)
         LOG.info("adapter %r of %s is there, for %d linears", name, folder, len(pairs))
         return name
 
@@ -330,9 +330,9 @@ class SpeechLM:
         batch = BatchRunner(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
         for own in corrections:
             self._bases.check(self.model, own)
-        with lent(self.model, corrections) as names, kept(self.model, adapters):
-            acting: list[RowSelection] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
-            return batch.answer(asked, seeds, batch_size, acting)
+        with attached(self.model, corrections) as names, kept(self.model, adapters):
+            selection: list[RowSelection] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
+            return batch.answer(asked, seeds, batch_size, selection)
 
     # --- edits --------------------------------------------------------------------------------------------------------
 

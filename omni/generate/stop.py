@@ -1,4 +1,4 @@
-"""Stop strings: a text that is passed on as far as it is sure that none of them begins there."""
+"""Stop strings: a text that is passed on as far as it is sure that none of them starts there."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class StopText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of a text a stop string begins with."""
+    """How many of the last characters of a text a stop string starts with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

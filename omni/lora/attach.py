@@ -7,7 +7,7 @@ pairs. They stand beside the weight they belong to (`<linear>.lora.<adapter>.a` 
 the linear, so every weight keeps its name, and any kind of linear can have them: quantised, sharded, or of another library.
 
 Which adapters act is set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch. Edits
-(`omni.edit.attach`) are lent to a model in the same places: they are part of no state dict, act on top of the adapters, and
+(`omni.edit.attach`) are attached to a model in the same places: they are part of no state dict, act on top of the adapters, and
 leave nothing behind.
 
 Dimensions: B rows of a batch, r rank.
@@ -56,12 +56,12 @@ class Pair(Protocol):
 
 
 class Adapters(nn.Module):
-    """The pairs of one linear: by adapter, and by edit (`lent`, which no state dict holds)."""
+    """The pairs of one linear: by adapter, and by edit (`attached`, which no state dict holds)."""
 
     def __init__(self, active: Active) -> None:
         super().__init__()
         self.active = active
-        self.lent: Mapping[str, Pair] = {}
+        self.attached: Mapping[str, Pair] = {}
         self.original: Tensor | None = None  # the weight while adapters are merged into it
 
     def pair(self, name: str) -> LowRank | None:
@@ -71,22 +71,22 @@ class Adapters(nn.Module):
     def names(self) -> tuple[str, ...]:
         return tuple(self._modules)
 
-    def acting(self) -> list[LowRank]:
+    def active_pairs(self) -> list[LowRank]:
         """The adapters' pairs that act on every row and are not in the weight."""
         found = [self.pair(name) for name in self.active.names if name not in self.active.merged]
         return [pair for pair in found if pair is not None]
 
     def everywhere(self) -> list[Pair]:
         """All that acts where no row has a choice of its own."""
-        return [*self.acting(), *self._edits(self.active.edits)]
+        return [*self.active_pairs(), *self._edits(self.active.edits)]
 
     def _edits(self, names: Sequence[str | None]) -> list[Pair]:
-        lent = self.lent  # once: another thread may put another mapping there
-        return [lent[name] for name in names if name is not None and name in lent]
+        attached = self.attached  # once: another thread may put another mapping there
+        return [attached[name] for name in names if name is not None and name in attached]
 
-    def _of(self, acting: RowSelection) -> list[Pair]:
+    def _of(self, selection: RowSelection) -> list[Pair]:
         """The pairs of a row."""
-        adapter, *edits = acting if isinstance(acting, tuple) else (acting,)
+        adapter, *edits = selection if isinstance(selection, tuple) else (selection,)
         if adapter is None:
             return [*self.everywhere(), *self._edits(edits)]
         pair = self.pair(adapter)
@@ -100,8 +100,8 @@ class Adapters(nn.Module):
         total = None if choice.index is None else _total(self.everywhere(), x)
         if total is not None:
             total = choice.only(0, total)
-        for number, acting in enumerate(choice.names, 1):
-            one = _total(self._of(acting), x)
+        for number, selection in enumerate(choice.names, 1):
+            one = _total(self._of(selection), x)
             if one is not None:
                 delta = choice.only(number, one)
                 total = delta if total is None else total + delta
@@ -236,7 +236,7 @@ def _equip(linear: Any, active: Active) -> None:
 def _strip(linear: nn.Module) -> None:
     """Take away what `_equip` put there, once nothing is in it."""
     part = getattr(linear, "lora", None)
-    if not isinstance(part, Adapters) or part.names or part.lent:
+    if not isinstance(part, Adapters) or part.names or part.attached:
         return
     for key, hook in list(linear._forward_hooks.items()):
         if hook is _add:
@@ -289,7 +289,7 @@ def attach_pairs(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None
         place: Any = linear_of(model, target)
         if target not in present:
             _equip(place, active)
-        place.lora.lent = {**place.lora.lent, name: pair}
+        place.lora.attached = {**place.lora.attached, name: pair}
 
 
 @_alone
@@ -297,13 +297,13 @@ def detach(model: nn.Module, name: str) -> None:
     """Undo `attach_pairs`: nothing is left of it."""
     _set_everywhere(model, tuple(n for n in edits_everywhere(model) if n != name))
     for target, part in adapted(model).items():
-        part.lent = {n: pair for n, pair in part.lent.items() if n != name}
+        part.attached = {n: pair for n, pair in part.attached.items() if n != name}
         _strip(linear_of(model, target))
 
 
 @_alone
 def act_everywhere(model: nn.Module, name: str) -> None:
-    """Let lent edits act on every row, whatever adapters it has."""
+    """Let attached edits act on every row, whatever adapters it has."""
     _set_everywhere(model, (*edits_everywhere(model), name))
 
 
@@ -343,7 +343,7 @@ def _merged(names: Sequence[str]) -> UserError:
 def choice_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.device | str = "cpu") -> Selection | None:
     """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
     name, or some are merged into the weights."""
-    wanted = list(dict.fromkeys(acting for acting in rows if acting is not None))
+    wanted = list(dict.fromkeys(selection for selection in rows if selection is not None))
     own = _adapters_in(wanted)
     check_known(model, own)
     merged = next((part.active.merged for part in adapted(model).values()), ()) if own else ()
@@ -353,18 +353,18 @@ def choice_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.devi
         return None
     if len(wanted) == 1 and None not in rows:
         return Selection((wanted[0],))
-    numbers = [0 if acting is None else wanted.index(acting) + 1 for acting in rows]
+    numbers = [0 if selection is None else wanted.index(selection) + 1 for selection in rows]
     return Selection(tuple(wanted), torch.tensor(numbers, device=device))
 
 
 def _adapters_in(rows: Sequence[RowSelection]) -> list[str]:
     """The adapters that rows name, once for each."""
-    return [name for acting in rows if (name := acting[0] if isinstance(acting, tuple) else acting) is not None]
+    return [name for selection in rows if (name := selection[0] if isinstance(selection, tuple) else selection) is not None]
 
 
 def names_there(model: nn.Module) -> set[str]:
-    """The names of all adapters and lent edits."""
-    return {name for part in adapted(model).values() for name in (*part.names, *part.lent)}
+    """The names of all adapters and attached edits."""
+    return {name for part in adapted(model).values() for name in (*part.names, *part.attached)}
 
 
 def check_known(model: nn.Module, names: Sequence[str]) -> None:
@@ -376,7 +376,7 @@ def check_known(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """For a linear that is used by its weight: (scale * A x [..., r], B [out, r]) of all acting adapters side by side, whose
+    """For a linear that is used by its weight: (scale * A x [..., r], B [out, r]) of all active adapters side by side, whose
     product is to be added to the output; None where none acts."""
     part = getattr(linear, "lora", None)
     pairs = part.everywhere() if isinstance(part, Adapters) else []

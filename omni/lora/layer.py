@@ -21,7 +21,7 @@ class LowRank(nn.Module):
         self.a = nn.Parameter(torch.empty(rank, inputs, device=device))
         self.b = nn.Parameter(torch.zeros(outputs, rank, device=device))
         self.dropout = nn.Dropout(config.dropout)
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as nn.Linear begins: the product is 0, the gradient of B is not
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as nn.Linear starts: the product is 0, the gradient of B is not
 
     @property
     def rank(self) -> int:

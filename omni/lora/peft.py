@@ -42,7 +42,7 @@ PREFIX = "base_model.model."
 CHECKSUM, TEXT_ROWS = "omni_base_checksum", "omni_text_rows"
 
 PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
-"""Named ways to begin (`init_lora_weights`) that leave the base as it is; others take something out of it, at every loading."""
+"""Named ways to start (`init_lora_weights`) that leave the base as it is; others take something out of it, at every loading."""
 
 REFUSED = {
     "use_dora": "DoRA",

@@ -35,9 +35,9 @@ RowSelection = str | tuple[str | None, ...] | None
 """What acts on a row: an adapter (None: the model's own choice), or a tuple of that and names of edits."""
 
 
-def names_in(acting: RowSelection) -> tuple[str, ...]:
+def names_in(selection: RowSelection) -> tuple[str, ...]:
     """Every name in it."""
-    return tuple(name for name in (acting if isinstance(acting, tuple) else (acting,)) if name is not None)
+    return tuple(name for name in (selection if isinstance(selection, tuple) else (selection,)) if name is not None)
 
 
 @dataclass(frozen=True)

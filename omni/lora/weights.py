@@ -19,7 +19,7 @@ from omni.model.quantize import dense_weight, is_quantized, plain_checksum
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Put the acting adapters into the weights; `unmerge` takes them out again, exactly: the originals are kept beside.
+    """Put the active adapters into the weights; `unmerge` takes them out again, exactly: the originals are kept beside.
 
     Raises:
         UserError: some are merged already, or a base is quantised (see `merged_state`).
@@ -31,7 +31,7 @@ def merge(model: nn.Module) -> None:
         if is_quantized(linear_of(model, target)):
             raise UserError(f"{target} is quantised: adapters are merged into its dequantised weight, when they are exported")
     for target, part in parts.items():
-        pairs, weight = part.acting(), linear_of(model, target).weight
+        pairs, weight = part.active_pairs(), linear_of(model, target).weight
         if pairs:
             part.original = weight.detach().clone()
             weight.copy_(_summed(weight, pairs))
@@ -59,7 +59,7 @@ def _summed(weight: Tensor, pairs: Sequence[LowRank]) -> Tensor:
 
 @torch.no_grad()
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of plain weights, in which the acting adapters are merged and no adapter is left.
+    """A state dict of plain weights, in which the active adapters are merged and no adapter is left.
 
     Args:
         model: says which adapters act, how strongly, and how a base is quantised.
@@ -166,7 +166,7 @@ def base_weight(linear: nn.Module) -> Tensor | int:
 
 
 def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
-    """Whether the linear of a weight's name has this one, or begins with it (text rows may have been added)."""
+    """Whether the linear of a weight's name has this one, or starts with it (text rows may have been added)."""
     linear = linears_of(model).get(name.removesuffix(".weight"))
     if linear is None or plain_checksum(linear) is not None:
         return False

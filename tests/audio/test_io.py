@@ -256,7 +256,7 @@ def test_what_is_not_sound_is_named(data: bytes, said: str) -> None:
 
 
 def test_utf_16_is_not_mp3_and_frames_in_a_row_are() -> None:
-    """Both begin with eleven set bits."""
+    """Both start with eleven set bits."""
     data = encoded(NOISE, "MP3")
     assert container(data[:4096]) == "MP3" and container("ÿþ".encode("utf-16") + data[10:4096]) is None
     first = mp3.frame(data, 0)

@@ -144,7 +144,7 @@ def test_a_pickle_of_another_size_is_called_a_pickle(saved, tmp_path, protocol):
 
 @pytest.mark.parametrize("header", [0x0280, 0x4B50])
 def test_a_header_whose_length_looks_like_a_pickle_is_none(tmp_path, header):
-    """A safetensors file begins with a length; 640 reads as a pickle's protocol, and 19280 as `PK`."""
+    """A safetensors file starts with a length; 640 reads as a pickle's protocol, and 19280 as `PK`."""
     data = header.to_bytes(8, "little") + b"{".ljust(header - 1) + b"}"
     (tmp_path / WEIGHTS).write_bytes(data)
     assert not module.is_pickle(tmp_path / WEIGHTS)

@@ -163,7 +163,7 @@ def test_a_broken_file_is_refused(tmp_path, content, words):
 
 
 def test_a_header_that_begins_like_a_pickle_is_read(tmp_path):
-    """A header of 640 bytes begins with the two bytes of pickle protocol 2."""
+    """A header of 640 bytes starts with the two bytes of pickle protocol 2."""
     tensor = torch.arange(3.0)
     text = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}).encode().ljust(640)
     (tmp_path / "a").write_bytes(struct.pack("<Q", 640) + text + tensor.numpy().tobytes())

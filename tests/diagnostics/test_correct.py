@@ -285,7 +285,7 @@ HARD = {
 @pytest.mark.parametrize("way", ["watched", "traced", "run"])
 @pytest.mark.parametrize("name", HARD)
 def test_what_is_hard_to_look_at_learns_the_same(name: str, way: str) -> None:
-    learnt = []
+    trained = []
     for watched in (False, True):
         torch.manual_seed(0)
         model, optimizer, step = HARD[name]()
@@ -299,8 +299,8 @@ def test_what_is_hard_to_look_at_learns_the_same(name: str, way: str) -> None:
                 with guard.step(trace=way == "traced"):
                     step(i)
         assert guard.report() == ""
-        learnt.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *learnt))
+        trained.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *trained))
 
 
 def test_no_optimizer_at_all() -> None:

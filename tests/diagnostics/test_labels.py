@@ -1,4 +1,4 @@
-"""Checks of a batch: the end of a sequence that is never learnt, streams and tasks without a target."""
+"""Checks of a batch: the end of a sequence that is never trained, streams and tasks without a target."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = torch.tensor([[3, 4, 5, EOS, PAD], [3, 4, 5, 6, EOS], [3, 4, 5, 6, 7]])
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("masked", [[], [0], [1], [0, 1]])
 def test_rows_whose_end_is_masked(shifted, masked):
-    """The prompt (first token) is never learnt; the third row is cut off and has no end to learn."""
+    """The prompt (first token) is never trained; the third row is cut off and has no end to learn."""
     labels = TOKENS.clone()
     labels[:, 0] = -100
     labels[0, 4] = -100

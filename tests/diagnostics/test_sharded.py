@@ -70,7 +70,7 @@ def test_a_module_that_is_not_called(said: dict[str, list[Any]], where: str) -> 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_step_after_an_evaluation(said: dict[str, list[Any]], traced: bool) -> None:
-    """The root is gathered when the step begins; what its optimizer owns are the shards."""
+    """The root is gathered when the step starts; what its optimizer owns are the shards."""
     sound, lost = said[f"evaluated, traced {traced}"]
     assert sound == [] and lost == ([] if traced else ["not_owned 0.bias"])  # traced, the root's are idle
 

@@ -1,4 +1,4 @@
-"""Laws of lent edits: they act like those of `edited`, and take nothing of the model along."""
+"""Laws of attached edits: they act like those of `edited`, and take nothing of the model along."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni.edit.attach import LentDelta, attach_edits, edited_everywhere, lent
+from omni.edit.attach import AttachedDelta, attach_edits, attached, edited_everywhere
 from omni.edit.deltas import Edits, edited
 from omni.edit.linears import find_linears
 from omni.lora.attach import _add, detach, low_rank
@@ -32,7 +32,7 @@ def test_rows_that_name_lent_edits_have_them(model, name, rank):
         for one in edits:
             with edited(model, one):
                 wanted.append(all_logits(model, ids))
-        with lent(model, [edits[0], None, edits[1], edits[0]]) as names:
+        with attached(model, [edits[0], None, edits[1], edits[0]]) as names:
             assert names[1] is None and names[0] == names[3] != names[2]
             choice = Selection(((None, names[0]), (None, names[2])), torch.tensor([2, 0, 1]))
             with using(choice):
@@ -62,7 +62,7 @@ def test_a_linear_that_is_used_by_its_weight_has_its_edit_too(model):
     """A head whose weight goes straight into a loss: what is added is low(x) @ b.T."""
     delta = next(iter(some_edits(model).deltas.values()))
     x = torch.randn(4, delta.shape[0])
-    pair = LentDelta(delta)
+    pair = AttachedDelta(delta)
     assert_near(pair.low(x) @ pair.b.T, pair(x), 1e-6)
     target = next(iter(some_edits(model).deltas))
     part = model.get_submodule(target)
@@ -76,7 +76,7 @@ def test_a_linear_that_is_used_by_its_weight_has_its_edit_too(model):
 
 
 def test_threads_may_lend_and_take_back_at_once(model, name):
-    """Sessions of several threads share one model: nothing is lent twice, lost or left."""
+    """Sessions of several threads share one model: nothing is attached twice, lost or left."""
     linears = list(find_linears(model, some_edits(model, 1).deltas))
     mistakes: list[str] = []
 
@@ -87,7 +87,7 @@ def test_threads_may_lend_and_take_back_at_once(model, name):
                 own = attach_edits(model, edits)
                 for target in linears:
                     part: Any = model.get_submodule(target)
-                    if own not in part.lora.lent or list(part._forward_hooks.values()).count(_add) != 1:
+                    if own not in part.lora.attached or list(part._forward_hooks.values()).count(_add) != 1:
                         mistakes.append(target)
                 detach(model, own)
         except Exception as error:

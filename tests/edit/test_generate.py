@@ -176,7 +176,7 @@ def test_a_runner_forgets_edits_that_are_gone(lm):
         lm.generate(tone(0.3), edits=made(lm.model, seed), max_seconds=0.2)
     lm.generate(tone(0.3), max_seconds=0.2)
     (runner,) = lm._idle
-    assert len(runner._acting) <= 1
+    assert len(runner._selection) <= 1
 
 
 def test_mistakes_are_told_and_leave_nothing(layout, lm):

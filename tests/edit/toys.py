@@ -30,7 +30,7 @@ ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def gpt2() -> nn.Module:
-    """Transposed weights (`Conv1D`), biases, learnt positions."""
+    """Transposed weights (`Conv1D`), biases, trained positions."""
     config = GPT2Config(
         vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **ENDS
     )

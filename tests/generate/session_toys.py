@@ -1,4 +1,4 @@
-"""Questions to ask in sessions, and the state that an answer must begin from, by a plain forward."""
+"""Questions to ask in sessions, and the state that an answer must start from, by a plain forward."""
 
 from __future__ import annotations
 

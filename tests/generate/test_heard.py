@@ -107,7 +107,7 @@ SLOW = "One, two. Three four five six seven eight, nine ten."
 
 
 def said(pace: float, start: float) -> tuple[list[float], list[tuple[float, float]], float]:
-    """When each character begins at another pace than estimated, and the stretches of speech that this makes."""
+    """When each character starts at another pace than estimated, and the stretches of speech that this makes."""
     times, kinds = place(SLOW, SpeechTime()), CharacterReader().classes(SLOW)
     times = [start + pace * t for t in times]
     marks = [i for i, kind in enumerate(kinds) if kind in ("comma", "stop")]

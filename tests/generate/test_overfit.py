@@ -1,4 +1,4 @@
-"""Law 11: a model that has learnt one batch by heart says it back through the session, text and codes alike."""
+"""Law 11: a model that has learned one batch by heart says it back through the session, text and codes alike."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def learn_by_heart(lm: SpeechLM, talks: list[tuple[list[Turn], list[Tensor]]]) -
         optimizer.step()
         if max(losses) < 0.01:
             return
-    pytest.fail(f"the batch was not learnt: {[loss.item() for loss in losses]}")
+    pytest.fail(f"the batch was not learned: {[loss.item() for loss in losses]}")
 
 
 def test_overfit_then_say_it_back(layout: Layout) -> None:

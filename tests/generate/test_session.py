@@ -25,7 +25,7 @@ from tests.generate.session_toys import ASKED, TALKATIVE, WARM, plain_hidden
 
 
 def ask(lm: SpeechLM, session: Session, begun: list[tuple[Tensor, int]], turn: int) -> Iterator[Event]:
-    """Ask, and check that the answer begins from the state of a plain forward over what the history says."""
+    """Ask, and check that the answer starts from the state of a plain forward over what the history says."""
     history = session.turns
     events = session.ask(*ASKED[turn % 5])
     first = next(events)
@@ -165,7 +165,7 @@ CUTS: list[Callable[[Session, Iterator[Event]], None]] = [
 def test_only_what_was_delivered_is_remembered(
     chatty: SpeechLM, begun: list[tuple[Tensor, int]], cut: Callable[[Session, Iterator[Event]], None]
 ) -> None:
-    """After a cut, the next question begins from the plain forward over the offline layout of the delivered part."""
+    """After a cut, the next question starts from the plain forward over the offline layout of the delivered part."""
     with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=12) as session:
         list(ask(chatty, session, begun, 0))
         cut(session, ask(chatty, session, begun, 1))

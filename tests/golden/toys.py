@@ -207,7 +207,7 @@ def list_weights(folder: Path, **more: Any) -> None:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-FIRST = {"projector": "adapter"}
+FIRST = {"projector": "adapter", "augment_cached_audio": "sound_anew"}
 """Words in the names of tensors and keys that are other ones in the golden files."""
 
 

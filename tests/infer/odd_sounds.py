@@ -36,7 +36,7 @@ def header(rate: int = RATE, channels: int = 1, bits: int = 16, length: int = 32
 
 
 def odd_sounds() -> Iterator[tuple[str, bytes]]:
-    """Names and bytes; a name begins with `good` where it must be answered, `bad` where it must be refused."""
+    """Names and bytes; a name starts with `good` where it must be answered, `bad` where it must be refused."""
     draw = np.random.default_rng(1)
     for form, subtype in CONTAINERS:
         data, name = encoded(NOISE, form, subtype), f"{form} {subtype}"

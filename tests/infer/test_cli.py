@@ -49,7 +49,7 @@ ORDERS = {
     "a text of a file's name": ("--text q.wav", (), ("q.wav",), "t"),
     "several texts and files": ("--text 1 two --chat q.wav --text=4 --text 5", ("q.wav",), ("1", "two", "4", "5"), "ttstt"),
     "numbers": ("--text -5 -.5 --chat a.wav", ("a.wav",), ("-5", "-.5"), "tts"),
-    "a name that begins with a dash": ("a.wav --chat -- -b.wav --text", ("a.wav", "-b.wav", "--text"), (), "sss"),
+    "a name that starts with a dash": ("a.wav --chat -- -b.wav --text", ("a.wav", "-b.wav", "--text"), (), "sss"),
     "a value with an equals sign": ("--out=x.wav a.wav --chat", ("a.wav",), (), "s"),
 }  # fmt: skip
 

@@ -194,7 +194,7 @@ def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
         assert not torch.allclose(model(texts()), both)
 
 
-@pytest.mark.parametrize("name", ["active", "original", "lent", "training", "forward", "names", "half"])
+@pytest.mark.parametrize("name", ["active", "original", "attached", "training", "forward", "names", "half"])
 def test_a_name_that_is_in_use_changes_nothing(name: str) -> None:
     model = Ours(mistral())
     with pytest.raises(UserError, match=f"adapter '{name}': this name is in use here; choose another"):

@@ -56,7 +56,7 @@ def adapter_of(model: SpeechModel, *targets: str, seed: int = 1, whole: tuple[st
 
 
 def saved(theirs: peft.PeftModel, folder: Path) -> torch.Tensor:
-    """Stir what an adapter of PEFT's has learnt, and save it; its logits of `TEXT`."""
+    """Stir what an adapter of PEFT's has learned, and save it; its logits of `TEXT`."""
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if "lora_B" in name or "modules_to_save" in name:

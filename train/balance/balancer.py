@@ -66,8 +66,8 @@ class Balancer(Chooser):
 
     def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone, counts: Tensor | None = None) -> None:
         """The losses [m] after the optimizer's step: for `famo`, which learns by them. They are of the same batch, or, as its
-        setting `look` has it, of the next one before its step; `counts` are then that one's targets: an absent task has learnt
-        nothing."""
+        setting `look` has it, of the next one before its step; `counts` are then that one's targets: an absent task was not
+        trained."""
         if self.config.method != "famo":
             return
         values = summed(losses, reduce)

@@ -10,7 +10,7 @@ from train.balance.given import Given, MethodChoice
 
 
 def gradnorm(given: Given) -> MethodChoice:
-    """GradNorm (Chen et al. 2018): weights k softmax(s), s learnt by Adam.
+    """GradNorm (Chen et al. 2018): weights k softmax(s), s trained by Adam.
 
     s makes the weighted norms alike, but for how fast each task learns: the target of a task's norm is the mean norm times
     (L / L_first, over its mean) ** alpha, L_first being the task's loss when first seen.

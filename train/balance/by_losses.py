@@ -15,7 +15,7 @@ def equal(given: Given) -> MethodChoice:
 
 
 def uncertainty(given: Given) -> MethodChoice:
-    """Kendall, Gal and Cipolla 2018: L / (2 s) + log(s) / 2 with a variance s per task, whose logarithm is learnt by Adam."""
+    """Kendall, Gal and Cipolla 2018: L / (2 s) + log(s) / 2 with a variance s per task, whose logarithm is trained by Adam."""
     initial, lr = given.settings["initial"], given.settings["lr"]
     weights = (-given.get("log_variance", initial)).exp() / 2
     given.adam("log_variance", 0.5 - weights * given.losses, initial, lr)
@@ -71,7 +71,7 @@ def geometric(given: Given) -> MethodChoice:
 def stch(given: Given) -> MethodChoice:
     """Smooth Tchebycheff scalarization (Lin et al. 2024): the gradient of k mu log sum exp(log(L / N) / mu).
 
-    N is the mean loss of a task's first `warmup` steps, in which log L is learnt instead.
+    N is the mean loss of a task's first `warmup` steps, in which log L is trained instead.
     """
     mu, warmup = given.settings["mu"], given.settings["warmup"]
     steps, nadir = given.count(), given.get("nadir", 0.0)

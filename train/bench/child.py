@@ -92,7 +92,7 @@ def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()
     """Run `module.main(arguments)` in a new interpreter, and watch its memory from outside.
 
     Args:
-        imports: further modules that it imports before it begins, so that they do not count.
+        imports: further modules that it imports before it starts, so that they do not count.
 
     Raises:
         UserError: it failed; what it said stands on standard error.

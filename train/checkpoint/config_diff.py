@@ -13,7 +13,7 @@ FREE = (
     "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
     "data.broken_limit", "model.tokenizer", "model.codec_folder", "model.init_from",
 )  # fmt: skip
-"""Keys that may differ between the starts of a run: they do not change what is learnt, or say where files lie, which move."""
+"""Keys that may differ between the starts of a run: they do not change what is trained, or say where files lie, which move."""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:

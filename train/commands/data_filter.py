@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     with importing():
         from train.scoring.asr import WhisperTranscriber
 
-    hearing = WhisperTranscriber(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
-    judge = Judge(rules, Codecs(chosen["codec_folder"]), hearing)
+    asr = WhisperTranscriber(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
+    judge = Judge(rules, Codecs(chosen["codec_folder"]), asr)
     report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
     print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
     if report["dropped"]:

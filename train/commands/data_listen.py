@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     parser = DataParser(
         "listen",
         "Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at hand, and "
-        "draw its prompt and targets as a model is shown them: `*` marks what is learnt, `~` what is heard, `.` is pad.",
+        "draw its prompt and targets as a model is shown them: `*` marks targets, `~` what is heard, `.` is pad.",
     )
     parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
     parser.add_argument("row", type=str, help="its number in the data, FILE:ROW with the number in that file, or its id")

@@ -108,7 +108,7 @@ def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 
     texts = list(references)
     portraits = [describe(references[text], codec.sample_rate) for text in texts]
     possible = set(source.answers())
-    ear = _ear(source)
+    asr = _asr(source)
     near, right, reference_right = [], [], []
     for judged in tqdm(report.judged, desc="listening", leave=False, disable=None):
         said = judged.answer.text.strip()
@@ -117,10 +117,10 @@ def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 
             texts.append(said)
             portraits.append(describe(references[said], codec.sample_rate))
         near.append(_is_nearest(judged, texts, portraits, codec.sample_rate))
-        if ear is not None and said in references:
+        if asr is not None and said in references:
             audio = judged.answer.audio
-            right.append(audio is not None and len(audio) > 0 and ear.hear(audio, codec.sample_rate) == said)
-            reference_right.append(ear.hear(references[said], codec.sample_rate) == said)
+            right.append(audio is not None and len(audio) > 0 and asr.hear(audio, codec.sample_rate) == said)
+            reference_right.append(asr.hear(references[said], codec.sample_rate) == said)
     share = statistics.fmean
     return Examination(
         report,
@@ -138,7 +138,7 @@ def _is_nearest(judged: Judged, texts: Sequence[str], portraits: Sequence[Tensor
     return texts[nearest(describe(audio, sample_rate), portraits)] == said
 
 
-def _ear(source: SpokenDigits) -> Sphinx | None:
+def _asr(source: SpokenDigits) -> Sphinx | None:
     try:
         return Sphinx([word for answer in source.answers() for word in answer.split()])
     except UserError:

@@ -73,7 +73,7 @@ class FitConfig:
         _need(self.ema is None or 0 < self.ema < 1, f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999")
         _need(
             self.lora is None or self.trainable == ("*",),
-            "trainable and lora are both given; name what learns beside the adapters under lora.trainable",
+            "trainable and lora are both given; name what is trained beside the adapters under lora.trainable",
         )
         _need(self.clip is None or self.clip > 0, f"clip is {self.clip}; it must be above 0, or null for no clipping")
         if self.balance is not None:

@@ -57,7 +57,7 @@ class FabricConfig:
         strategy: `auto` (one process, or ddp), `ddp`, or `fsdp` (parameters sharded over all processes).
         precision: `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, or `auto`: `bf16-mixed` where the device multiplies bf16
             by itself (see `omni.hardware.multiplies_bf16`), else `32-true`; decided when the whole configuration is read. Under
-            `bf16-true` adapters, and what learns beside them, stay in fp32 (see `train.distributed.precision`).
+            `bf16-true` adapters, and what is trained beside them, stay in fp32 (see `train.distributed.precision`).
         checkpointing: recompute activations in the backward pass (less memory, about a third more work).
         compile: compile the transformer blocks with torch.compile.
     """

@@ -112,7 +112,7 @@ def export(model: Foreign, target: Path, options: ConvertOptions, watch: Bar | N
     if write is None:
         raise UserError(f"a model folder cannot be written as {FORMATS[options.kind].what}; --kind may be {', '.join(kinds)}")
     if options.kind == "omni":
-        return f"{model.place} anew", whole(model, target, options, watch)
+        return f"{model.place} again", whole(model, target, options, watch)
     check_options(options, ("dtype",), f"{model.place} goes out as {options.kind}")
     check_in_place(model.place, target, model.kind, options.kind)
     return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, watch)

@@ -30,7 +30,7 @@ class ConvertOptions:
         projector: linear, mlp or gated (mini-omni's).
         projector_hidden: inner size of mlp and gated; by default the language model's.
         projector_stack: encoder frames in one position.
-        init: how new tables, heads and ids begin: mean, normal or zero.
+        init: how new tables, heads and ids start: mean, normal or zero.
         seed: of all that is drawn.
         tokenizer: a tokenizer.json, where the folder's own is not there.
         quiet: show nothing while it works.

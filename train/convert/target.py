@@ -1,4 +1,4 @@
-"""Where `convert` may write: over nothing that is not made anew, and nothing that the result does not hold."""
+"""Where `convert` may write: over nothing but what an earlier conversion made, and nothing that the result does not hold."""
 
 from __future__ import annotations
 

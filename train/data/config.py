@@ -106,11 +106,11 @@ class DataConfig:
         packing: shape of a micro-batch.
         alignment: how questions are spelt for the encoder's alignment head, see `Alignment`; `none` without one.
         words: of the alignment `words`, besides those of the synthetic sources.
-        sounds: questions are also spelt by the sounds of English, for the alignment head's second half: sounds are learnt from
+        sounds: questions are also spelt by the sounds of English, for the alignment head's second half: sounds are trained on
             any words, and stay the same when other people say them.
         augment: changes to what is heard; null for none.
-        sound_anew: where utterances come back (`digits.reuse`), their sound is changed anew each time; otherwise only their
-            features are, which costs a third.
+        augment_cached_audio: augment the sound of cached utterances (`digits.reuse`) again on every draw; otherwise only their
+            features are augmented, which costs a third.
         cut: share of the answers within conversations, other than the last, that are cut at a random place, as listeners cut
             them who interrupt; the turns after it learn to go on from what was heard.
         broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
@@ -132,7 +132,7 @@ class DataConfig:
     words: tuple[str, ...] = ()
     sounds: bool = False
     augment: AugmentConfig | None = None
-    sound_anew: bool = True
+    augment_cached_audio: bool = True
     cut: float = 0.0
     broken: Literal["error", "skip"] = "error"
     broken_limit: float = 0.1

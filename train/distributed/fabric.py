@@ -127,7 +127,7 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
     """FSDP2: every block of a module list by itself, and the rest as the root. Quantised weights are packed in shapes of their
     library's and cannot be sliced: every process holds all of them.
 
-    What learns in a group is of one type, as FSDP2 wants it; what stands still may be of another one.
+    The trainable parameters of a group are of one type, as FSDP2 wants it; frozen ones may be of another.
 
     Fabric hands over a mesh of nodes x devices meant for tensor parallelism within a node; here parameters are sharded over
     all processes alike.
@@ -242,7 +242,7 @@ def full_state(
 
     Args:
         replace: values that stand in for the module's own, such as the running average; converted to its types.
-        prefix: names that begin so are kept, without it.
+        prefix: names that start so are kept, without it.
     """
     whole: dict[str, Tensor] = {}
     for name, own in module.state_dict().items():

@@ -28,10 +28,10 @@ def quantized_type(precision: str) -> torch.dtype:
 
 
 class AdapterPrecision(HalfPrecision):
-    """`bf16-true` for runs with adapters too: the base is held in bf16, and what learns beside it in fp32.
+    """`bf16-true` for runs with adapters too: the base is held in bf16, and what is trained beside it in fp32.
 
     bf16 has 8 bits: a step of 2.5e-5 is lost in every value from 2^-7 on. PEFT keeps adapters in fp32 likewise
-    (`autocast_adapter_dtype`). What learns is cast for each product, by autocast.
+    (`autocast_adapter_dtype`). Trainable parameters are cast for each product, by autocast.
     """
 
     device = "cpu"

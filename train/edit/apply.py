@@ -90,7 +90,7 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     rows = [row for rows in forms for row in rows]
     taught = lessons.pieces(rows, tasks)
     if mend is not None:
-        # One after another, as the editor has learnt them: their mean gradient is no correction that it has ever seen.
+        # One after another, as the editor was trained: their mean gradient is no correction that it has ever seen.
         first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, "own")]
         edits = stack(
             [
@@ -132,7 +132,7 @@ def _correction(
 
 
 def _editor(model: nn.Module, config: ApplyConfig) -> Mend | None:
-    """What `edit fit` has learnt, or others' archive."""
+    """What `edit fit` has trained, or others' archive."""
     if config.editor is None:
         return None
     place = Path(config.editor)
@@ -188,7 +188,7 @@ def _untouched(lm: SpeechLM, lessons: Lessons, facts: Facts, config: ApplyConfig
 
 
 class _Mixture:
-    """Facts and untouched questions, drawn anew at each step."""
+    """Facts and untouched questions, drawn at each step."""
 
     def __init__(self, lessons: Lessons, taught: list[Piece], others: list[Piece], config: ApplyConfig) -> None:
         self.lessons, self.weight = lessons, config.finetune.kl

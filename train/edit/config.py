@@ -89,7 +89,7 @@ class ApplyConfig:
     """An edit.
 
     Attributes:
-        method: `finetune`, or `mend` with the folder of an editor that `edit fit` has learnt.
+        method: `finetune`, or `mend` with the folder of an editor that `edit fit` has trained.
         editor: that folder, or an archive that eric-mitchell/mend or EasyEdit saved.
         until: an editor's correction of a fact asked once is taken at the least strength at which the loss on each of its forms
             (`finetune.each` of them) is this or less, in nats a target, or the highest is least: stronger ones change other

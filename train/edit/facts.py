@@ -97,7 +97,7 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
         untouched += fact.untouched
         for text in (*fact.asked, *fact.untouched):
             if any("\ud800" <= sign <= "\udfff" for sign in text):
-                raise UserError(f"{where}: {text!a} holds half of a surrogate pair, which is no text; write it anew as UTF-8")
+                raise UserError(f"{where}: {text!a} holds half of a surrogate pair, which is no text; write it again as UTF-8")
         if fact.question_text.strip() or fact.question_audio or fact.answer_text.strip():
             _check(fact, where, tokenizer)
             facts.append(fact)

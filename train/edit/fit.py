@@ -1,4 +1,4 @@
-"""`python -m train edit fit CONFIG`: an editor (MEND) learnt on rows of data.
+"""`python -m train edit fit CONFIG`: an editor (MEND) trained on rows of data.
 
 A correction is made of two rows: the question of one with the answer of another. It is judged on the same question in another
 voice, and the unrelated questions beside it, with the model's own answers, are to stay. Several may act together, as several
@@ -21,6 +21,7 @@ from omni.edit.mend import Mend, fit_step, save_mend
 from omni.edit.storage import read_tensors, write_tensors
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
+from omni.old_names import new_repr
 from omni.tasks import find_task
 from train.data.build import build_source
 from train.data.rows.row import Row
@@ -188,11 +189,11 @@ def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, con
         if left:
             raise UserError(
                 f"{folder} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back, or delete "
-                "it to begin anew"
+                "it to start again"
             )
         return 0
     tensors, facts = read_tensors(folder, "fit")
-    if facts.get("config") != repr(_facts(config)):
+    if new_repr(str(facts.get("config"))) != repr(_facts(config)):
         raise UserError(f"{folder} belongs to a run with another configuration; give another out, or delete the folder")
     state: Mapping[str, Tensor] = {name.removeprefix("mend."): t for name, t in tensors.items() if name.startswith("mend.")}
     mend.load_state_dict(state)

@@ -36,7 +36,7 @@ class Piece:
     """An example.
 
     Attributes:
-        heard: its clips' features [F, W]; None where they are computed anew each time, or it hears nothing.
+        heard: its clips' features [F, W]; None where they are computed each time, or it hears nothing.
         before: logits [N, V] of each stream from the model without edit, where they are to stay.
     """
 

@@ -77,7 +77,7 @@ def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
 
 
 def answer_all(
-    lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, ear: ASR | None, file: Path, progress: Progress
+    lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, asr: ASR | None, file: Path, progress: Progress
 ) -> None:
     """Ask what has not been asked yet, and append the records to `file`."""
     journal = Journal(file, config.batch, len(questions))
@@ -87,7 +87,7 @@ def answer_all(
     items = questions.iterate(journal.done)
     try:
         while batch := [item for _, item in zip(range(config.batch), items, strict=False)]:
-            records, seconds = _answer(lm, batch, task, config, ear)
+            records, seconds = _answer(lm, batch, task, config, asr)
             journal.append(records)
             display.tick(len(records), seconds)
     finally:
@@ -95,7 +95,7 @@ def answer_all(
 
 
 def _answer(
-    lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]], task: Task, config: EvalConfig, ear: ASR | None
+    lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]], task: Task, config: EvalConfig, asr: ASR | None
 ) -> tuple[list[dict[str, Any]], float]:
     """The records of a batch in its order, and the seconds of its questions."""
     records: dict[int, dict[str, Any]] = {}
@@ -108,9 +108,9 @@ def _answer(
             asked.append(EvalQuestion(index, row, make_item(row, task, lm)))
         except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
             records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
-    answers = ask(lm, asked, config, sound=ear is not None)
+    answers = ask(lm, asked, config, sound=asr is not None)
     for one, answer in zip(asked, answers, strict=True):
-        records[one.index] = judge(one, answer, task, config, ear, lm.codec)
+        records[one.index] = judge(one, answer, task, config, asr, lm.codec)
     return [records[index] for index, _ in batch], sum(one.seconds for one in asked)
 
 
@@ -133,9 +133,9 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
 
 @torch.no_grad()
 def judge(
-    one: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, ear: ASR | None = None, codec: AudioCodec | None = None
+    one: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, asr: ASR | None = None, codec: AudioCodec | None = None
 ) -> dict[str, Any]:
-    """The record of an answered question; the codec lets an ear hear the reference's codes, too."""
+    """The record of an answered question; the codec lets the ASR recognise the reference's codes, too."""
     row, item, normaliser = one.row, one.item, find_normaliser(config.normaliser)
     scores: dict[str, tuple[float, float]] = {"ended": (float(answer.ended == "end"), 1)}
     reference = None if item.text is None else normaliser(item.text)
@@ -147,13 +147,13 @@ def judge(
     if item.codes is not None:
         scores["code_accuracy"] = compare_codes(item.codes, answer.codes)
     heard = None
-    if ear is not None and task.audio:
-        heard = transcript(ear, answer.audio, answer.sample_rate, row.language)
+    if asr is not None and task.audio:
+        heard = transcript(asr, answer.audio, answer.sample_rate, row.language)
         said = normaliser(heard)
         if reference is not None:
             scores["speech_wer"] = text_errors(reference, said, row.language)[1:]
             if item.codes is not None and codec is not None:
-                right = transcript(ear, codec.decode(item.codes), codec.sample_rate, row.language)
+                right = transcript(asr, codec.decode(item.codes), codec.sample_rate, row.language)
                 scores["ear_wer"] = text_errors(reference, normaliser(right), row.language)[1:]
         if task.text:
             scores["speech_text_wer"] = text_errors(written, said, row.language)[1:]

@@ -15,7 +15,7 @@ from train.eval.pictures import COMPARISON, draw_comparison
 from train.eval.report import ANSWERS, TEXT, TIMINGS, Record, Run, ScoreChange, change_table, compared
 
 EAR = ("ear_words", "ear_longest")
-"""Settings that the ear's name says."""
+"""Settings that the name of the ASR says."""
 JSON, TABLE = "compare.json", "compare.md"
 
 
@@ -122,9 +122,9 @@ def _notes(a: Run, b: Run, in_a: int, in_b: int, same: Mapping[int, int]) -> lis
     moved = sum(here != there for here, there in same.items())
     if moved:
         notes.append(f"{moved} of the questions stand elsewhere in B's data than in A's: matched by id, question and reference")
-    for name in ("task", "ear"):
+    for name, what in (("task", "task"), ("ear", "ASR")):
         if a.started.get(name) != b.started.get(name):
-            notes.append(f"note: {name} is {a.started.get(name)} in A and {b.started.get(name)} in B")
+            notes.append(f"note: {what} is {a.started.get(name)} in A and {b.started.get(name)} in B")
     for name, value in a.started["settings"].items():
         other = b.started["settings"].get(name, value)  # a run that knew of no such setting had none
         if value != other and name not in ("batch", "questions", "ear", *EAR):

@@ -22,10 +22,10 @@ class EvalConfig:
         limit: how many questions are asked, spread evenly over the data; by default all.
         normaliser: what texts become before they are compared: basic (lower case, no punctuation), whisper-basic or
             whisper-english (those of openai-whisper).
-        ear: what hears the spoken answers: a Whisper (OpenAI's .pt file or a Hugging Face folder), or sphinx (pocketsphinx with
-            the words of `ear_words`); by default nothing does.
-        ear_words: all the words that sphinx may hear, such as [zero, one].
-        ear_longest: most words of an answer that sphinx hears.
+        asr: speech recogniser for the spoken answers: a Whisper (OpenAI's .pt file or a Hugging Face folder), or sphinx
+            (pocketsphinx with the words of `asr_words`); by default none.
+        asr_words: all the words that sphinx may recognise, such as [zero, one].
+        asr_longest: most words of an answer that sphinx recognises.
         timed: how many questions are streamed one by one, for first audio and real-time factor.
         text: also take the text-only score: the questions' texts asked as T1T2, perplexity of their reference answers.
         text_before: the model before its speech training (a model folder, or a language model's Hugging Face folder), whose
@@ -45,9 +45,9 @@ class EvalConfig:
     task: str | None = None
     limit: int | None = None
     normaliser: str = "basic"
-    ear: str | None = None
-    ear_words: list[str] = field(default_factory=list)
-    ear_longest: int = 8
+    asr: str | None = None
+    asr_words: list[str] = field(default_factory=list)
+    asr_longest: int = 8
     timed: int = 8
     text: bool = False
     text_before: str | None = None
@@ -65,15 +65,15 @@ class EvalConfig:
         if self.task is not None:
             find_task(self.task)
         find_normaliser(self.normaliser)
-        for name, least in (("batch", 1), ("max_tokens", 1), ("ear_longest", 1), ("timed", 0)):
+        for name, least in (("batch", 1), ("max_tokens", 1), ("asr_longest", 1), ("timed", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit is {self.limit}; ask at least 1, or leave it out to ask all")
         if not 0 < self.max_seconds < float("inf"):
             raise UserError(f"max_seconds is {self.max_seconds}; it must be positive")
-        if self.ear == "sphinx" and not self.ear_words:
-            raise UserError("the ear sphinx needs the words that it may hear: give --ear_words '[zero, one, two]'")
+        if self.asr == "sphinx" and not self.asr_words:
+            raise UserError("--asr sphinx needs the words that it may recognise: give --asr_words '[zero, one, two]'")
         _ = self.sampling  # its own checks
 
     @property
@@ -87,12 +87,10 @@ class EvalConfig:
 
     def deciding(self) -> dict[str, Any]:
         """The settings that the stored answers depend on: another start may change the others."""
-        names = (
-            *("normaliser", "ear", "ear_words", "ear_longest", "batch", "max_seconds", "max_tokens"),
-            *("temperature", "top_k", "seed"),
-        )
+        names = ("normaliser", "batch", "max_seconds", "max_tokens", "temperature", "top_k", "seed")
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
+        given |= {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest}  # their names in the file
         return given | {"questions": self.limit, "columns": dict(self.read.columns)}
 
 

@@ -143,7 +143,7 @@ def negative_log_likelihood(lm: SpeechLM, examples: Sequence[Columns], ids: int 
 
 
 def plain_text(lm: SpeechLM, turn: Turn) -> Columns:
-    """Question, newline and answer on the text stream alone, the audio streams at pad; only the answer is learnt."""
+    """Question, newline and answer on the text stream alone, the audio streams at pad; only the answer is trained."""
     layout = lm.layout
     before = [*turn.question, *lm.tokenizer.encode("\n")]
     ids = torch.tensor([*before, *(turn.text or ())])

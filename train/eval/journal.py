@@ -124,7 +124,7 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
                 yield record
             elif handle.read(1):
                 raise UserError(
-                    f"{file} line {number} is damaged: start the same evaluation again, which asks anew from there, or name "
+                    f"{file} line {number} is damaged: start the same evaluation again, which asks again from there, or name "
                     "another folder"
                 )
 

@@ -49,13 +49,13 @@ MEASURES = {
         "code accuracy", "higher", "share of the codes that equal the reference's, frame by frame up to the shorter"
     ),
     "speech_text_wer": Measure(
-        "speech against its text", "lower", "word (or character) errors of what the ear hears, against what the model wrote"
+        "speech against its text", "lower", "word (or character) errors of the ASR's transcript, against what the model wrote"
     ),
     "speech_wer": Measure(
-        "speech against reference", "lower", "word (or character) errors of what the ear hears, against the reference"
+        "speech against reference", "lower", "word (or character) errors of the ASR's transcript, against the reference"
     ),
     "ear_wer": Measure(
-        "the ear's own errors", "lower", "the same of the reference's codes, decoded: what the ear gets wrong by itself"
+        "the ASR's own errors", "lower", "the same of the reference's codes, decoded: what the ASR gets wrong by itself"
     ),
     "first_text": Measure(
         "first text", "lower", "from the question to the first text, median of the streamed ones", "median", "ms"

@@ -133,7 +133,7 @@ def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, S
         f"- texts are compared after the normaliser {normaliser}: {explain(normaliser)}",
     ]
     if settings.get("ear"):
-        lines.append(f"- spoken answers were heard by {settings['ear']}, which errs by itself, too")
+        lines.append(f"- spoken answers were transcribed by {settings['ear']}, whose own errors count too")
     if run.records[TIMINGS]:
         lines.append(f"- {_circumstances(run.records[TIMINGS], settings['device'])}")
     lines += ["", "| figure | value | 95 % interval | questions | better |", "|---|---:|---:|---:|---|"]

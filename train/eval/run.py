@@ -45,17 +45,18 @@ def evaluate(
 
     lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
-    ear = open_asr(config.ear, config.ear_words, config.ear_longest, config.device)
-    if ear is not None and not (task.audio and lm.codec is not None):
+    asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
+    if asr is not None and not (task.audio and lm.codec is not None):
         why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
-        raise UserError(f"there is nothing for an ear to hear: {task.name if not task.audio else model} {why}; leave --ear out")
+        what = task.name if not task.audio else model
+        raise UserError(f"there is no speech for --asr to recognise: {what} {why}; leave --asr out")
     if config.text_only:
         check_texts(questions)
     if config.text_before is not None:
         check_before(Path(config.text_before), lm.tokenizer, questions)
     with alone(out):
-        claim(out, _started(model, data, questions, task, config, None if ear is None else ear.name))
-        answer_all(lm, questions, task, config, ear, out / ANSWERS, progress)
+        claim(out, _started(model, data, questions, task, config, None if asr is None else asr.name))
+        answer_all(lm, questions, task, config, asr, out / ANSWERS, progress)
         answered = [r["index"] for r in read_records(out / ANSWERS) if "broken" not in r]
         if config.timed and answered:
             time_some(lm, questions, answered, task, config, out / TIMINGS, progress)
@@ -76,7 +77,7 @@ def evaluate(
     return run, figures
 
 
-def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, ear: str | None) -> dict[str, Any]:
+def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, asr: str | None) -> dict[str, Any]:
     """What tells this evaluation from others."""
     return {
         "model": str(model),
@@ -86,7 +87,7 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
         "format": questions.source.format,
         "items": len(questions),
         "task": task.name,
-        "ear": ear,
+        "ear": asr,
         "device": config.device,
         "settings": config.deciding(),
         "text_before": config.text_before,

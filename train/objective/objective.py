@@ -179,7 +179,7 @@ class Objective(nn.Module):
         return first + (last - first) * min(max(progress, 0.0), 1.0)
 
     def _hear(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Features of the batch's clips, and the alignment loss summed over those with a transcript (0 where none is learnt).
+        """Features of the batch's clips, and the alignment loss summed over those with a transcript (0 where none is trained).
 
         A batch without clips still runs the encoder on one silent frame, at no effect: every process then takes part in the
         same collectives, and every parameter in the backward pass.

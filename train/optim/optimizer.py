@@ -193,7 +193,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def describe(groups: Iterable[Mapping[str, Any]]) -> str:
-    """One line on what learns how: rule, learning rate and number of values of each group."""
+    """One line on how parameters are trained: rule, learning rate and number of values of each group."""
     parts = [
         f"{g['rule']} lr {g['base_lr']:g} decay {g['weight_decay']:g}: {sum(p.numel() for p in g['params']) / 1e6:.2f} M"
         for g in groups

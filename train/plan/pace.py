@@ -111,12 +111,12 @@ def pace(
     if batches:
         scale = config.data.micro_batches / len(batches)
         columns = scale * sum(b.positions for b in batches)
-        learnt = scale * sum(_targets_in(b) for b in batches)
+        trained = scale * sum(_targets_in(b) for b in batches)
         examples: float | None = scale * sum(b.examples for b in batches)
         work = flops / len(batches) * sum(count(b, targets(b)) for b in batches)
     else:
         columns, examples, work = float(config.data.micro_batches * worst.positions), None, full
-        learnt = float(config.data.micro_batches * _targets_in(worst))
+        trained = float(config.data.micro_batches * _targets_in(worst))
     if measured is not None:
         seconds: float | None = measured * work / full
         clock = "the step tried here, by the sample's share of its work"
@@ -130,7 +130,7 @@ def pace(
         limits.append(60 * budget.minutes / seconds)
     steps = min(limits) if limits else None
     hours = steps * seconds / 3600 if steps and seconds else budget.minutes / 60 if budget.minutes is not None else None
-    return Pace(columns, learnt, examples, work, seconds, steps, hours, source, clock, forwards, backwards)
+    return Pace(columns, trained, examples, work, seconds, steps, hours, source, clock, forwards, backwards)
 
 
 def _targets_in(batch: Batch) -> int:

@@ -26,7 +26,7 @@ class Count:
 
 
 def paper_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
-    """The model without values, on the meta device; what learns is marked."""
+    """The model without values, on the meta device; the trainable parameters are marked."""
     with torch.device("meta"):
         model = SpeechModel(shape)
     adapt(model, config.lora, paper=True)

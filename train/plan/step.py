@@ -39,7 +39,7 @@ class Workbench:
 
     @property
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """What learns, by the model's names."""
+        """The trainable parameters, by the model's names."""
         return [(n.removeprefix("model."), p) for n, p in self.objective.named_parameters() if p.requires_grad]
 
 
@@ -76,7 +76,7 @@ def build_workbench(
 
 
 def _learn_in_full(model: nn.Module) -> None:
-    """What learns, as parameters in fp32."""
+    """The trainable parameters, in fp32."""
     learning = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     full = {p: nn.Parameter(p.detach().float()) for _, p in learning}
     for name, p in learning:
@@ -92,7 +92,7 @@ def take_step(
     Args:
         wanted: targets of the step by stream, and of its alignment loss, [K + 1] float on the batches' device.
         number: of the step, from 1.
-        enter: told the name of each phase when it begins.
+        enter: told the name of each phase when it starts.
     """
     config, kind = bench.config, wanted.device.type
     half = product_type(config.fabric.precision, config.lora is not None)

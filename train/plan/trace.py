@@ -171,7 +171,7 @@ def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
 
 
 def _watch(bench: Workbench, ledger: Ledger) -> None:
-    """Hooks that tell the ledger when a phase begins and what becomes a gradient.
+    """Hooks that tell the ledger when a phase starts and what becomes a gradient.
 
     The backward pass through a stack of equal blocks is told apart at its first and last block: between them memory rises or
     falls evenly, so that the ends hold the fullest moment, whatever the number of blocks.

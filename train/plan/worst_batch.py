@@ -31,9 +31,9 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
     """
     rows, length, layout = data.packing.rows, data.packing.length, shape.layout
     tasks = tasks_of(data)
-    learnt = torch.tensor([any(t.learnt(layout)[k] for t in tasks) for k in range(len(layout))])
+    trained = torch.tensor([any(t.trained(layout)[k] for t in tasks) for k in range(len(layout))])
     tokens = layout.ids("pad")[None, :, None].repeat(rows, 1, length)
-    targets = torch.where(learnt[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
+    targets = torch.where(trained[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
     index = torch.full((rows, length), -1)
     segments = torch.zeros(rows, length, dtype=torch.long)
     frames: list[int] = []

@@ -202,7 +202,7 @@ RATE = 16000
 
 
 class ASR(Protocol):
-    """Writes down what it hears."""
+    """A speech recogniser."""
 
     name: str
 
@@ -216,7 +216,7 @@ class WhisperASR:
 
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         if not weights.exists():
-            raise UserError(f"the ear {weights} does not exist: name a Whisper's .pt file or folder, or 'sphinx'")
+            raise UserError(f"--asr {weights} does not exist: name a Whisper's .pt file or folder, or 'sphinx'")
         self._inner = WhisperTranscriber(weights, device)
         self.name = f"whisper {weights.name}"
 
@@ -232,7 +232,7 @@ class SphinxASR:
         try:
             self._inner = Sphinx(words, longest)
         except RuntimeError as error:
-            raise UserError(f"pocketsphinx refuses --ear_words ({error}): give English words of its dictionary") from error
+            raise UserError(f"pocketsphinx refuses --asr_words ({error}): give English words of its dictionary") from error
         self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
 
     def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
@@ -241,15 +241,15 @@ class SphinxASR:
 
 
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
-    """The ear of that name or file; None where nobody listens."""
+    """The ASR of that name or file; None without a name."""
     if name is None:
         return None
     return SphinxASR(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
 
 
-def transcript(ear: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:
-    """What an ear hears of an answer; "" where there is (next to) no sound."""
+def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:
+    """The transcript of an answer; "" where there is (next to) no sound."""
     if audio is None or audio.numel() < sample_rate // 50 or not bool(audio.abs().max() > 0):
         return ""
     with torch.no_grad():
-        return ear.hear(audio.float().cpu(), sample_rate, language)
+        return asr.hear(audio.float().cpu(), sample_rate, language)

@@ -1,4 +1,4 @@
-"""Does a spoken answer say what it should? Two independent ears.
+"""Does a spoken answer say what it should? Two independent recognisers.
 
 `nearest` compares sound with sound: dynamic time warping (Sakoe and Chiba 1978) over log-mel frames, against reference
 recordings of all answers. `Sphinx` recognises words with pocketsphinx under a small grammar; it is optional.

@@ -102,7 +102,7 @@ def _compared(character: str) -> str:
 
 
 def _no_beginning(character: str) -> bool:
-    """Whether no word begins so: an apostrophe, or a mark upon nothing."""
+    """Whether no word starts so: an apostrophe, or a mark upon nothing."""
     return not character.isalnum()
 
 

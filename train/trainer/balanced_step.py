@@ -75,7 +75,7 @@ class Balancing:
         tasks, streams: names, in the order of `Losses.sums`.
         targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
         lanes: micro-batches of this process in a step.
-        aligned: an alignment loss is learnt.
+        aligned: an alignment loss is trained.
 
     Raises:
         UserError: the model or the number of processes does not fit the method.

@@ -97,13 +97,13 @@ class Targets:
 
     def __init__(self, layout: Layout, weights: Tensor | None = None, data: DataConfig | None = None, seen: int = SEEN) -> None:
         self.tasks, self.streams, self.seen = tuple(TASKS), tuple(layout.names), seen
-        learnt = torch.tensor([task.learnt(layout) for task in TASKS.values()])
-        self.learnt = learnt if weights is None else learnt & (weights.cpu() > 0)  # [T, K]
+        trained = torch.tensor([task.trained(layout) for task in TASKS.values()])
+        self.trained = trained if weights is None else trained & (weights.cpu() > 0)  # [T, K]
         self.shares = shares_of(data)
         named = [] if data is None else tasks_of(data)
         self.strangers = torch.tensor([task not in named for task in TASKS.values()])
         self.drawn = torch.zeros(len(self.tasks))
-        self.counts = torch.zeros(self.learnt.shape)
+        self.counts = torch.zeros(self.trained.shape)
         self.examples = self.steps = 0
         self.said: set[str] = set()
         self.done = False
@@ -121,29 +121,29 @@ class Targets:
         return self._missed()
 
     def _missed(self) -> list[Finding]:
-        with_tasks, with_streams = (self.counts * self.learnt).sum(1) > 0, self.counts.sum(0) > 0
+        with_tasks, with_streams = (self.counts * self.trained).sum(1) > 0, self.counts.sum(0) > 0
         strange = bool((self.drawn[self.strangers] > 0).any())  # rows name their own tasks: the mixture does not hold
         due = torch.zeros_like(self.shares) if strange else self.shares * self.examples
         late = (self.drawn >= self.seen) | (due >= DRAWS)
-        learnt = self.learnt.float()
-        late_streams = (self.drawn @ learnt >= self.seen) | (due @ learnt >= DRAWS)
-        wanted = (self.shares > 0) & self.learnt.any(1)
-        self.done = bool(wanted.any() and with_tasks[wanted].all() and with_streams[self.learnt[wanted].any(0)].all())
-        tasks = _names(self.tasks, late & self.learnt.any(1) & ~with_tasks)
+        trained = self.trained.float()
+        late_streams = (self.drawn @ trained >= self.seen) | (due @ trained >= DRAWS)
+        wanted = (self.shares > 0) & self.trained.any(1)
+        self.done = bool(wanted.any() and with_tasks[wanted].all() and with_streams[self.trained[wanted].any(0)].all())
+        tasks = _names(self.tasks, late & self.trained.any(1) & ~with_tasks)
         streams = _names(self.streams, late_streams & ~with_streams)
         names = [name for name in [*tasks, *streams] if name not in self.said]
         if not names:
             return []
         self.said.update(names)
-        what = f"{some(names)} got no target in {self.steps} steps ({self.examples} examples): nothing is learnt there"
+        what = f"{some(names)} got no target in {self.steps} steps ({self.examples} examples): nothing is trained there"
         return [Finding("no_target", what, REMEDY, tensor=f"targets of {some(names, 12)}")]
 
 
 class Ends:
     """Looks for streams whose true ends are all masked, until each has had a target that is its end.
 
-    A finding needs both: no target of a step or of those before is the end, and the end follows what is learnt without being
-    learnt itself. So answers that are cut off, streams and turns without targets, and prompts (in which an end stands too) give
+    A finding needs both: no target of a step or of those before is the end, and the end follows targets without being one. So
+    answers that are cut off, streams and turns without targets, and prompts (in which an end stands too) give
     none. Streams whose loss has no weight are left alone.
 
     Args:
@@ -171,7 +171,7 @@ class Ends:
             return []
         count, (row, column) = sum(map(len, masked.values())), next(iter(masked.values()))[0]
         what = (
-            f"no end is learnt on {some(list(masked))}: {count} times it follows what is learnt, with target {IGNORE}; "
+            f"no end is trained on {some(list(masked))}: {count} times it follows what is trained, with target {IGNORE}; "
             "the model will not stop"
         )
         where = f"targets of {some(list(masked), 12)}; {next(iter(masked))}: row {row}, column {column}"
@@ -181,8 +181,8 @@ class Ends:
 def masked_ends(batch: Batch, stream: int, end: int) -> list[list[int]]:
     """Row and column of the targets that are left out although the end would be one, right after a target of its example."""
     tokens, targets, segments = batch.tokens[:, stream], batch.targets[:, stream], batch.segments
-    learnt, masked = targets[:, :-2] != IGNORE, targets[:, 1:-1] == IGNORE
-    found = learnt & masked & (tokens[:, 2:] == end) & (segments[:, 2:] == segments[:, :-2])
+    trained, masked = targets[:, :-2] != IGNORE, targets[:, 1:-1] == IGNORE
+    found = trained & masked & (tokens[:, 2:] == end) & (segments[:, 2:] == segments[:, :-2])
     rows, columns = found.nonzero(as_tuple=True)
     return torch.stack([rows, columns + 1], dim=1).tolist()
 

@@ -27,7 +27,7 @@ class CsvTable:
     """A CSV file that grows by whole rows and survives being killed at any byte.
 
     Args:
-        upto: rows of a later step, which a resumed run will write anew, are dropped, and with them a last row cut short.
+        upto: rows of a later step, which a resumed run will write again, are dropped, and with them a last row cut short.
         kinds: columns stand in this order by what is before their first /, whenever they came; the others before them.
     """
 

@@ -380,7 +380,7 @@ class Loop:
             stored = state.load_balance(found, self.objective, self.team)
             old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
             if config_diff.differences(old, new):  # forced
-                warnings.warn("balance or trainable has changed: the balance of the tasks begins anew", stacklevel=2)
+                warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
             elif stored is not None:
                 self.balance.load_state_dict(stored)
                 self.balance.tally.values = self.position.tally

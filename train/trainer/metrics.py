@@ -141,7 +141,7 @@ class BalanceTally:
             total[1] += 1
 
     def figures(self) -> dict[str, float]:
-        """The row, beginning anew."""
+        """The row; counting starts again."""
         found = {
             name: total if name.startswith(("absent/", "zero/")) else total / n for name, (total, n) in self.values.items()
         }

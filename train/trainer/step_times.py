@@ -38,7 +38,7 @@ class StepTimes:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step starts."""
         self.since, self.compiled = self.clock(), self.graphs()
         self.parts: dict[str, float] = {}
 

@@ -26,7 +26,7 @@ _LAST = re.compile(r"(.*)(?:\['(\w+)'\]|\.(\w+))")
 
 
 def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int = -100) -> list[Finding]:
-    """Whether the end of each sequence is learnt where it follows what is learnt.
+    """Whether the end of each sequence is trained where it follows what is trained.
 
     Args:
         tokens, labels: ids [B, T]; labels stand under their token, or one column before it (shifted already).
@@ -38,12 +38,12 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
     """
     if tokens.shape != labels.shape or tokens.ndim != 2:
         raise ValueError(f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} must both be [B, T]")
-    learnt = labels != ignore
-    at = learnt & (tokens == labels)
-    before = learnt[:, :-1] & (tokens[:, 1:] == labels[:, :-1])
+    trained = labels != ignore
+    at = trained & (tokens == labels)
+    before = trained[:, :-1] & (tokens[:, 1:] == labels[:, :-1])
     shift = int(before.sum() > at.sum())
     time = torch.arange(tokens.shape[1], device=tokens.device)
-    last = torch.where(learnt, time, -1).amax(1)  # the last column with a label; -1 where nothing is learnt
+    last = torch.where(trained, time, -1).amax(1)  # the last column with a label; -1 where nothing is trained
     end = last + shift + 1  # where the token after it stands
     inside = (last >= 0) & (end < tokens.shape[1])
     follows = tokens.gather(1, end.clamp(0, tokens.shape[1] - 1)[:, None])[:, 0]
@@ -97,7 +97,7 @@ def check_targets(counts: Tensor, names: Sequence[str] | tuple[Sequence[str], Se
 def unlearnt_ends(batch: Any, end: int) -> tuple[list[Finding], bool]:
     """Whether labels in a batch mask every end, and whether any teach one.
 
-    A finding needs both: no label is the end, and the end follows what is learnt. So rows that are cut off, or of which some
+    A finding needs both: no label is the end, and the end follows what is trained. So rows that are cut off, or of which some
     leave their end out on purpose, give none.
     """
     pairs = list(_pairs(batch))

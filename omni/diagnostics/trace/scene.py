@@ -93,7 +93,7 @@ class Scene:
         return places[0] if places else None
 
     def origin(self, tensor: Tensor) -> Variable | None:
-        """The variable of a running function at which the graph of a tensor from outside begins."""
+        """The variable of a running function at which the graph of a tensor from outside starts."""
         nodes = nodes_of([tensor])
         found = [v for v in self.variables() if v.tensor.grad_fn in nodes and v.places]
         return min(found, key=lambda v: v.tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]

@@ -161,7 +161,7 @@ def test_an_absent_task_is_left_out(method: str) -> None:
     wanted = pair.combine(LOSSES[kept], Rows(table[kept]), [q], others=[Rows(table[kept])] * others)
     assert report.absent.tolist() == [0, 1, 0] and report.weights[1] == 0 and report.norms[1].isnan()
     assert p.grad is not None and q.grad is not None and p.grad.isfinite().all()
-    if method not in ("pcgrad", "gradvac", "moco", "sdmgrad", "modo"):  # what is drawn; weights that begin at 1 / tasks
+    if method not in ("pcgrad", "gradvac", "moco", "sdmgrad", "modo"):  # what is drawn; weights that start at 1 / tasks
         assert_near(p.grad, q.grad, 1e-5)
         assert_near(report.weights[kept], wanted.weights, 1e-5)
     for name, value in balancer.state.values.items():
@@ -190,7 +190,7 @@ def test_a_task_that_does_not_touch_the_shared_part_has_no_say(method: str, own:
     assert p.grad is not None and q.grad is not None and head.grad is not None
     expected = torch.where(report.zero == 1, 1.0, report.weights) if own == "weighted" else torch.ones(3)
     assert_near(head.grad, expected.float(), 1e-6)
-    if method != "moco":  # whose weights begin at 1 / tasks
+    if method != "moco":  # whose weights start at 1 / tasks
         assert_near(p.grad, q.grad, 1e-5)
         assert_near(report.weights[kept], wanted.weights, 1e-5)
 

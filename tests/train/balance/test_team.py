@@ -139,7 +139,7 @@ def test_half_precision_is_near(tmp_path: Path, section: dict[str, Any], precisi
 
 @pytest.mark.parametrize("section", [{"method": "famo"}, {"method": "cagrad", "level": "features"}, {"method": "mgda"}])
 def test_adapters_learn_balanced(tmp_path: Path, section: dict[str, Any]) -> None:
-    """Only what learns is combined, and the rest stays as it was."""
+    """Only what is trained is combined, and the rest stays as it was."""
     lora = LoRASection(targets=("decoder.blocks.*", "encoder.*"), rank=2)
     config = balanced_config(tmp_path, BalanceSection(**section), lora=lora)
     before = {n: t.clone() for n, t in balanced_parts(config).objective.state_dict().items()}

@@ -28,7 +28,7 @@ ELSEWHERE = {"gradnorm", "dbmtl", "moco", "autolambda", "moml", "forum", "nashmt
 
 @dataclass
 class Step:
-    """What both see of a step: losses before and after it [M], gradients [M, P] (the last ones are learnt from), the features
+    """What both see of a step: losses before and after it [M], gradients [M, P] (the last ones are trained from), the features
     that they are of [P], and the seed of what is drawn."""
 
     number: int
@@ -59,7 +59,7 @@ def by_gradients(aggregator: agg.Aggregator) -> Theirs:
 
 
 def uncertainty() -> Theirs:
-    """Both begin at -0.5; theirs learns by torch's Adam."""
+    """Both start at -0.5; theirs learns by torch's Adam."""
     theirs = scalar.UW(M).double()
     theirs.log_var.data.fill_(-0.5)
     adam = torch.optim.Adam(theirs.parameters(), lr=0.1)
@@ -78,7 +78,7 @@ def dwa() -> Theirs:
 
 
 def stch() -> Theirs:
-    """Of log losses over their means in two steps, whose log losses are learnt."""
+    """Of log losses over their means in two steps, whose log losses are trained."""
     seen: list[Tensor] = []
 
     def scalarizer(values: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def linear(losses: Tensor, jacobian: Tensor, features: Tensor) -> list[Tensor]:
     ("case", "level"), AT, ids=[" ".join([c.method, level, *(str(v) for v in c.settings.values())]) for c, level in AT]
 )
 def test_ours_is_torchjds(case: Case, level: str) -> None:
-    """Draws of both begin at the seed of our step."""
+    """Draws of both start at the seed of our step."""
     theirs = case.theirs()
     own, seen = Balancer(BalanceConfig(case.method, level, case.settings, seed=5), NAMES), []
     for number in range(STEPS):

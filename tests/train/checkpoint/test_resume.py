@@ -255,7 +255,7 @@ def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_comes_while_the_end_is_written_is_not_lost(tmp_path: Path) -> None:
-    """The run is finished then, but what follows it (the demonstration's examination) must not begin."""
+    """The run is finished then, but what follows it (the demonstration's examination) must not start."""
     config = toy_config(tmp_path, validation=ValidationConfig(at_end=True))
 
     def validate(weights: Any, step: int) -> dict[str, float]:

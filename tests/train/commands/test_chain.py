@@ -99,7 +99,7 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
 
     base = load_folder("models/base").model.state_dict()
     trained = load_folder("runs/voiceassistant-stage1/model")
-    learnt = LEARNT[0]
+    names = LEARNT[0]
     before = base
     for number, parts in enumerate(LEARNT, 1):
         stage = load_folder(f"runs/voiceassistant-stage{number}/model").model
@@ -118,7 +118,7 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
     counted = sum(count["total"] for count in plan["parameters"]), sum(count["trainable"] for count in plan["parameters"])
     model = trained.model
     assert counted[0] == sum(p.numel() for p in model.parameters())
-    assert counted[1] == sum(p.numel() for name, p in model.named_parameters() if name.startswith(learnt))
+    assert counted[1] == sum(p.numel() for name, p in model.named_parameters() if name.startswith(names))
     codes, codec = torch.tensor(snac_frames(3)).t(), load_codec("snac", weights / "snac_24khz")
     assert trained.codec is not None and torch.equal(trained.codec.decode(codes), codec.decode(codes))
     for number in (1, 2, 3):

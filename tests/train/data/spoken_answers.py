@@ -149,7 +149,7 @@ class Said:
 
     Attributes:
         sound: samples [S] at 22,050 Hz, silence at both ends cut but for 10 ms.
-        begun: when each word begins, in seconds, by espeak-ng's own events.
+        begun: when each word starts, in seconds, by espeak-ng's own events.
         middle: halfway from there to the next word's event, or to the end.
     """
 
@@ -191,7 +191,7 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
 
 
 def say(text: str, rate: int = 175, name: str = "en-us+f3") -> Said:
-    """Say an answer. A word without an event (the second of "of the") begins halfway between its neighbours."""
+    """Say an answer. A word without an event (the second of "of the") starts halfway between its neighbours."""
     pieces, events = [], []
 
     def collect(samples: Any, count: int, found: Any) -> int:

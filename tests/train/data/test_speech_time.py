@@ -45,7 +45,7 @@ class Spoken:
 
 
 @functools.cache
-def learnt(rate: int) -> SpeechTime:
+def trained(rate: int) -> SpeechTime:
     """Estimated as training does it, on other sentences than those that are measured."""
     found = estimate_speech_time(Mixture([Spoken([say(text, rate) for text in answers(LEARNT, 60, 0)])], [1.0], 0), CODEC)
     assert found is not None
@@ -65,7 +65,7 @@ def errors(rate: int, ended: bool) -> torch.Tensor:
         loudness = Loudness(voice.SAMPLE_RATE)
         loudness.push(said.sound if ended else said.sound[: int(played * voice.SAMPLE_RATE)])
         speech = loudness.speech()
-        heard = heard_characters(said.text, learnt(rate), played, speech, speech[-1][1] if ended else None)
+        heard = heard_characters(said.text, trained(rate), played, speech, speech[-1][1] if ended else None)
         out.append(abs(len(said.text[:heard].split()) - int((said.middle <= played).sum())))
     return torch.tensor(out)
 

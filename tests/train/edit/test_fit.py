@@ -1,4 +1,4 @@
-"""An editor learnt from rows of data: the same whether or not the run was stopped, and of use to `edit apply`."""
+"""An editor trained from rows of data: the same whether or not the run was stopped, and of use to `edit apply`."""
 
 from __future__ import annotations
 

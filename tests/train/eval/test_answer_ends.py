@@ -1,4 +1,4 @@
-"""Where a tokenizer pads by its end of sequence: the end of every answer is learnt all the same, and padding never is."""
+"""Where a tokenizer pads by its end of sequence: the end of every answer is trained all the same, and padding never is."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_the_end_of_every_answer_is_learnt_and_padding_is_not(mistral: Path, tmp
     for row in range(2):
         for number in batch.segments[row].unique():
             inside = batch.segments[row] == number
-            learnt = targets[row, inside & (targets[row] != IGNORE)]
+            trained = targets[row, inside & (targets[row] != IGNORE)]
             if (batch.task[row, inside] < 0).all():  # the unused rest
-                assert (tokens[row, inside] == pad).all() and len(learnt) == 0
+                assert (tokens[row, inside] == pad).all() and len(trained) == 0
                 continue
-            assert learnt[-1] == end and (learnt == end).sum() == 1
-            found.append(tokenizer.decode(learnt[:-1].tolist()))
-            assert found[-1] == theirs.decode(learnt[:-1])
+            assert trained[-1] == end and (trained == end).sum() == 1
+            found.append(tokenizer.decode(trained[:-1].tolist()))
+            assert found[-1] == theirs.decode(trained[:-1])
             places = (inside & (targets[row] != IGNORE)).nonzero()[:, 0]
-            assert torch.equal(tokens[row, places[1:]], learnt[:-1])  # each is predicted from the one before it
+            assert torch.equal(tokens[row, places[1:]], trained[:-1])  # each is predicted from the one before it
     assert set(found) <= set(ANSWERS) and len(found) == batch.examples

@@ -216,9 +216,12 @@ def test_what_cannot_work_is_said_at_once(model: Path, speech: Path, tmp_path: P
         ((model, tmp_path / "nothing", *out), "does not exist: name a file or folder of one of voicebench, .*, rows"),
         ((model, speech, *out, "--task", "A1A9"), "task 'A1A9' is unknown; did you mean"),
         ((model, speech, *out, "--batch", "0"), "batch is 0; it must be at least 1"),
-        ((model, speech, *out, "--ear", tmp_path / "none.pt", "--task", "A1A2"), "the ear .* does not exist"),
-        ((model, speech, *out, "--ear", "sphinx"), "the ear sphinx needs the words"),
-        ((model, speech, *out, "--ear", "sphinx", "--ear_words", "[one]"), "nothing for an ear to hear: A1T1 writes only"),
+        ((model, speech, *out, "--asr", tmp_path / "none.pt", "--task", "A1A2"), "--asr .* does not exist"),
+        ((model, speech, *out, "--asr", "sphinx"), "--asr sphinx needs the words"),
+        (
+            (model, speech, *out, "--asr", "sphinx", "--asr_words", "[one]"),
+            "no speech .* to recognise: A1T1 writes only",
+        ),
         ((model, speech, *out, "--text"), "the text-only score needs rows with a question's text and a reference"),
         ((model, speech, "--out", speech / "results"), "lies in the data"),
         ((model, speech, *out, "--colour", "red"), "eval: .*colour"),
@@ -273,7 +276,7 @@ def test_half_a_surrogate_pair_costs_its_row(
     assert item == Broken("here row 3", "its answer_text holds U+DC00, half of a surrogate pair: fix or drop the row")
 
 
-# --- ears, and two runs -----------------------------------------------------------------------------------------------
+# --- ASR, and two runs  -----------------------------------------------------------------------------------------------
 
 
 def save_whisper(file: Path) -> whisper.Whisper:
@@ -286,14 +289,14 @@ def save_whisper(file: Path) -> whisper.Whisper:
 
 
 def test_a_whisper_hears_as_openai_s_own_call(tmp_path: Path) -> None:
-    made = save_whisper(tmp_path / "ear.pt")
-    ear = open_asr(str(tmp_path / "ear.pt"), [], 4, "cpu")
-    assert ear is not None
+    made = save_whisper(tmp_path / "asr.pt")
+    asr = open_asr(str(tmp_path / "asr.pt"), [], 4, "cpu")
+    assert asr is not None
     sound = torch.from_numpy(noise(1, 1.0))
     plain = {"temperature": 0.0, "fp16": False, "no_speech_threshold": None, "condition_on_previous_text": False}
     wanted = whisper.transcribe(made, sound.numpy(), language="en", **plain)
-    assert transcript(ear, sound, 16000, "en-GB") == str(wanted["text"]).strip()
-    assert transcript(ear, torch.zeros(16000), 16000, "en") == transcript(ear, None, 16000, "en") == ""
+    assert transcript(asr, sound, 16000, "en-GB") == str(wanted["text"]).strip()
+    assert transcript(asr, torch.zeros(16000), 16000, "en") == transcript(asr, None, 16000, "en") == ""
 
 
 def test_sphinx_hears_alike_in_any_order() -> None:
@@ -301,11 +304,11 @@ def test_sphinx_hears_alike_in_any_order() -> None:
     loud = 0.9 * torch.from_numpy(noise(3, 1.0))
 
     def heard(order: list[int], before: bool) -> dict[int, str]:
-        ear = open_asr("sphinx", ["one", "two", "three"], 3, "cpu")
-        assert ear is not None
+        asr = open_asr("sphinx", ["one", "two", "three"], 3, "cpu")
+        assert asr is not None
         if before:
-            transcript(ear, loud, 16000, "en")
-        return {i: transcript(ear, *sounds[i], "en") for i in order}
+            transcript(asr, loud, 16000, "en")
+        return {i: transcript(asr, *sounds[i], "en") for i in order}
 
     assert heard([0, 1, 2], before=False) == heard([2, 1, 0], before=True)
 
@@ -313,8 +316,8 @@ def test_sphinx_hears_alike_in_any_order() -> None:
 def test_spoken_answers_are_heard(model: Path, tmp_path: Path) -> None:
     data = write_voicebench(tmp_path / "set.parquet", voicebench(3))
     out = tmp_path / "out"
-    ear = ("--ear", "sphinx", "--ear_words", "[one, two, three]", "--ear_longest", "2")
-    assert run(model, data, "--out", out, *QUICK, "--timed", "0", *ear) == 0
+    asr = ("--asr", "sphinx", "--asr_words", "[one, two, three]", "--asr_longest", "2")
+    assert run(model, data, "--out", out, *QUICK, "--timed", "0", *asr) == 0
     found = report(out)
     answers = [r for r in read_lines(out / "answers.jsonl") if "broken" not in r]
     written, heard = [[normalise(r[name]) for r in answers] for name in ("response", "heard")]
@@ -324,7 +327,7 @@ def test_spoken_answers_are_heard(model: Path, tmp_path: Path) -> None:
     )
     words = sum(len(w.split()) for w in written)
     assert found["figures"]["speech_text_wer"]["value"] == pytest.approx(errors / words)
-    assert "heard by pocketsphinx" in (out / "report.md").read_text()
+    assert "transcribed by pocketsphinx" in (out / "report.md").read_text()
 
 
 def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def test_normalisers() -> None:
 # --- one answer -------------------------------------------------------------------------------------------------------
 
 
-class FakeEar:
+class FakeASR:
     """Hears what it was told to."""
 
     name = "fake"
@@ -187,8 +187,8 @@ def asked(task: str, reference: str | None, codes: Tensor | None = None, languag
 def test_an_answer_is_judged() -> None:
     codes = torch.tensor([[1, 2, 3], [4, 5, 6]])
     got = answer("Two, three.", torch.tensor([[1, 9], [4, 5]]), torch.ones(50), ended="length")
-    ear = FakeEar("to three", "one two")
-    record = judge(asked("A1A2", "one two three", codes), got, TASKS["A1A2"], EvalConfig(), ear, FakeCodec())  # type: ignore[arg-type]
+    asr = FakeASR("to three", "one two")
+    record = judge(asked("A1A2", "one two three", codes), got, TASKS["A1A2"], EvalConfig(), asr, FakeCodec())  # type: ignore[arg-type]
     assert record["scores"] == {
         "ended": (0, 1),
         "wer": (1, 3),
@@ -202,9 +202,9 @@ def test_an_answer_is_judged() -> None:
 
 
 def test_what_has_no_reference_or_is_not_spoken_is_left_out() -> None:
-    written = judge(asked("A1T2", None), answer("x"), TASKS["A1T2"], EvalConfig(), FakeEar())
+    written = judge(asked("A1T2", None), answer("x"), TASKS["A1T2"], EvalConfig(), FakeASR())
     assert written["scores"] == {"ended": (1, 1)}
-    silent = judge(asked("A1A2", "x"), answer("X!", None, torch.zeros(80)), TASKS["A1A2"], EvalConfig(), FakeEar())
+    silent = judge(asked("A1A2", "x"), answer("X!", None, torch.zeros(80)), TASKS["A1A2"], EvalConfig(), FakeASR())
     assert silent["heard"] == "" and silent["scores"]["speech_text_wer"] == (1, 1) and silent["scores"]["exact_match"] == (1, 1)
     chinese = judge(asked("A1T2", "\u4f60\u597d\u5417", language="zh"), answer("\u4f60\u597d"), TASKS["A1T2"], EvalConfig())
     assert chinese["scores"]["cer"] == (1, 3) and "wer" not in chinese["scores"]

@@ -1,4 +1,4 @@
-"""Laws of adapters in bf16: what learns is held in fp32, so that small steps count, and 4 bits are multiplied in bf16."""
+"""Laws of adapters in bf16: what is trained is held in fp32, so that small steps count, and 4 bits are multiplied in bf16."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def test_broken_data_do_not_cost_what_was_learnt(tmp_path: Path) -> None:
     assert all(t.equal(undisturbed[name]) for name, t in resumed.items())
     with pytest.raises(UserError, match="row 7"):
         toy_fit(toy_config(tmp_path / "first"), toy_parts(lambda step: broken(5)))
-    assert not retention.checkpoints(tmp_path / "first" / "checkpoints")  # nothing learnt: another configuration may start
+    assert not retention.checkpoints(tmp_path / "first" / "checkpoints")  # nothing trained: another configuration may start
 
 
 def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> None:

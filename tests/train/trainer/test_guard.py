@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
-from omni.model.projector import Adapter
+from omni.model.projector import Projector
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.train.objective.test_objective import MODELS, make_examples, pack
@@ -159,12 +159,12 @@ def test_the_doctor_finds_nothing_wrong_with_the_recipe(capsys: pytest.CaptureFi
 
 
 def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    plain = Adapter.forward
+    plain = Projector.forward
 
     def cut(self, frames, counts):
         return plain(self, frames, counts).detach()  # the culprit
 
-    monkeypatch.setattr(Adapter, "forward", cut)
+    monkeypatch.setattr(Projector, "forward", cut)
     assert main(["doctor", *SMALL, "--steps", "1"]) == 1
     said = capsys.readouterr().out
     assert "[no_gradient]" in said and "detached from the loss by detach" in said and "projector.project" in said
@@ -203,7 +203,7 @@ def test_the_doctor_names_streams_whose_ends_are_masked(monkeypatch: pytest.Monk
     monkeypatch.setattr("train.data.batching.packer.assemble", by_id)
     found = examine(read_fit_config([*SMALL, "--data.sources.0.tasks", "{T1T2: 0.5, T1A2: 0.5}"])[0], 1)
     (what,) = [finding.what for finding in found if finding.kind == "label_end"]
-    assert what.startswith("no end is learnt on audio0, audio1, audio2, audio3, text: ")
+    assert what.startswith("no end is trained on audio0, audio1, audio2, audio3, text: ")
 
 
 # --- streams and tasks without targets --------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_a_task_that_no_batch_has_is_missed_once(model: SpeechModel) -> None:
     """It should have come in half of the examples: after 32 of them."""
     batch = some_batch(model, "T1T2")
     (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, A1T1=0.5)), batch, 100)
-    assert what == "A1T1 got no target in 32 steps (32 examples): nothing is learnt there"
+    assert what == "A1T1 got no target in 32 steps (32 examples): nothing is trained there"
     (what,) = looks(Targets(model.layout, data=mixture(T1T2=0.5, T1A2=0.5)), batch, 100)
     assert what.startswith("T1A2, audio0, audio1, audio2, audio3 got no target")
 
@@ -324,14 +324,14 @@ def test_a_watched_run_says_on_which_streams_no_end_is_learnt(name: str) -> None
     for number in (1, 2, 3):
         watch.step(number, StepBatches(batches, torch.ones(4), 1.0, 1.0, 1.0, 0), 0.0, lambda step: None, said.append)
     (words,) = said
-    assert "[label_end] no end is learnt on audio0, text: 5 times it follows" in words and "step 1:" in words
+    assert "[label_end] no end is trained on audio0, text: 5 times it follows" in words and "step 1:" in words
     first = some_batch(model, "A1A2", "T1T2").targets[:, 0]
     row, column = (first == model.layout.ids("end")[0]).nonzero()[0].tolist()
     assert f"audio0: row {row}, column {column}" in words and "mask by length" in words
     weights = torch.zeros(len(model.layout))
     weights[text] = 1
     (finding,) = Ends(model.layout, weights).look(batches)
-    assert finding.what.startswith("no end is learnt on text: 3 times")
+    assert finding.what.startswith("no end is trained on text: 3 times")
 
 
 @pytest.mark.parametrize("name", MODELS)

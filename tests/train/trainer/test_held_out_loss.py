@@ -158,7 +158,7 @@ def test_rows_that_cannot_be_read_are_left_out_where_training_skips_them(
 
 
 def direct(weights: dict[str, Tensor], prefix: str) -> dict[str, float]:
-    """The mean over all targets of the toys' held-out batches, of a run's weights that begin so."""
+    """The mean over all targets of the toys' held-out batches, of a run's weights that start so."""
     objective = ToyObjective(ToyModel()).eval()
     objective.load_state_dict({name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)})
     found = [objective(batch, torch.ones(3)) for batch in toy_held_out(0, 1)]

@@ -1,4 +1,4 @@
-"""LoRA in a run: what learns, what is stored, how it goes on, and what comes out."""
+"""LoRA in a run: what is trained, what is stored, how it goes on, and what comes out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Augmentation of log-mel features: cheap enough to be done anew each time an utterance is used.
+"""Augmentation of log-mel features: cheap enough to be done each time an utterance is used.
 
-Features are Whisper's, x = (log10(power) + 4) / 4, so power is at hand: noise is added as power, and the floor is set anew.
+Features are Whisper's, x = (log10(power) + 4) / 4, so power is at hand: noise is added as power, and the floor is set again.
 
 M mel bands, F feature frames.
 """

@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
         tokens: [R, K, T] ids local to each stream; pad where no example stands.
-        targets: [R, K, T]; `targets[..., t]` is to be predicted from column t, `IGNORE` where nothing is learnt.
+        targets: [R, K, T]; `targets[..., t]` is to be predicted from column t, `IGNORE` where nothing is trained.
         feature_index: [R, T] which encoder feature stands in a column, counted over all clips of the batch, -1 for none.
         segments: [R, T] number of the example within its row; the unused end has a number of its own.
         task: [R, T] index into `tuple(TASKS)`, -1 where no example stands.

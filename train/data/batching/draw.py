@@ -11,7 +11,7 @@ from train.data.batching.batch import Batch
 def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, columns: int = 24) -> str:
     """Draw the examples of a packed row as text, each with its task and columns (at most `columns` of them at either end).
 
-    A star marks a cell whose token is learnt (predicted from the column before it); `~` stands where encoder features do.
+    A star marks a cell whose token is a target (predicted from the column before it); `~` stands where encoder features do.
     """
     segments, out = batch.segments[row].cpu(), []
     used = int((batch.task[row] >= 0).sum())
@@ -32,8 +32,8 @@ def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, c
 
 def draw_columns(example: Columns, layout: Layout, tokenizer: Tokenizer, columns: int = 24) -> list[str]:
     """Draw an example's prompt and targets: in one piece, or at most `columns` columns at either end."""
-    learnt = example.targets.roll(1, dims=1) != IGNORE  # each column's target is the next column's token
-    learnt[:, 0] = False
+    trained = example.targets.roll(1, dims=1) != IGNORE  # each column's target is the next column's token
+    trained[:, 0] = False
     out = []
     for first, last in _windows(len(example), columns):
         window = slice(first, last)
@@ -42,7 +42,7 @@ def draw_columns(example: Columns, layout: Layout, tokenizer: Tokenizer, columns
         out.append(
             layout.draw(
                 example.tokens[:, window],
-                learnt[:, window],
+                trained[:, window],
                 lambda i: tokenizer.decode([i]),
                 feature_index=example.feature_index[window],
             )

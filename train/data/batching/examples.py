@@ -100,7 +100,7 @@ class ExampleMaker:
         codec: checks and encodes the answers' codes; None where no task answers in speech.
         alignment: how transcripts are spelt for the alignment head.
         augment: changes to what is heard; None to leave it as it is.
-        sound_anew: change the sound of a row that comes back anew each time; otherwise only its features are.
+        augment_cached_audio: augment the sound of a cached row again on every draw; otherwise only its features.
         seed: of these changes.
         system: rows' system messages come before their first questions; otherwise they are left out.
         cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
@@ -116,7 +116,7 @@ class ExampleMaker:
         codec: AudioCodec | None = None,
         alignment: Alignment | None = None,
         augment: AugmentConfig | None = None,
-        sound_anew: bool = True,
+        augment_cached_audio: bool = True,
         seed: int = 0,
         system: bool = True,
         cut: float = 0.0,
@@ -126,7 +126,7 @@ class ExampleMaker:
         self.codec = codec
         self.alignment = alignment or Alignment("none")
         self.augment = augment
-        self.sound_anew = sound_anew
+        self.augment_cached_audio = augment_cached_audio
         self.seed = seed
         self.system = system
         self.cut = cut
@@ -213,7 +213,7 @@ class ExampleMaker:
     def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
         """The question's clips, changed as this draw has it."""
         assert turn.question_audio is not None
-        if prepared.kept_as is None or (self.sound_anew and self.augment is not None):
+        if prepared.kept_as is None or (self.augment_cached_audio and self.augment is not None):
             heard = self._hear(turn.question_audio.load(SAMPLE_RATE), "sound", draw, number)
         else:
             if number not in prepared.heard:

@@ -30,7 +30,7 @@ from train.data.batching.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class _Failure:
-    """A user's mistake found in a worker: raised anew by the loader, without the worker's traceback around it."""
+    """A user's mistake found in a worker: raised again by the loader, without the worker's traceback around it."""
 
     message: str
 

@@ -43,11 +43,11 @@ class Judge:
     """Decides row by row, and remembers the rows that were kept.
 
     Args:
-        hearing: for the rule `max_wer`.
+        asr: for the rule `max_wer`.
     """
 
-    def __init__(self, rules: Rules, codecs: Codecs | None = None, hearing: WhisperTranscriber | None = None) -> None:
-        self.rules, self.codecs, self.hearing = rules, codecs or Codecs(), hearing
+    def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
+        self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
         self._kept: dict[str, set[int]] = {name: set() for name in rules.drop_duplicates}
 
     def reasons(self, row: Row) -> tuple[list[Reason], Checked]:
@@ -69,7 +69,7 @@ class Judge:
     def _heard(self, row: Row, rule: WerRule) -> list[Reason]:
         from train.scoring.asr import error_rate
 
-        assert self.hearing is not None
+        assert self.asr is not None
         out = []
         for number, turn in enumerate(row.turns):
             for side, most in (("question", rule.question), ("answer", rule.answer)):
@@ -86,7 +86,7 @@ class Judge:
                     raise UserError(f"{row.where}: {error}") from error
                 if audio is None:
                     continue
-                heard = self.hearing.hear(audio, row.language)
+                heard = self.asr.hear(audio, row.language)
                 rate = error_rate(text, heard, row.language)
                 if rate > most:
                     said = f"word error rate {percent(rate)}, the most is {100 * most:g} %"

@@ -34,7 +34,7 @@ KINDS: dict[str, FindingKind] = {
     "codes_shape": FindingKind("error", "codes without frames, or of another number of streams"),
     "codes_range": FindingKind("error", "codes that their codec does not have"),
     "codes_length": FindingKind("error", "codes that last longer or shorter than their recording"),
-    "word_times": FindingKind("error", "words that end before they begin, or outside of their recording"),
+    "word_times": FindingKind("error", "words that end before they start, or outside of their recording"),
     "leaked_audio": FindingKind("error", "a question's recording that is in the other data too"),
     "unknown_codec": FindingKind("warning", "codes of a codec that is not known, so not checked"),
     "mostly_silent": FindingKind("warning", "a recording that is mostly silent"),

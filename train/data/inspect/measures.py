@@ -149,7 +149,7 @@ def clipped_share(samples: Tensor) -> float:
         return 0.0
     clipped = torch.zeros(len(samples), dtype=torch.bool)
     for side in (samples >= CLIPPED_LEVEL, samples <= -CLIPPED_LEVEL):
-        runs = side.unfold(0, CLIPPED_RUN, 1).all(1)  # whether a run begins here
+        runs = side.unfold(0, CLIPPED_RUN, 1).all(1)  # whether a run starts here
         for offset in range(CLIPPED_RUN):
             clipped[offset : offset + len(runs)] |= runs
     return float(clipped.float().mean())

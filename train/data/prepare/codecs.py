@@ -106,11 +106,11 @@ class Codecs:
                 raise BadCodes("codes_order", f"order {codes.order!r} is unknown for {codes.codec}; known: {known}")
         facts = self.facts(codes.codec)
         if frames.ndim != 2 or frames.shape[1] == 0:
-            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)} hold no frames: drop them or encode anew")
+            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)} hold no frames: drop them or encode again")
         if facts is not None and frames.shape[0] != len(facts.sizes):
             wanted = f"{codes.codec} has {len(facts.sizes)} streams"
             other = " (transposed?)" if frames.shape[1] == len(facts.sizes) else ""
-            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)}, but {wanted}{other}: encode anew")
+            raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)}, but {wanted}{other}: encode again")
         if codes.order != "streams":
             frames = frames[list(CODE_ORDERS[codes.codec][codes.order])]
         if facts is not None:

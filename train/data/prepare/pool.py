@@ -30,7 +30,7 @@ _WINDOW = 4  # blocks for each process that are told of and not handed out yet
 def make_blocks(
     source: OpenedSource, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None = None
 ) -> Generator[PreparedBlock, None, None]:
-    """The blocks that begin at `starts` and end before `total`, in this order, made by `config.processes`.
+    """The blocks that start at `starts` and end before `total`, in this order, made by `config.processes`.
 
     `codec` is the configuration's; other processes load one of their own.
 

@@ -73,7 +73,7 @@ class RowMaker:
             audio = self._say("answer", turn.answer_text, row, number)
             done.spoken_answers += 1
         if codes is not None and codes.frames.numel() == 0:
-            raise UserError("its answer_codes are empty: drop the row, or encode its sound anew")
+            raise UserError("its answer_codes are empty: drop the row, or encode its sound again")
         if self.codec is None:
             if codes is not None and int(codes.frames.min()) < 0:
                 raise UserError(f"its answer_codes hold {int(codes.frames.min())}: codes start at 0")

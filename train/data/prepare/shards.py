@@ -4,7 +4,7 @@
     notes/00000.json        {"file", "rows", "bytes", "crc32", "items": [first, next], "tally", "broken"}
 
 A shard is finished when its note is there; the note is written last. An interrupted preparation goes on after the notes that
-stand in an unbroken series, and writes anew what has none.
+stand in an unbroken series, and writes again what has none.
 """
 
 from __future__ import annotations

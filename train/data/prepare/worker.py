@@ -158,7 +158,7 @@ class BlockMaker:
         if count != stop - start:
             raise UserError(
                 f"the source ends at item {start + count} and had {len(self.source)}: it has changed while it was read; "
-                "remove what is half made and start anew"
+                "remove what is half made and start again"
             )
 
 

@@ -3,7 +3,7 @@
 VoiceAssistant-400K (gpt-omni/VoiceAssistant-400K, Parquet): `split_name, index, round, question, question_audio {bytes,
 path}, answer, answer_snac`, the latter `# t0 t1 t2 t3 t4 t5 t6 # ...` with a frame's codes as c0 c1 c2 c2 c1 c2 c2 (our
 `streams`). SLAM-Omni (Parquet): the same with `answer_cosyvoice_speech_token`; as JSON lines `key, source_wav, source_text,
-target_token, target_text`, the tokens CosyVoice's, one stream at 50 a second. A later round's question begins with the
+target_token, target_text`, the tokens CosyVoice's, one stream at 50 a second. A later round's question starts with the
 earlier ones, `USER: ... ASSISTANT: ... <USER>: ...`: those become turns of text, and the recording belongs to the last.
 """
 
@@ -47,7 +47,7 @@ def assistant_row(data: Mapping[str, Any], where: str, files: Files, options: Re
 
 
 def history(question: str) -> list[RowTurn]:
-    """The turns of a question that begins with `USER:` or `<USER>:` (the last has no answer yet), or the one of any other.
+    """The turns of a question that starts with `USER:` or `<USER>:` (the last has no answer yet), or the one of any other.
 
     UserError where speakers do not alternate, from USER to USER.
     """

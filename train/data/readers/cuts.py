@@ -130,7 +130,7 @@ def _question(supervisions: Sequence[Mapping[str, Any]], asking: Stretch, files:
 def _dialogue(
     supervisions: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], asking: Stretch, answering: Stretch | None, files: Files
 ) -> list[RowTurn]:
-    """Turns of supervisions in the order of their starts: a new one begins where the user speaks after the model has.
+    """Turns of supervisions in the order of their starts: a new one starts where the user speaks after the model has.
 
     The model's are cut from `answering`, or else from the cut's own recording, in the supervision's channel. An `answering`
     that no supervision speaks of is the answer as a whole.

@@ -73,7 +73,7 @@ def _look(file: Path) -> tuple[str, str]:
     if first is not None and first.error and not columns:
         text = file.name.lower().removesuffix(".gz").endswith((".json", ".jsonl"))
         advice = "make it a list of JSON objects, or one object a line" if text else "fix it"
-        return f"does not begin with a row ({first.error})", advice
+        return f"does not start with a row ({first.error})", advice
     if not any(columns):
         return "names no columns", ""
     fields = first.data if first else {}

@@ -105,7 +105,7 @@ def to_utterances(words: Sequence[Word], pause: float) -> list[Utterance]:
 
 
 def to_turns(utterances: Sequence[Utterance]) -> list[tuple[list[Utterance], list[Utterance]]]:
-    """The user's and the model's utterances of each turn: a turn begins where the user speaks after the model has."""
+    """The user's and the model's utterances of each turn: a turn starts where the user speaks after the model has."""
     turns: list[tuple[list[Utterance], list[Utterance]]] = []
     for utterance in utterances:
         if not turns or (utterance.who == "user" and turns[-1][1]):

@@ -93,7 +93,7 @@ class ParquetRecords(Records):
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Rows `start` to `stop`; rows of the same group before `start` are decoded and passed over.
 
-        A stretch that begins where the last one ended goes on there.
+        A stretch that starts where the last one ended goes on there.
         """
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:

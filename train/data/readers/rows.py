@@ -1,4 +1,4 @@
-"""Rows that are prepared already (`train.data.rows.row`), to be prepared anew: answers for another codec, sides spoken again.
+"""Rows that are prepared already (`train.data.rows.row`), to be prepared again: answers for another codec, sides spoken again.
 
 They come as they are stored, words and starts included; `ReaderOptions.name` and `ReaderOptions.task` replace what they say,
 and `ReaderOptions.language` is taken where they say none. With `ReaderOptions.audio` "none" all their recordings are left out,

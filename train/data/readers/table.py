@@ -50,7 +50,7 @@ class TableReader:
         columns = columns_of(files[0])
         if not columns:
             raise UserError(
-                f"{files[0]} names no columns: it is empty, or does not begin with a row; name other data, or fix it"
+                f"{files[0]} names no columns: it is empty, or does not start with a row; name other data, or fix it"
             )
         missing = [column for field, column in options.columns.items() if column not in columns]
         if missing:

@@ -76,7 +76,7 @@ class TextRecords(Records):
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Records `start` to `stop`; only fewer than 256 before `start` are passed over.
 
-        In a .gz all of them are, where the stretch does not begin at or behind the end of the last one.
+        In a .gz all of them are, where the stretch does not start at or behind the end of the last one.
         """
         packed = self.path.name.lower().endswith(".gz")
         at, place = 0, (0, 0)

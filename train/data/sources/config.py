@@ -157,7 +157,7 @@ class RecordedDigitsConfig:
         accented: share of the synthetic voices' strings that have such an accent.
         more_voices: voices of other programs, as `data prepare` takes them (`command:flite -voice rms -t {text} -o {out}`), by
             what they read: `en` for English words, or a language of `accents`.
-        voice_folder: keeps what these voices say from run to run: before training begins they say all that they may be asked
+        voice_folder: keeps what these voices say from run to run: before training starts they say all that they may be asked
             for and that it lacks. null: they speak when asked, each word once in every process.
         more: share of strings that they say.
         words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).

@@ -151,7 +151,7 @@ def test_augmentation_belongs_to_the_draw(repeat, anew):
     model = MODELS["codec2"]
 
     def made() -> list[torch.Tensor]:
-        pipeline = pipeline_of(model, sizes=(None,), weights=(1,), repeat=repeat, augment=AUGMENT, sound_anew=anew)
+        pipeline = pipeline_of(model, sizes=(None,), weights=(1,), repeat=repeat, augment=AUGMENT, augment_cached_audio=anew)
         pipeline.tasks = [type(pipeline.tasks[0])({"A1T1": 1.0})]
         found = {n: pipeline.fetch(n).clips[0] for n in (7, 3, 0, 1, 2, 4, 5, 6)}
         return [found[n] for n in range(8)]

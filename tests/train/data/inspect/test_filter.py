@@ -105,19 +105,19 @@ def test_codes_that_can_never_be_heard_cost_their_row_alone(tmp_path: Path, monk
     rows = [row(0, "snac"), row(1, answer_codes=Codes("hubert", torch.zeros(1, 30, dtype=torch.int32))), row(2, "snac")]
     rows = [replace(each, turns=(replace(each.turns[0], answer_audio=None),)) for each in rows]
 
-    class Ear:
+    class FakeASR:
         def hear(self, audio: torch.Tensor, language: str) -> str:
             return rows[0].turns[0].answer_text
 
     rules = Rules(drop_errors=False, max_wer=WerRule(answer=9.0))
-    judge = Judge(rules, Codecs(tmp_path / "snac"), Ear())  # type: ignore[arg-type]
+    judge = Judge(rules, Codecs(tmp_path / "snac"), FakeASR())  # type: ignore[arg-type]
     assert [judge.reasons(each)[0] for each in rows] == [
         [],
         [("max_wer", "answer 0: its codes are of 'hubert', which cannot be decoded here")],
         [],
     ]
     with pytest.raises(UserError, match="None holds no snac"):
-        Judge(rules, Codecs(), Ear()).reasons(rows[0])  # type: ignore[arg-type]
+        Judge(rules, Codecs(), FakeASR()).reasons(rows[0])  # type: ignore[arg-type]
 
 
 def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +236,8 @@ def test_word_error_rate_is_jiwers_on_what_the_whisper_says(weights: Path, tmp_p
     assert said.split()
     texts = ["say one two", f"{said.split()[0]} at least"]
     rates = [jiwer.wer(normal(text), said) for text in texts]
-    hearing = WhisperTranscriber(weights)
-    judged = Judge(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), hearing=hearing)
+    asr = WhisperTranscriber(weights)
+    judged = Judge(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), asr=asr)
     worse = rates.index(max(rates))
     for i, text in enumerate(texts):
         reasons, _ = judged.reasons(row(0, question_text=text, question_audio=Sound(data=wav(sound))))
@@ -261,12 +261,12 @@ def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: 
     turn = row(1, "snac", answer_audio=None)
     asked = []
 
-    class Ear:
+    class FakeASR:
         def hear(self, audio: torch.Tensor, language: str) -> str:
             asked.append((len(audio), language))
             return turn.turns[0].answer_text
 
-    judge = Judge(Rules(max_wer=WerRule(answer=0.0)), hearing=Ear())  # type: ignore[arg-type]
+    judge = Judge(Rules(max_wer=WerRule(answer=0.0)), asr=FakeASR())  # type: ignore[arg-type]
     assert not judge.reasons(turn)[0]
     assert asked == [(200 * turn.turns[0].answer_codes.frames.shape[1], "en")]  # type: ignore[union-attr]
 
@@ -280,11 +280,11 @@ def test_hugging_face_folders_hear_the_same(weights: Path, tmp_path: Path) -> No
     torch.manual_seed(1)
     model = transformers.WhisperForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path / "hf")
-    hearing = WhisperTranscriber(tmp_path / "hf")
+    asr = WhisperTranscriber(tmp_path / "hf")
     mel, ids = torch.randn(1, 80, 3000), torch.tensor([[50258, 50259, 7, 9]])
     with torch.no_grad():
         theirs = model(input_features=mel, decoder_input_ids=ids).logits
-        ours = hearing.model(mel, ids)
+        ours = asr.model(mel, ids)
     assert torch.allclose(ours, theirs, atol=1e-4)
 
 

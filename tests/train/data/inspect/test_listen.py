@@ -84,8 +84,9 @@ def test_prompt_and_targets_are_drawn(codec: str, task: str) -> None:
     codes = row(3, codec).turns[0].answer_codes
     assert lines[0].startswith(f"as {task}: ") and lines[1].startswith("column") and isinstance(codes, Codes)
     said = next(line.split() for line in lines if line.startswith("audio0"))[1:]
-    learnt = [cell[:-1] for cell in said if cell.endswith("*")]
-    assert [cell for cell in learnt if cell.isdigit()] == ([str(c) for c in codes.frames[0].tolist()] if task == "A1A2" else [])
+    trained = [cell[:-1] for cell in said if cell.endswith("*")]
+    spoken = [str(c) for c in codes.frames[0].tolist()]
+    assert [cell for cell in trained if cell.isdigit()] == (spoken if task == "A1A2" else [])
     assert ("~" in said) == (task == "A1A2")
     text = next(line for line in lines if line.startswith("text"))
     assert "".join(c[0] for c in text.split()[1:] if c.endswith("*") and len(c) == 2).startswith("onenoughtthree")

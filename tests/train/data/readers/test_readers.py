@@ -207,7 +207,7 @@ def test_moshi_without_the_users_words_takes_what_sounds_between(tmp_path):
 
 def test_moshi_speakers_who_pause_or_talk_at_once_keep_their_order(tmp_path):
     words = [
-        ["a", [0.0, 0.2], "SPEAKER_MAIN"],  # the model begins: a turn without a question
+        ["a", [0.0, 0.2], "SPEAKER_MAIN"],  # the model starts: a turn without a question
         ["b", [0.5, 0.7], "SPEAKER_OTHER"],
         ["c", [2.0, 2.2], "SPEAKER_OTHER"],  # after a pause, still the question
         ["d", [2.1, 2.4], "SPEAKER_MAIN"],  # cuts in

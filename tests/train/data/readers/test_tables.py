@@ -114,17 +114,17 @@ LISTED = r".*--read.format, one of voiceassistant, .*table$"
             '{"data": [{"question_text": "a"}]}',
             "it has all under 'data', a list; write that list to a file of its own",
         ),
-        ("a.json", "[1, 2]", r"it does not begin with a row \(is int, not an object with fields"),
+        ("a.json", "[1, 2]", r"it does not start with a row \(is int, not an object with fields"),
         (
             "a.json",
             '{\n "a": 1\n}',
-            "it does not begin with a row .is no JSON .*; make it a list of JSON objects, or one object a line",
+            "it does not start with a row .is no JSON .*; make it a list of JSON objects, or one object a line",
         ),
         ("a.jsonl", '{"a": "b", "prompt": "c"}', "it has the columns a, prompt; .* --read.columns '{question_text: prompt}'"),
         ("a.csv", "wav,b\nq.wav,2\n", "it has the columns wav, b; .* --read.columns '{question_audio: wav}'"),
         ("a.csv", "a,b\n", "it has the columns a, b; .* --read.columns '{question_text: COLUMN}'"),
         ("a.jsonl", "{}", "it names no columns: name other data$"),
-        ("a.parquet", "PAR1", r"it does not begin with a row \(is no whole Parquet file .*; fix it, or"),
+        ("a.parquet", "PAR1", r"it does not start with a row \(is no whole Parquet file .*; fix it, or"),
         ("a.xlsx", "PK", "its name ends in none of .csv, .tsv"),
         ("d/e/b.csv", "a,b\n", "its first file, e/b.csv, has the columns a, b; "),
         ("d/b.txt", "a", "it holds no file that ends in .csv"),
@@ -149,7 +149,7 @@ def test_the_columns_that_a_message_names_read_the_data(tmp_path):
 @pytest.mark.parametrize(("name", "held"), [("a.jsonl", ""), ("a.csv", ""), ("a.json", "[1]")])
 def test_a_table_without_any_column_says_so(tmp_path, name, held):
     (tmp_path / name).write_text(held)
-    with pytest.raises(UserError, match=f"{name} names no columns: it is empty, or does not begin with a row"):
+    with pytest.raises(UserError, match=f"{name} names no columns: it is empty, or does not start with a row"):
         open_source(tmp_path / name, ReaderOptions(columns={"question_text": "a"}))
 
 
