@@ -218,10 +218,10 @@ def from_dict(kind: type[T], data: Any, where: str = "config", *, stored: bool =
         raise UserError(f"{where} is {data!r}; it must be a mapping with keys of {kind.__name__}: {', '.join(fields)}")
     hints = typing.get_type_hints(kind)
     if stored:
-        data = old_names.new_keys(kind.__name__, data)
+        data = old_names.new_fields(kind, data)
     for key in data:
         if key not in fields:
-            if new := old_names.KEYS.get(f"{kind.__name__}.{key}"):
+            if (new := old_names.new_key(kind, key)) != key:
                 raise UserError(f"{where}: key {key!r} is now called {new!r}: give that instead")
             close = get_close_matches(str(key), fields, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(fields)}"

@@ -25,6 +25,18 @@ KEYS = {
 }
 """Fields of configurations, by the name of their class."""
 
+PATTERNS = {
+    "FitConfig.trainable",
+    "LoRASection.targets",
+    "LoRASection.trainable",
+    "LoRASection.quantize_targets",
+    "GroupConfig.pattern",
+    "OptimizerConfig.muon_exclude",
+    "BalanceSection.separate",
+    "EditFitConfig.linears",
+}
+"""Fields of stored configurations that hold names of parameters or modules, or patterns of such names."""
+
 OPTIONS = {
     "eval.questions": "limit",
     "eval.ear": "asr",
@@ -58,16 +70,15 @@ def new_names(values: Mapping[str, T]) -> dict[str, T]:
     return {new_name(name): value for name, value in values.items()}
 
 
-def new_keys(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data of the configuration of class `kind`, with new keys."""
-    return {KEYS.get(f"{kind}.{key}", key): value for key, value in data.items()}
+def new_key(kind: type, key: str) -> str:
+    """The new name of a field of the configuration `kind`; as it is where it has none."""
+    return KEYS.get(f"{kind.__name__}.{key}", key)
 
 
-def new_repr(text: str) -> str:
-    """What `repr` shows of a configuration's plain data, with new keys."""
-    for old, new in KEYS.items():
-        text = text.replace(f"{old.partition('.')[2]!r}: ", f"{new!r}: ")
-    return text
+def new_fields(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data of the configuration `kind` with new keys, and with new names in its patterns."""
+    fields = {new_key(kind, key): value for key, value in data.items()}
+    return {key: _new_patterns(value) if f"{kind.__name__}.{key}" in PATTERNS else value for key, value in fields.items()}
 
 
 def check_options(command: str, names: Iterable[str], mark: str = "") -> None:
@@ -77,6 +88,12 @@ def check_options(command: str, names: Iterable[str], mark: str = "") -> None:
         new = OPTIONS.get(f"{command}.{given.removeprefix(mark)}") if name.startswith(mark) else None
         if new is not None:
             raise UserError(f"{command}: {given} is now called {mark}{new}: give that instead")
+
+
+def _new_patterns(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_new_patterns(one) for one in value]
+    return new_name(value) if isinstance(value, str) else value
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:

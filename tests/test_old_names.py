@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,14 @@ from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter, save_adapter
 from omni.lora.weights import base_checksum, weights_of
 from omni.model.speech_model import SpeechModel
-from omni.old_names import first_name, new_name, new_repr
+from omni.old_names import first_name, new_name
 from omni.patterns import match_names
 from tests.golden.toys import at_first, shrunk
 from train.cli import main
 from train.config.parse import read_fit_config
 from train.config.run import completed, plain_config
+from train.edit.config import EditFitConfig
+from train.edit.fit import _agrees, _facts
 
 NAMES = [
     ("adapter.project.weight", "projector.project.weight"),
@@ -114,9 +117,17 @@ def test_a_stored_configuration_has_old_keys_and_patterns() -> None:
     old["model"]["adapter"] = {"hidden": 8}
     old["data"] = {**new["data"], "sound_anew": old["data"]["augment_cached_audio"]}
     del old["data"]["augment_cached_audio"]
-    assert (
-        completed(old) == new and new_repr(repr({"data": {"sound_anew": True}})) == "{'data': {'augment_cached_audio': True}}"
-    )
+    assert completed(old) == new
+    placed = {"data": {**new["data"], "cache": "adapter.v2"}}
+    assert completed(old | placed) == new | placed  # a file's name is no pattern
+
+
+def test_an_editor_s_checkpoint_with_old_names_agrees_with_its_run() -> None:
+    config = EditFitConfig("model", "out", linears=("projector.*",))
+    old = repr(_facts(config)).replace("'augment_cached_audio'", "'sound_anew'").replace("projector.*", "adapter.*")
+    assert "sound_anew" in old and "'adapter.*'" in old
+    assert _agrees(old, config) and _agrees(old, replace(config, steps=7))
+    assert not _agrees(old, replace(config, lr=0.5)) and not _agrees("None", config)
 
 
 @pytest.mark.parametrize(

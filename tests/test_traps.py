@@ -40,8 +40,8 @@ def model(request) -> SpeechModel:
 
 def test_a_mask_never_changes_between_forward_and_backward(model):
     """A fine-tuning script kept one mask and refilled it in place for each batch: with checkpointing the backward pass
-    recomputed under the next batch's mask, or died with "is at version 34; expected version 32". Our masks are made
-    anew in each forward, so two forwards before their backwards give what one at a time gives."""
+    recomputed under the next batch's mask, or died with "is at version 34; expected version 32". Our masks are new
+    in each forward, so two forwards before their backwards give what one at a time gives."""
     decoder, layout = model.decoder, model.layout
     decoder.checkpointing = True
     batches = [

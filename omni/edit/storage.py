@@ -61,14 +61,10 @@ def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str,
         data = file.read_bytes()
         if {"bytes": len(data), "crc32": zlib.crc32(data)} != facts.get("tensors"):
             raise UserError(f"{file} does not match its size and checksum in {kind}.json; fetch or make the folder again")
-        return new_names(load(data)), _new_facts(facts)
+        by_name = {key: new_names(facts[key]) for key in ("linears", "base", "after") if isinstance(facts.get(key), Mapping)}
+        return new_names(load(data)), facts | by_name
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({error}); fetch or make the folder again") from error
-
-
-def _new_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts with new names, where they are of linears (`linears`, `base`, `after`)."""
-    return {key: new_names(value) if isinstance(value, Mapping) and key != "extra" else value for key, value in facts.items()}
 
 
 def save_edits(folder: Place, edits: Edits, extra: Mapping[str, Any] | None = None) -> None:

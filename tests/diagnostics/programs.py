@@ -1,4 +1,4 @@
-"""Small trainings as users write them: each with its mistake, and mended.
+"""Small trainings as users write them: each with its mistake, and fixed.
 
 A program gives a model, an optimizer, and a step that is called with its number.
 """
@@ -101,7 +101,7 @@ def positions_in_place() -> Program:
 
 
 def cache_in_place() -> Program:
-    """The position is mended; the cache is still written between the positions of one backward."""
+    """The position is fixed; the cache is still written between the positions of one backward."""
     model = CachedAttention()
 
     def loss(i: int) -> Tensor:
@@ -123,7 +123,7 @@ def cache_kept() -> Program:
     return train(model, loss)
 
 
-def cache_mended() -> Program:
+def cache_fixed() -> Program:
     """No cache in training."""
     model = CachedAttention()
 
@@ -179,7 +179,7 @@ def stages_detached() -> Program:
     return train(model, loss)
 
 
-def statistics_mended() -> Program:
+def statistics_fixed() -> Program:
     model = HyperNetwork(detached=True)
     return train(model, lambda i: model.head(model.norm(model.encoder(data(i)))).square().mean())
 
@@ -205,7 +205,7 @@ def embedded_once(handed_in: bool) -> Program:
     return train(model, loss, batch=lambda i: {"rows": batches[i]} if handed_in else None)
 
 
-def embedded_mended() -> Program:
+def embedded_fixed() -> Program:
     model = nn.ModuleDict({"embedding": nn.Embedding(20, WIDTH), "head": nn.Linear(WIDTH, 1)})
     words = torch.arange(20)
 
@@ -264,7 +264,7 @@ class Stack(nn.Module):
         for layer in self.layers:
             if self.change == "in place":
                 mask.mul_(0.9).add_(0.01)
-            elif self.change == "anew":
+            elif self.change == "new":
                 mask = mask * 0.9 + 0.01
             x = checkpoint(layer, x, mask, use_reentrant=self.reentrant)
         return x
@@ -275,8 +275,8 @@ def mask_in_place(reentrant: bool = False) -> Program:
     return train(model, lambda i: model(data(i).requires_grad_(reentrant)).square().mean())
 
 
-def mask_mended(reentrant: bool = False) -> Program:
-    model = Stack(reentrant, "anew")
+def mask_fixed(reentrant: bool = False) -> Program:
+    model = Stack(reentrant, "new")
     return train(model, lambda i: model(data(i).requires_grad_(reentrant)).square().mean())
 
 
@@ -296,8 +296,8 @@ class Headed(nn.Module):
         return self.head(x)
 
 
-def reentrant(mended: bool) -> Program:
-    model = Headed(reentrant=not mended)
+def reentrant(fixed: bool) -> Program:
+    model = Headed(reentrant=not fixed)
     return train(model, lambda i: next_token_loss(model(tokens_of(i)[:, :-1]), tokens_of(i)))
 
 
@@ -338,7 +338,7 @@ def checkpointed_state() -> Program:
     return train(model, loss)
 
 
-def checkpointed_state_mended() -> Program:
+def checkpointed_state_fixed() -> Program:
     model = Memory()
 
     def loss(i: int) -> Tensor:
@@ -354,7 +354,7 @@ def double(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out * 2
 
 
-def hook_gone(mended: bool) -> Program:
+def hook_gone(fixed: bool) -> Program:
     """A hook that is removed before backward repeats the checkpointed part."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -363,7 +363,7 @@ def hook_gone(mended: bool) -> Program:
         optimizer.zero_grad()
         handle = model[0].register_forward_hook(double)
         loss = checkpoint(model, data(i), use_reentrant=False).square().mean()
-        if mended:
+        if fixed:
             loss.backward()
             handle.remove()
         else:
@@ -388,9 +388,9 @@ class Positional(nn.Module):
         return self.linear(x) * self.table
 
 
-def evaluated(mended: bool) -> Program:
+def evaluated(fixed: bool) -> Program:
     """An evaluation before training leaves a table behind."""
     model = Positional()
-    with torch.no_grad() if mended else torch.inference_mode():
+    with torch.no_grad() if fixed else torch.inference_mode():
         model(data(9))
     return train(model, lambda i: model(data(i)).square().mean())

@@ -75,7 +75,7 @@ def gradients_of_func() -> Made:
 
 
 class Auxiliary(nn.Linear):
-    """Keeps a loss and a list of features for the training loop, anew in every forward."""
+    """Keeps a loss and a list of features for the training loop, new in every forward."""
 
     loss: Tensor
 
@@ -309,7 +309,7 @@ def test_no_optimizer_at_all() -> None:
 
 
 def test_the_hook_of_an_optimizer_stays_the_same() -> None:
-    """A compiled step is compiled anew where it differs."""
+    """A compiled step is compiled again where it differs."""
     model, optimizer, step = auxiliary()
     guard, seen = Guard(model, optimizer), []
     for i in range(2):

@@ -270,5 +270,5 @@ def test_padding_that_is_the_end():
     labels = tokens.masked_fill(tokens == pad, -100)
     (finding,) = check_labels(tokens, labels, eos, pad)
     assert finding.kind == "label_end" and "mask by length" in finding.remedy and "rows 0, 1" in finding.tensor
-    mended = tokens.masked_fill(torch.arange(6) >= torch.tensor([[4], [6]]), -100)
-    assert check_labels(tokens, mended, eos, pad) == []
+    fixed = tokens.masked_fill(torch.arange(6) >= torch.tensor([[4], [6]]), -100)
+    assert check_labels(tokens, fixed, eos, pad) == []

@@ -52,7 +52,7 @@ def test_weights_on_disk_are_not_read():
 
 @pytest.mark.parametrize("how", ["quiet", "traced", "failing", "interrupted"])
 def test_nothing_stays_on_after_a_step(how):
-    program = programs.positions_in_place() if how == "failing" else programs.cache_mended()
+    program = programs.positions_in_place() if how == "failing" else programs.cache_fixed()
     functions = (torch.autograd.backward, vars(library.CheckpointFunction).copy(), vars(library).copy())
     guard = Guard(program.model, program.optimizer)
     try:
@@ -74,7 +74,7 @@ def test_nothing_stays_on_after_a_step(how):
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_guard_within_a_guard(traced):
     """Two models that learn in one step, each with a guard of its own: both see, and nothing stays behind."""
-    outer, inner = (programs.reentrant(mended=False) for _ in range(2))
+    outer, inner = (programs.reentrant(fixed=False) for _ in range(2))
     before = dict(vars(library.CheckpointFunction))
     first, second = Guard(outer.model, outer.optimizer), Guard(inner.model, inner.optimizer)
     with first.step():
@@ -344,7 +344,7 @@ def test_inference_tensors_in_parameters_and_batch():
 
 
 def test_a_mistake_is_reported_once():
-    program = programs.reentrant(mended=False)
+    program = programs.reentrant(fixed=False)
     guard = Guard(program.model, program.optimizer)
     for i in range(3):
         with guard.step():

@@ -1,4 +1,4 @@
-"""No false alarms: real steps of our own model, mended programs, and what looks like a mistake and is none."""
+"""No false alarms: real steps of our own model, fixed programs, and what looks like a mistake and is none."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from train.objective.objective import Objective, targets
 from train.optim.ema import Average
 from train.optim.optimizer import build_optimizer, set_trainable
 
-MENDED: dict[str, Callable[[], Program]] = {
-    "cache": programs.cache_mended,
-    "statistics": programs.statistics_mended,
-    "embedding": programs.embedded_mended,
-    "mask": programs.mask_mended,
-    "mask, reentrant": lambda: programs.mask_mended(reentrant=True),
-    "reentrant": lambda: programs.reentrant(mended=True),
-    "state": programs.checkpointed_state_mended,
-    "hook": lambda: programs.hook_gone(mended=True),
-    "inference": lambda: programs.evaluated(mended=True),
+FIXED: dict[str, Callable[[], Program]] = {
+    "cache": programs.cache_fixed,
+    "statistics": programs.statistics_fixed,
+    "embedding": programs.embedded_fixed,
+    "mask": programs.mask_fixed,
+    "mask, reentrant": lambda: programs.mask_fixed(reentrant=True),
+    "reentrant": lambda: programs.reentrant(fixed=True),
+    "state": programs.checkpointed_state_fixed,
+    "hook": lambda: programs.hook_gone(fixed=True),
+    "inference": lambda: programs.evaluated(fixed=True),
 }
 
 
 @pytest.mark.parametrize("trace", [False, True], ids=["watched", "traced"])
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize("name", FIXED)
 def test_mended_programs_pass_silently(name, trace):
     torch.manual_seed(0)
-    program = MENDED[name]()
+    program = FIXED[name]()
     guard = Guard(program.model, program.optimizer)
     for i in range(3 if program.steps > 2 else 2):
         with guard.step(program.batch(i), trace=trace):

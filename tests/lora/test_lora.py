@@ -137,7 +137,7 @@ def test_the_bases_tensors_keep_names_and_values_and_removal_leaves_no_trace() -
     assert not any(part._forward_hooks for part in model.modules())
 
 
-def test_dropout_is_drawn_anew_in_training_only_and_checkpointing_repeats_it() -> None:
+def test_dropout_is_drawn_again_in_training_only_and_checkpointing_repeats_it() -> None:
     model = ours(dropout=0.5)
     found = []
     for checkpointing in (False, True):

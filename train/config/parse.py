@@ -208,7 +208,7 @@ def check_path(kind: Any, path: str) -> Any:
         part = part.rstrip("+")
         if part not in hints:
             around, key = path.rpartition(".")[::2]
-            if f"{_name(here)}.{part}" in old_names.KEYS:
+            if old_names.new_key(here, part) != part:
                 around, key = ".".join(names[:i]), part
             raise UserError(f"unknown option --{path}; {_hint(around, key, here)}")
         here = hints[part]
@@ -223,17 +223,13 @@ def _inner(kind: Any) -> Any:
     return kind
 
 
-def _name(kind: Any) -> str:
-    return str(kind.__name__)
-
-
 def _dotted(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
 def _hint(path: str, key: str, kind: Any) -> str:
     """What may have been meant by a key that a dataclass does not have: its new name, one beside it, or one elsewhere."""
-    if new := old_names.KEYS.get(f"{_name(kind)}.{key}"):
+    if (new := old_names.new_key(kind, key)) != key:
         return f"it is now called {_dotted(path, new)}: give that instead"
     near = [_dotted(path, name) for name in get_close_matches(str(key), list(typing.get_type_hints(kind)), n=2, cutoff=0.7)]
     known = list(all_keys(FitConfig))

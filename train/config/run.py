@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from omni.config import from_dict, preset
 from omni.errors import UserError
-from omni.old_names import new_name
 from train.balance.section import BalanceSection, check_balance
 from train.config.sections import (
     BudgetConfig,
@@ -94,18 +93,9 @@ def plain_config(config: FitConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def _new_patterns(plain: Any) -> Any:
-    """Plain data in which patterns of parameters' names have new names."""
-    if isinstance(plain, str):
-        return new_name(plain)
-    if isinstance(plain, Mapping):
-        return {key: _new_patterns(value) for key, value in plain.items()}
-    return [_new_patterns(value) for value in plain] if isinstance(plain, list) else plain
-
-
 def completed(plain: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored configuration with the keys that are newer than it, at their defaults; as it is where it does not read."""
     try:
-        return plain_config(from_dict(FitConfig, _new_patterns(plain), stored=True))
+        return plain_config(from_dict(FitConfig, plain, stored=True))
     except (UserError, TypeError):
         return plain

@@ -8,6 +8,7 @@ it had not been.
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omni.config import from_dict
 from omni.edit.mend import Mend, fit_step, save_mend
 from omni.edit.storage import read_tensors, write_tensors
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
-from omni.old_names import new_repr
 from omni.tasks import find_task
 from train.data.build import build_source
 from train.data.rows.row import Row
@@ -35,6 +36,8 @@ from train.edit.speak import Speakers
 
 CHECKPOINT, EDITOR = "checkpoint", "editor"
 TRIES = 50
+FREE = ("out", "steps", "checkpoint_steps", "log_steps", "device")
+"""Settings that may differ between the starts of a run."""
 
 
 def fit(config: EditFitConfig) -> Path:
@@ -170,9 +173,19 @@ def _asks_same(row: Row, other: Row) -> bool:
 
 
 def _facts(config: EditFitConfig) -> dict[str, Any]:
-    """What a checkpoint must agree in with the run that goes on with it."""
-    free = ("out", "steps", "checkpoint_steps", "log_steps", "device")
-    return {name: value for name, value in asdict(config).items() if name not in free}
+    """Settings that a checkpoint and the run that goes on with it must agree in."""
+    return {name: value for name, value in asdict(config).items() if name not in FREE}
+
+
+def _agrees(stored: str, config: EditFitConfig) -> bool:
+    """Whether the settings of a checkpoint, which may have old names, are those of the run that goes on with it."""
+    if stored == repr(_facts(config)):
+        return True
+    free = {name: getattr(config, name) for name in FREE}
+    try:
+        return from_dict(EditFitConfig, ast.literal_eval(stored) | free, stored=True) == config
+    except (UserError, TypeError, ValueError, SyntaxError):
+        return False
 
 
 def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: EditFitConfig) -> None:
@@ -193,7 +206,7 @@ def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, con
             )
         return 0
     tensors, facts = read_tensors(folder, "fit")
-    if new_repr(str(facts.get("config"))) != repr(_facts(config)):
+    if not _agrees(str(facts.get("config")), config):
         raise UserError(f"{folder} belongs to a run with another configuration; give another out, or delete the folder")
     state: Mapping[str, Tensor] = {name.removeprefix("mend."): t for name, t in tensors.items() if name.startswith("mend.")}
     mend.load_state_dict(state)

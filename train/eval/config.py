@@ -90,8 +90,8 @@ class EvalConfig:
         names = ("normaliser", "batch", "max_seconds", "max_tokens", "temperature", "top_k", "seed")
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
-        given |= {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest}  # their names in the file
-        return given | {"questions": self.limit, "columns": dict(self.read.columns)}
+        named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
+        return given | named | {"columns": dict(self.read.columns)}  # fields of the file, with the names that they have there
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

@@ -1,7 +1,7 @@
 """Methods that TorchJD has too: the same combined gradient from the same losses and gradients, over several steps.
 
 Ours of `pcgrad`, `gradvac`, `imtlg`, `alignedmtl`, `upgrad`, `sdmgrad` and `modo` ask TorchJD for their weights: compared is
-what they give it, what they draw, and what they keep between steps. All others are written here anew.
+what they give it, what they draw, and what they keep between steps. All others are written here.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def test_what_starts_from_the_demonstrations_model_spells_as_it_does() -> None:
     assert spelt[0].ids(text) == spelt[1].ids(text) != [] and spelt[0].size == spelt[1].size
 
 
-def test_a_head_of_other_ids_begins_anew(tmp_path: Path) -> None:
+def test_a_head_of_other_ids_is_new(tmp_path: Path) -> None:
     from train.trainer.initial_model import _with_weights
 
     source = SpeechModel(dataclasses.replace(preset("nano"), ctc=12, ctc_sounds=8))

@@ -245,7 +245,7 @@ def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch:
 
 
 def test_only_the_decoders_blocks_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An encoder's would be compiled anew for every batch."""
+    """An encoder's would be compiled again for every batch."""
     from tests.train.data.toys import MODELS
 
     for config in (MODELS["codec2"], replace(MODELS["codec2"], decoder=replace(MODELS["codec2"].decoder, post_layers=1))):

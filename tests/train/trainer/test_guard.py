@@ -211,7 +211,7 @@ def test_the_doctor_names_streams_whose_ends_are_masked(monkeypatch: pytest.Monk
 
 def some_batch(model: SpeechModel, *tasks: str) -> Batch:
     packed = vars(pack(model, [make_examples(model, list(tasks))], 96))
-    del packed["supervised"]  # found anew
+    del packed["supervised"]  # computed again
     return Batch(**packed, examples=len(tasks), positions=96, state={})
 
 

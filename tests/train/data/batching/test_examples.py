@@ -145,25 +145,25 @@ def test_a_rows_own_task_comes_first():
 
 
 @pytest.mark.parametrize("repeat", [1, 4])
-@pytest.mark.parametrize("anew", [True, False])
-def test_augmentation_belongs_to_the_draw(repeat, anew):
+@pytest.mark.parametrize("again", [True, False])
+def test_augmentation_belongs_to_the_draw(repeat, again):
     """The same whenever the draw is made; another for every draw, even of the same row."""
     model = MODELS["codec2"]
 
     def made() -> list[torch.Tensor]:
-        pipeline = pipeline_of(model, sizes=(None,), weights=(1,), repeat=repeat, augment=AUGMENT, augment_cached_audio=anew)
+        pipeline = pipeline_of(model, sizes=(None,), weights=(1,), repeat=repeat, augment=AUGMENT, augment_cached_audio=again)
         pipeline.tasks = [type(pipeline.tasks[0])({"A1T1": 1.0})]
         found = {n: pipeline.fetch(n).clips[0] for n in (7, 3, 0, 1, 2, 4, 5, 6)}
         return [found[n] for n in range(8)]
 
-    first, again = made(), made()
-    for a, b in zip(first, again, strict=True):
+    first, second = made(), made()
+    for a, b in zip(first, second, strict=True):
         assert torch.equal(a.mel, b.mel) and a.frames == b.frames == (a.mel.shape[1] + 1) // 2
     for i in range(8):
         for j in range(i):
             assert first[i].mel.shape != first[j].mel.shape or not torch.equal(first[i].mel, first[j].mel)
     if repeat == 4:  # four draws of one row: as long as each other only where the sound is changed once for all
-        assert (len({clip.mel.shape[1] for clip in first[:4]}) == 1) is not anew
+        assert (len({clip.mel.shape[1] for clip in first[:4]}) == 1) is not again
 
 
 @pytest.mark.parametrize(("kept", "made"), [(2, [0, 4, 8, 0]), (1, [0, 4, 8, 4, 0])])
@@ -356,7 +356,7 @@ def test_slower_speech_does_not_leave_the_window_and_padded_models_keep_their_fr
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("short", [0, 512])
-def test_columns_that_are_kept_equal_those_made_anew(name, short, monkeypatch):
+def test_columns_that_are_kept_equal_those_made_again(name, short, monkeypatch):
     """Every task, with answers of no frames and of no text too, twice: made, then from what is kept."""
     monkeypatch.setattr("train.data.batching.columns.SHORT", short)
     layout = MODELS[name].layout

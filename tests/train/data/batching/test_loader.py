@@ -57,7 +57,7 @@ def plainly_stored(states: dict) -> dict:
     return json.loads(json.dumps(states))
 
 
-def anew(name: str, **options) -> Pipeline:
+def new_pipeline(name: str, **options) -> Pipeline:
     """A pipeline that has drawn nothing: sources of 7 and 5 rows, gone through several times, and an endless one."""
     return pipeline_of(MODELS[name], sizes=(None, 7, 5), weights=(2, 1, 1), **options)
 
@@ -65,13 +65,13 @@ def anew(name: str, **options) -> Pipeline:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"turns": 2}, {"repeat": 3}], ids=["rows", "turns", "repeats"])
 def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
-    whole = StepLoader(anew(name, **options), 2)
+    whole = StepLoader(new_pipeline(name, **options), 2)
     wanted, states = [], []
     for _ in range(5):
         wanted.append(next(whole))
         states.append(plainly_stored(whole.states))
     for stop in range(4):
-        resumed = StepLoader(anew(name, **options), 2, start_step=stop + 1, states=states[stop])
+        resumed = StepLoader(new_pipeline(name, **options), 2, start_step=stop + 1, states=states[stop])
         same_steps(take(resumed, min(2, 4 - stop)), wanted[stop + 1 : stop + 3])
 
 
@@ -99,48 +99,48 @@ def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_pa
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_stopped_and_resumed(workers):
-    wanted = take(StepLoader(anew("codec2"), 2, workers=workers), 6)
-    whole = StepLoader(anew("codec2"), 2, workers=workers)
+    wanted = take(StepLoader(new_pipeline("codec2"), 2, workers=workers), 6)
+    whole = StepLoader(new_pipeline("codec2"), 2, workers=workers)
     for stop in (1, 4):  # with two workers, their sub-lanes then stand at different steps
         while whole.step < stop:
             next(whole)
-        resumed = StepLoader(anew("codec2"), 2, workers=workers, start_step=stop, states=plainly_stored(whole.states))
+        resumed = StepLoader(new_pipeline("codec2"), 2, workers=workers, start_step=stop, states=plainly_stored(whole.states))
         same_steps(take(resumed, 2), wanted[stop : stop + 2])
     whole.close()
 
 
 def test_one_worker_makes_what_none_makes():
-    same_steps(take(StepLoader(anew("codec2"), 2, workers=1), 4), take(StepLoader(anew("codec2"), 2), 4))
+    same_steps(take(StepLoader(new_pipeline("codec2"), 2, workers=1), 4), take(StepLoader(new_pipeline("codec2"), 2), 4))
 
 
 @pytest.mark.parametrize("now", [0, 1, 3, 4])
 def test_a_run_begun_with_two_workers_goes_on_alike_with_any_number(now):
-    wanted = take(StepLoader(anew("codec2"), 2, workers=2), 6)
-    begun = StepLoader(anew("codec2"), 2, workers=2)
+    wanted = take(StepLoader(new_pipeline("codec2"), 2, workers=2), 6)
+    begun = StepLoader(new_pipeline("codec2"), 2, workers=2)
     for _ in range(3):
         next(begun)
     states = plainly_stored(begun.states)
     begun.close()
-    same_steps(take(StepLoader(anew("codec2"), 2, workers=now, start_step=3, states=states), 3), wanted[3:])
+    same_steps(take(StepLoader(new_pipeline("codec2"), 2, workers=now, start_step=3, states=states), 3), wanted[3:])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_make_the_micro_batches_of_one(name):
-    wanted = take(StepLoader(anew(name), 4), 4)
-    halves = [take(StepLoader(anew(name), 4, process_lanes(4, rank, 2)), 4) for rank in range(2)]
+    wanted = take(StepLoader(new_pipeline(name), 4), 4)
+    halves = [take(StepLoader(new_pipeline(name), 4, process_lanes(4, rank, 2)), 4) for rank in range(2)]
     same_steps([a + b for a, b in zip(*halves, strict=True)], wanted)
 
 
 def test_a_run_on_two_processes_goes_on_alike_on_one_and_on_four():
-    wanted = take(StepLoader(anew("codec2"), 4), 5)
-    halves = [StepLoader(anew("codec2"), 4, process_lanes(4, rank, 2)) for rank in range(2)]
+    wanted = take(StepLoader(new_pipeline("codec2"), 4), 5)
+    halves = [StepLoader(new_pipeline("codec2"), 4, process_lanes(4, rank, 2)) for rank in range(2)]
     for loader in halves:
         next(loader), next(loader)
     states = plainly_stored(merge([loader.states for loader in halves]))
     assert sorted(states) == [lane_key(lane, 0) for lane in range(4)]
-    same_steps(take(StepLoader(anew("codec2"), 4, start_step=2, states=states), 3), wanted[2:])
+    same_steps(take(StepLoader(new_pipeline("codec2"), 4, start_step=2, states=states), 3), wanted[2:])
     quarters = [
-        take(StepLoader(anew("codec2"), 4, process_lanes(4, rank, 4), start_step=2, states=states), 3) for rank in range(4)
+        take(StepLoader(new_pipeline("codec2"), 4, process_lanes(4, rank, 4), start_step=2, states=states), 3) for rank in range(4)
     ]
     same_steps([[a, b, c, d] for (a,), (b,), (c,), (d,) in zip(*quarters, strict=True)], wanted[2:])
 
@@ -164,7 +164,7 @@ def test_resuming_makes_the_waiting_draws_again_and_nothing_else():
 
 def test_every_draw_is_used_once_whatever_the_lanes_and_workers():
     for lanes, ways in ((1, 1), (2, 1), (2, 3)):
-        pipeline = anew("codec2")
+        pipeline = new_pipeline("codec2")
         drawn: list[int] = []
         fetch = pipeline.fetch
         pipeline.fetch = lambda n, fetch=fetch, drawn=drawn: (drawn.append(n), fetch(n))[1]
@@ -178,19 +178,19 @@ def test_every_draw_is_used_once_whatever_the_lanes_and_workers():
 
 
 def test_a_state_that_does_not_fit_is_refused():
-    loader = StepLoader(anew("codec2"), 2)
+    loader = StepLoader(new_pipeline("codec2"), 2)
     next(loader)
     with pytest.raises(UserError, match=r"resume with the same micro_batches"):
-        next(StepLoader(anew("codec2"), 3, start_step=1, states=loader.states))
+        next(StepLoader(new_pipeline("codec2"), 3, start_step=1, states=loader.states))
     with pytest.raises(UserError, match=r"3 micro-batches a step cannot be shared by 2 processes"):
         process_lanes(3, 0, 2)
     with pytest.raises(UserError, match=r"data.workers is -1"):
-        StepLoader(anew("codec2"), 2, workers=-1)
+        StepLoader(new_pipeline("codec2"), 2, workers=-1)
 
 
 def broken(name: str) -> Pipeline:
     """A mixture whose second source cannot be heard."""
-    pipeline = anew(name)
+    pipeline = new_pipeline(name)
 
     class Mute(ToySource):
         def row(self, index):
@@ -272,7 +272,7 @@ def test_workers_end_with_a_program_that_leaves_the_loader_open():
 
 
 def test_workers_end_when_the_loader_is_closed():
-    loader = StepLoader(anew("codec2"), 1, workers=2)
+    loader = StepLoader(new_pipeline("codec2"), 1, workers=2)
     before = set(multiprocessing.active_children())
     next(loader)
     workers = set(multiprocessing.active_children()) - before

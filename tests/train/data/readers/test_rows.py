@@ -65,7 +65,7 @@ def test_rows_come_back_as_they_are_stored(tmp_path):
     assert [(row.source, row.task, row.language) for row in named] == [("other", "T1T2", "de"), ("other", "T1T2", "fr")]
 
 
-def test_recordings_that_are_left_out_are_spoken_anew(tmp_path):
+def test_recordings_that_are_left_out_are_spoken_again(tmp_path):
     config = PrepareConfig(ReaderOptions(audio="none"), speak="question", voice="tests.train.data.prepare.toys:beep", workers=0)
     assert prepare(own_rows(tmp_path / "d"), tmp_path / "out", config).spoken_questions == 3
     samples, rate = beep("One 0?")

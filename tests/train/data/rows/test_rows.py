@@ -340,17 +340,17 @@ def test_what_is_known_of_a_file_is_read_once_while_there_is_room(kept, tmp_path
         write_rows(tmp_path / f"{number:02}.parquet", wanted[2 * number : 2 * number + 2], row_group=1)
     chunks = 2 * pq.read_metadata(tmp_path / "00.parquet").num_columns
     monkeypatch.setattr(parquet, "KEPT_CHUNKS", kept * chunks)
-    anew, real = [], pq.ParquetFile
+    opened, real = [], pq.ParquetFile
 
     def watched(file, metadata=None, **more):
-        anew.extend([file] * (metadata is None))
+        opened.extend([file] * (metadata is None))
         return real(file, metadata=metadata, **more)
 
     monkeypatch.setattr(pq, "ParquetFile", watched)
     stored = StoredRows(tmp_path)
     for source, before in ((stored, kept), (pickle.loads(pickle.dumps(stored)), 0)):
-        anew.clear()
+        opened.clear()
         for k in range(80):
             same(source[7 * k % 40], wanted[7 * k % 40])
-        assert len(set(anew)) == 20 - before
-        assert (len(anew) == len(set(anew))) == (kept == 20)
+        assert len(set(opened)) == 20 - before
+        assert (len(opened) == len(set(opened))) == (kept == 20)
