@@ -22,8 +22,13 @@ KEYS = {
     "ModelConfig.adapter": "projector",
     "ModelSection.adapter": "projector",
     "DataConfig.sound_anew": "augment_cached_audio",
+    "Position.lanes": "packer_shards",
+    "PackerShard.lane": "packer_shard",
+    "PackerShard.lanes": "packer_shards",
+    "PackerShard.way": "packer_part",
+    "PackerShard.ways": "packer_parts",
 }
-"""Fields of configurations, by the name of their class."""
+"""Fields of configurations and of a checkpoint's plain state, by the name of their class."""
 
 PATTERNS = {
     "FitConfig.trainable",
@@ -70,13 +75,13 @@ def new_names(values: Mapping[str, T]) -> dict[str, T]:
     return {new_name(name): value for name, value in values.items()}
 
 
-def new_key(kind: type, key: str) -> str:
-    """The new name of a field of the configuration `kind`; as it is where it has none."""
+def new_key(kind: Any, key: str) -> str:
+    """The new name of a field of `kind`; as it is where it has none."""
     return KEYS.get(f"{kind.__name__}.{key}", key)
 
 
-def new_fields(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data of the configuration `kind` with new keys, and with new names in its patterns."""
+def new_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data of `kind` with new keys, and with new names in its patterns."""
     fields = {new_key(kind, key): value for key, value in data.items()}
     return {key: _new_patterns(value) if f"{kind.__name__}.{key}" in PATTERNS else value for key, value in fields.items()}
 

@@ -95,7 +95,7 @@ class Lookout:
     def _train(self, plain: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(plain)
         def train(loop: Loop, step: Any) -> None:
-            if loop.watch is not None or _is_seen_through():
+            if loop.guard is not None or _is_seen_through():
                 self._within(plain, loop, step)
                 return
             self._drop()  # its backward is none of the loop's

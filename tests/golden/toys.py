@@ -207,7 +207,14 @@ def list_weights(folder: Path, **more: Any) -> None:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-FIRST = {"projector": "adapter", "augment_cached_audio": "sound_anew"}
+FIRST = {
+    "projector": "adapter",
+    "augment_cached_audio": "sound_anew",
+    "packer_shard": "lane",
+    "packer_shards": "lanes",
+    "packer_part": "way",
+    "packer_parts": "ways",
+}
 """Words in the names of tensors and keys that are other ones in the golden files."""
 
 

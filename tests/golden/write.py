@@ -1,5 +1,6 @@
-"""Writes the golden files anew: `python -m tests.golden.write`. tests/test_golden.py says what they are for.
+"""Write golden files again: `python -m tests.golden.write help.json`. tests/test_golden.py says what they are for.
 
+Only what is named is written: the folders are of an earlier version, and stay so that its files are read.
 Twice on one machine gives the same bytes; times are left out, and paths are relative.
 """
 
@@ -9,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -60,15 +62,20 @@ def in_lines(data: Any) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    known = [*FOLDERS, *(file.name for file in HERE.glob("*.json"))]
+    if not names or not set(names) <= set(known):
+        sys.exit(f"give the names of what to write, of {', '.join(sorted(known))}")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name, inside(Path(name).resolve()) as place:
-        for file, data in make(place).items():
-            (HERE / f"{file}.json").write_text(in_lines(data) + "\n", encoding="utf-8")
-        for folder in FOLDERS:
-            shutil.rmtree(HERE / folder, ignore_errors=True)
-            shutil.copytree(place / folder, HERE / folder)
+    with tempfile.TemporaryDirectory() as folder, inside(Path(folder).resolve()) as place:
+        made = make(place)
+        for name in names:
+            if name not in FOLDERS:
+                (HERE / name).write_text(in_lines(made[name.removesuffix(".json")]) + "\n", encoding="utf-8")
+            else:
+                shutil.rmtree(HERE / name, ignore_errors=True)
+                shutil.copytree(place / name, HERE / name)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A tiny run for tests of the loop: a model of two streams, and data that are a pure function of lane and step.
+"""A tiny run for tests of the loop: a model of two streams, and data that are a pure function of shard and step.
 
 `python -m tests.train.toys '{"folder": ..., ...}'` runs it as a program, for tests with several processes and signals.
 """
@@ -97,26 +97,26 @@ class ToyObjective(nn.Module):
         return Losses(total, sums, counts, total.new_zeros(()), total.new_zeros(()))
 
 
-def toy_batch(lane: int, step: int) -> ToyBatch:
-    """Lanes differ in how much they supervise, so that a mean of means would not be the mean."""
-    dice = torch.Generator().manual_seed(1000 * lane + step)
+def toy_batch(shard: int, step: int) -> ToyBatch:
+    """Shards differ in how much they supervise, so that a mean of means would not be the mean."""
+    dice = torch.Generator().manual_seed(1000 * shard + step)
     tokens = torch.randint(WORDS, (2, 2, 6), generator=dice)
     targets = (tokens * 3 + 1) % WORDS
-    share = torch.tensor(0.15 + 0.25 * (lane % 4))
+    share = torch.tensor(0.15 + 0.25 * (shard % 4))
     targets[torch.rand(targets.shape, generator=dice) > share] = -100
-    state = {"lane": lane, "way": 0, "next": step + 1}
-    return ToyBatch(tokens, targets, torch.tensor([lane % 2, step % 2]), int(tokens.shape[0] * 6), state)
+    state = {"packer_shard": shard, "packer_part": 0, "next": step + 1}
+    return ToyBatch(tokens, targets, torch.tensor([shard % 2, step % 2]), int(tokens.shape[0] * 6), state)
 
 
 def toy_steps(
-    lanes: Sequence[int], start: int, states: Mapping[str, Any], before: Callable[[int], None] = lambda step: None
+    shards: Sequence[int], start: int, states: Mapping[str, Any], before: Callable[[int], None] = lambda step: None
 ) -> Iterator[list[ToyBatch]]:
-    """A step's batches; where there are states, they and not the step say where the lanes stand."""
-    places = {lane: states[f"{lane}.0"]["next"] if states else 0 for lane in lanes}
+    """A step's batches; where there are states, they and not the step say where the shards stand."""
+    places = {shard: states[f"{shard}.0"]["next"] if states else 0 for shard in shards}
     while True:
         before(min(places.values(), default=0))
-        yield [toy_batch(lane, step) for lane, step in places.items()]
-        places = {lane: step + 1 for lane, step in places.items()}
+        yield [toy_batch(shard, step) for shard, step in places.items()]
+        places = {shard: step + 1 for shard, step in places.items()}
 
 
 def toy_targets(batch: ToyBatch) -> Tensor:
@@ -125,7 +125,7 @@ def toy_targets(batch: ToyBatch) -> Tensor:
 
 def toy_held_out(rank: int, world: int) -> list[ToyBatch]:
     """Five batches shared by the processes, equally many each: where they do not divide evenly some have an empty one."""
-    own = [toy_batch(lane, 1000) for lane in range(5)][rank::world]
+    own = [toy_batch(shard, 1000) for shard in range(5)][rank::world]
     empty = ToyBatch(*(t[:0] for t in (own[0].tokens, own[0].targets, own[0].task)), 0, {})
     return own + [empty] * (-(-5 // world) - len(own))
 
@@ -154,7 +154,7 @@ def toy_parts(before: Callable[[int], None] = lambda step: None, **changes: Any)
     parts = Parts(
         objective=ToyObjective(ToyModel()),
         micro_batches=4,
-        steps=lambda lanes, start, states: toy_steps(lanes, start, states, before),
+        steps=lambda shards, start, states: toy_steps(shards, start, states, before),
         targets=toy_targets,
         streams=STREAMS,
         tasks=TASKS,
@@ -245,9 +245,9 @@ def main(options: dict[str, Any]) -> int:
                 path = Path(run["folder"]) / "checkpoints" / block[0]
                 path.unlink(missing_ok=True)
                 if path.name.endswith("writing"):
-                    path.write_text("in the way")
+                    path.write_text("in the part")
                 else:
-                    (path / "in the way").mkdir(parents=True)
+                    (path / "in the part").mkdir(parents=True)
 
         lora = toy_lora(run["lora"]) if run.get("lora") else None
         config = toy_config(

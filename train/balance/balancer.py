@@ -4,7 +4,7 @@ Which call a step makes depends on the level:
 
     loss        `weights(losses)` gives the weights for one backward of their weighted sum; where `ahead()` is not None it is
                 known before the step's losses, and several micro-batches may be run through with it.
-    features    `train.balance.tap.Tap` between encoder and decoder calls `choose`, within the one backward.
+    features    `train.balance.feature_hook.FeatureHook` between encoder and decoder calls `choose`, within the one backward.
     parameters  `gather` runs one backward per task and micro-batch, and `combine` puts what comes out into `grad`.
                 `backward` does both for losses whose graph allows several backward passes, outside of DDP and FSDP.
 

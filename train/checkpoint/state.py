@@ -5,7 +5,7 @@
         tensors/*.safetensors   model, optimizer and running average; one file, or one a process where they are sharded
         rng.safetensors         random states by process
         balance-0.safetensors   what the balance of the tasks remembers; one a process where it is of sharded gradients
-        state.json              step, time, lanes of the data, configuration, validation's figures
+        state.json              step, time, packer shards of the data, configuration, validation's figures
       last                    name of the newest checkpoint
 
 Tensors have flat names (`model.…`, `optimizer.<parameter>.<key>`, `average.<parameter>`) and are read by slices, so that a
@@ -35,9 +35,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from omni.errors import UserError
 from omni.files import sync
 from omni.lora.attach import adapted
-from omni.old_names import new_name
+from omni.old_names import new_fields, new_name
 from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, write_text
 from train.checkpoint.rng import random_state, set_random_state
+from train.data.batching.packer import PackerShard
 from train.distributed.fabric import ProcessGroup, is_sharded
 from train.optim.ema import Average
 
@@ -48,12 +49,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass
 class Position:
-    """Where a run stands: all of its state that is not tensors, as plain data.
+    """The state of a run that is not tensors, as plain data.
 
     Attributes:
         step: optimizer steps done.
         seconds: wall-clock time used, over all its starts.
-        lanes: state of every lane of the data after the last batch that was used.
+        packer_shards: state of every packer of the data after the last batch that was used.
         validated: step and seconds of the last validation.
         figures: what the validation at this very step measured, if there was one.
         meter: sums since the last row of the log, over all processes.
@@ -65,7 +66,7 @@ class Position:
 
     step: int = 0
     seconds: float = 0.0
-    lanes: dict[str, Any] = field(default_factory=dict)
+    packer_shards: dict[str, Any] = field(default_factory=dict)
     validated: tuple[int, float] = (0, 0.0)
     saved: tuple[int, float] = (0, 0.0)
     figures: dict[str, float] = field(default_factory=dict)
@@ -79,7 +80,8 @@ class Position:
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
     """All tensors of the training state by flat name; they share memory with what they were taken from.
 
-    Below adapters (`omni.lora.attach`) the weights stand still, and may be many: they come from where they came from before.
+    Below adapters (`omni.lora.attach`) the weights are frozen and may be many: they are not stored, but read again from the
+    model that the run started from.
     """
     flat = {f"model.{name}": t.detach() for name, t in module.state_dict().items() if not isinstance(t, str)}
     if adapted(module):
@@ -100,7 +102,7 @@ def save(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
-    team: ProcessGroup,
+    group: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write a checkpoint under `place`; all processes must call it. Returns its folder.
@@ -113,28 +115,28 @@ def save(
     """
     target = place / name_of(position.step)
     beside = place / f".{target.name}.writing"
-    random_states = team.gather(random_state())
+    random_states = group.gather(random_state())
 
     def make_room() -> None:
-        if team.first:
+        if group.first:
             shutil.rmtree(beside, ignore_errors=True)
             (beside / TENSORS).mkdir(parents=True)
 
     def write_balance() -> None:
-        if balance is not None and (team.first or is_sharded(module)):
-            save_file({name: t.to("cpu").contiguous() for name, t in balance.items()}, beside / BALANCE.format(team.rank))
+        if balance is not None and (group.first or is_sharded(module)):
+            save_file({name: t.to("cpu").contiguous() for name, t in balance.items()}, beside / BALANCE.format(group.rank))
 
     def write() -> None:
-        _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), team)
-        if team.first:
+        _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), group)
+        if group.first:
             named = {f"{rank}.{name}": t for rank, state in enumerate(random_states) for name, t in state.items()}
             save_file(named, beside / RNG)
-            data = {"format": FORMAT, "processes": team.world, **asdict(position), "config": dict(config)}
+            data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
             (beside / STATE).write_text(json.dumps(data) + "\n", encoding="utf-8")
             sync(beside)
 
     def publish() -> None:
-        if team.first:
+        if group.first:
             if target.exists():
                 discard(target)
             os.rename(beside, target)
@@ -150,21 +152,21 @@ def save(
         except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
             failure = _cannot_write(target, error)
         try:
-            team.agree(failure)
+            group.agree(failure)
         except UserError:
-            if team.first:
+            if group.first:
                 shutil.rmtree(beside, ignore_errors=True)
             raise
     return target
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, team: ProcessGroup) -> None:
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, group: ProcessGroup) -> None:
     if sharded:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
-    elif team.first:
+    elif group.first:
         save_file(_apart(tensors), folder / "state.safetensors")
 
 
@@ -198,7 +200,7 @@ def _cannot_write(target: Path, error: BaseException) -> UserError:
 
 
 def load(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, team: ProcessGroup
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, group: ProcessGroup
 ) -> Position:
     """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
 
@@ -222,15 +224,17 @@ def load(
     except (OSError, SafetensorError, CheckpointException, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"checkpoint {folder} cannot be read ({reason}); delete it to go on from an earlier one") from error
-    own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{team.rank}.")}
+    own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{group.rank}.")}
     if own:
         set_random_state(own)
+    data = new_fields(Position, data)
     fields = {name: data[name] for name in Position.__dataclass_fields__ if name in data}
+    fields["packer_shards"] = {key: new_fields(PackerShard, shard) for key, shard in fields["packer_shards"].items()}
     fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
     return Position(**fields)
 
 
-def load_balance(folder: Path, module: nn.Module, team: ProcessGroup) -> dict[str, Tensor] | None:
+def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[str, Tensor] | None:
     """What the balance of the tasks remembered at a checkpoint; None where it has none.
 
     Raises:
@@ -239,8 +243,8 @@ def load_balance(folder: Path, module: nn.Module, team: ProcessGroup) -> dict[st
     stored = sorted(folder.glob(BALANCE.format("*")))
     if not stored:
         return None
-    same = len(stored) == (team.world if is_sharded(module) else 1)
-    file = folder / BALANCE.format(team.rank if same and len(stored) > 1 else 0)
+    same = len(stored) == (group.world if is_sharded(module) else 1)
+    file = folder / BALANCE.format(group.rank if same and len(stored) > 1 else 0)
     try:
         state = load_file(file)
     except (OSError, SafetensorError) as error:

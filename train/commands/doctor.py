@@ -72,17 +72,17 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         )
         check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
-        assert loop.watch is not None
-        loop.watch.targets = targets_of(loop.objective, config.data, seen=1)
+        assert loop.guard is not None
+        loop.guard.targets = targets_of(loop.objective, config.data, seen=1)
         try:
             with Stop() as stop:
                 feed = loop.feed(stop)
                 for number in range(1, steps + 1):
                     loop.meter.start()
                     step = feed.next()
-                    loop.watch.step(number, step, 1.0, loop.train, trace=True)
+                    loop.guard.step(number, step, 1.0, loop.train, trace=True)
                     loop.meter.pause()
         finally:
             if loop.logs is not None:
                 loop.logs.close()
-    return loop.watch.guard.findings
+    return loop.guard.guard.findings

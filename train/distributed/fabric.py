@@ -191,7 +191,7 @@ class ProcessGroup:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The first process's value, on all of them (plain data)."""
         if self.world == 1:
             return value
@@ -236,7 +236,7 @@ class ProcessGroup:
 
 @torch.no_grad()
 def full_state(
-    module: nn.Module, replace: Mapping[str, Tensor] | None, team: ProcessGroup, prefix: str = ""
+    module: nn.Module, replace: Mapping[str, Tensor] | None, group: ProcessGroup, prefix: str = ""
 ) -> dict[str, Tensor]:
     """The whole state dict on the CPU, on the first process (empty on the others); all processes must call it.
 
@@ -251,7 +251,7 @@ def full_state(
         value = own if replace is None else replace.get(name, own)
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if team.first:
+        if group.first:
             whole[name[len(prefix) :]] = value.detach().to("cpu", own.dtype, copy=True)
     return whole
 

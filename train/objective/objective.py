@@ -114,31 +114,33 @@ class Objective(nn.Module):
         """Parameters that hear: what lies below the features."""
         return [*self.model.encoder.parameters(), *self.model.projector.parameters()]
 
-    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: TaskLosses | None = None) -> Losses:
+    def forward(
+        self, batch: Batch, denominators: Tensor, progress: float = 1.0, task_losses: TaskLosses | None = None
+    ) -> Losses:
         """Losses of a packed batch.
 
         Args:
             batch: see `train.data.batching.batch.Batch`.
             denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
             progress: share of the budget that is used, which the schedule of the alignment loss follows.
-            shares: how targets make up the losses of balanced tasks, and what each task counts.
+            task_losses: how targets make up the losses of balanced tasks, and what each task counts.
         """
         model, decoder = self.model, self.model.decoder
         features, ctc = self._hear(batch)
         weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
-        if shares is not None and shares.weights[-1] == 0:  # a pass for some tasks alone
+        if task_losses is not None and task_losses.weights[-1] == 0:  # a pass for some tasks alone
             weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
-        if progress < self.config.align_first or (shares is not None and shares.silent):
+        if progress < self.config.align_first or (task_losses is not None and task_losses.silent):
             # Under DDP all parameters must take part, at no effect; sharded ones (FSDP2) may be left out.
             idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
             idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
             asleep = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
-            by_task = None if shares is None else torch.cat([ctc.new_zeros(len(shares)), weighted.detach()[None]])
+            by_task = None if task_losses is None else torch.cat([ctc.new_zeros(len(task_losses)), weighted.detach()[None]])
             return Losses(weighted + 0 * (features.sum() + asleep), none, none, ctc.detach(), aligned, by_task)
-        if shares is not None and shares.tap is not None:
-            features = shares.tap(features, shares.owners(batch, len(features)))
+        if task_losses is not None and task_losses.hook is not None:
+            features = task_losses.hook(features, task_losses.owners(batch, len(features)))
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
@@ -149,27 +151,27 @@ class Objective(nn.Module):
             *(low_rank(decoder.text_head, text) or (None, None)),
             *(low_rank(decoder.audio_head, audio) or (None, None)),
         )
-        if shares is None:
+        if task_losses is None:
             goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
             total, each = LinearCrossEntropy.apply(text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks)
             sums, counts = self._by_task(batch, index, each)
             return Losses(total + weighted, sums, counts, ctc.detach(), aligned)
-        index, ratio, place = shares.split(batch, index)
+        index, ratio, place = task_losses.split(batch, index)
         goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
-        if shares.graph:
+        if task_losses.graph:
             by_task, each = TaskCrossEntropy.apply(
-                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio, place, len(shares) + 1
+                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio, place, len(task_losses) + 1
             )
             by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted])
-            total = (by_task * shares.weights.to(by_task)).sum()
+            total = (by_task * task_losses.weights.to(by_task)).sum()
         else:
             total, each = LinearCrossEntropy.apply(
                 text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio
             )
             total = total + weighted
         sums, counts = self._by_task(batch, index, each)
-        if not shares.graph:
-            by_task = shares.losses(sums, scale)
+        if not task_losses.graph:
+            by_task = task_losses.losses(sums, scale)
             by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted.detach()])
         return Losses(total, sums, counts, ctc.detach(), aligned, by_task)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from train.balance.tap import Tap
+    from train.balance.feature_hook import FeatureHook
     from train.data.batching.batch import Batch
 
 
@@ -52,7 +52,7 @@ class TaskLosses:
             are left out altogether, and so is the alignment loss where the last is 0.
         ratio: what a target counts in its task's loss, [T, K], beside the objective's weights; 1 by default.
         graph: the losses come with their graph, and the weights multiply them (`TaskCrossEntropy`).
-        tap: called between encoder and decoder.
+        hook: called between encoder and decoder.
         silent: nothing but the alignment loss is wanted.
     """
 
@@ -63,11 +63,11 @@ class TaskLosses:
         ratio: Tensor | None = None,
         *,
         graph: bool = False,
-        tap: Tap | None = None,
+        hook: FeatureHook | None = None,
         silent: bool = False,
     ) -> None:
         self.cell, self.weights, self.ratio = cell, weights.float(), ratio
-        self.graph, self.tap, self.silent = graph, tap, silent
+        self.graph, self.hook, self.silent = graph, hook, silent
 
     def __len__(self) -> int:
         """M."""

@@ -73,7 +73,7 @@ def passes_of(config: FitConfig, streams: int) -> Passes:
     return 1.0 + again + after, 1.0
 
 
-def lanes_of(config: FitConfig, micro_batches: int) -> int:
+def micro_batches_of(config: FitConfig, micro_batches: int) -> int:
     """Micro-batches of one process that a step is looked at with: two are as full as it gets, or one in each part of a method
     that takes three apart."""
     return 3 if config.balance is not None and config.balance.kind.batches == 3 else min(2, micro_batches)
@@ -226,8 +226,8 @@ class _PaperGiven(SimpleNamespace):
         return self.get("steps", 0.0) + 1
 
 
-class _Tapped(torch.autograd.Function):
-    """What `train.balance.tap` makes in the backward pass of features [N, C]."""
+class _Hooked(torch.autograd.Function):
+    """What `train.balance.feature_hook` makes in the backward pass of features [N, C]."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor) -> Tensor:
@@ -242,9 +242,9 @@ class _Tapped(torch.autograd.Function):
         return torch.where(every == 0, 0.0, product).to(gradient.dtype)
 
 
-def tapped(part: nn.Module) -> None:
-    """Let the gradient of what a module puts out go through a tap."""
-    part.register_forward_hook(lambda _, args, out: _Tapped.apply(out) if torch.is_grad_enabled() else out)
+def hooked(part: nn.Module) -> None:
+    """Let the gradient of what a module puts out go through a feature hook."""
+    part.register_forward_hook(lambda _, args, out: _Hooked.apply(out) if torch.is_grad_enabled() else out)
 
 
 def spread(task: Tensor, config: FitConfig) -> Tensor:

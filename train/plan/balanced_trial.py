@@ -48,7 +48,7 @@ class _Wrapped(nn.Module):
             return self.objective(*args)
 
 
-def balance_of(bench: Workbench, config: FitConfig, batch: Batch, lanes: int, device: torch.device) -> Balance:
+def balance_of(bench: Workbench, config: FitConfig, batch: Batch, micro_batches: int, device: torch.device) -> Balance:
     """What takes the passes of a step; `batch` stands for held-out ones too, where they are asked for."""
     section = config.balance
     assert section is not None
@@ -58,8 +58,10 @@ def balance_of(bench: Workbench, config: FitConfig, batch: Batch, lanes: int, de
     streams = bench.objective.model.layout.names
     aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0
     module = _Wrapped(bench.objective, device.type, product_type(config.fabric.precision, config.lora is not None))
-    team = ProcessGroup(fabric)
-    balancing = Balancing(section, given, fabric, module, bench.named, tuple(TASKS), streams, targets, team, lanes, aligned)
+    group = ProcessGroup(fabric)
+    balancing = Balancing(
+        section, given, fabric, module, bench.named, tuple(TASKS), streams, targets, group, micro_batches, aligned
+    )
 
     def take(
         batches: Sequence[Batch], wanted: Tensor, forward: Callable[[Batch], Tensor], backward: Callable[[Tensor], None]

@@ -13,8 +13,8 @@ from omni.errors import UserError
 from omni.model.quantize import Kind, numels
 from omni.model.speech_model import SpeechModel
 from train.config.run import FitConfig
-from train.data.batching.loader import process_lanes
-from train.plan.balanced import lanes_of
+from train.data.batching.loader import process_shards
+from train.plan.balanced import micro_batches_of
 from train.plan.parameters import paper_model
 from train.plan.quantized import MAKING, PaperLinear, dense_bytes, packed_bytes
 from train.plan.trace import Snapshot, trace
@@ -66,7 +66,7 @@ def devices_of(config: FitConfig) -> int:
     world = devices * config.fabric.num_nodes
     if world < 1:
         raise UserError(f"fabric.devices is {config.fabric.devices} on {config.fabric.num_nodes} nodes; give --devices N")
-    process_lanes(config.data.micro_batches, 0, world)
+    process_shards(config.data.micro_batches, 0, world)
     return world
 
 
@@ -115,7 +115,7 @@ def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: b
         config,
         run_folder="",
         fabric=replace(config.fabric, strategy="auto", devices=1, num_nodes=1),
-        data=replace(config.data, micro_batches=lanes_of(config, micro_batches)),
+        data=replace(config.data, micro_batches=micro_batches_of(config, micro_batches)),
     )
     return _phases_of(_Question(repr((alone, shape, cuda)), alone, shape, cuda))
 

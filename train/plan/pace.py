@@ -16,7 +16,7 @@ from omni.text import Tokenizer
 from train.config.run import FitConfig
 from train.config.sections import ModelSection
 from train.data.batching.batch import Batch
-from train.data.batching.packer import Lane
+from train.data.batching.packer import PackerShard
 from train.data.build import build_pipeline
 from train.objective.flops import StepFlops
 from train.objective.objective import targets
@@ -60,8 +60,8 @@ def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[
     """The run's first micro-batches, or none and the reason why they cannot be had."""
     try:
         tokenizer, codec = _tools(config.model, shape)
-        lane = Lane(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
-        return [lane.batch() for _ in range(count)], f"{count} micro-batches of the data"
+        shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
+        return [shard.batch() for _ in range(count)], f"{count} micro-batches of the data"
     except (UserError, OSError) as error:
         return [], f"full rows, since the data cannot be read here ({error})"
 

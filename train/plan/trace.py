@@ -28,7 +28,7 @@ from omni.model.blocks import Attention, RMSNorm
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.objective.objective import targets
-from train.plan.balanced import PaperBalance, lanes_of, tapped
+from train.plan.balanced import PaperBalance, hooked, micro_batches_of
 from train.plan.quantized import PaperLinear
 from train.plan.step import Workbench, build_workbench, take_step
 
@@ -123,7 +123,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
         bench = build_workbench(config, shape, paper=True)
         if cuda:
             _as_on_cuda(bench.objective)
-        given = [_faked(batch, fake) for _ in range(lanes_of(config, micro_batches))]
+        given = [_faked(batch, fake) for _ in range(micro_batches_of(config, micro_batches))]
         wanted = fake.from_tensor(counts)
     for tensor in [*bench.objective.parameters(), *bench.objective.buffers()]:
         ledger.enter(tensor, "weights")
@@ -158,7 +158,7 @@ def _balance(bench: Workbench, ledger: Ledger, streams: int) -> None:
     """Let the step be a balanced one; what its method keeps is there."""
     paper = PaperBalance(bench.config, bench.named, streams, lambda tensor, part: ledger.enter(tensor, part, move=True))
     if paper.section.at == "features":
-        tapped(bench.objective.model.projector)
+        hooked(bench.objective.model.projector)
     paper.prepare()
     bench.balance = lambda batches, wanted, forward, backward: paper.take(batches, forward, backward)
 

@@ -19,7 +19,7 @@ from omni.hardware import synchronize
 from omni.profiling import PeakMemory
 from train.config.run import FitConfig
 from train.objective.objective import targets
-from train.plan.balanced import lanes_of, spread
+from train.plan.balanced import micro_batches_of, spread
 from train.plan.balanced_trial import balance_of
 from train.plan.step import build_workbench, take_step
 from train.plan.worst_batch import worst_batch
@@ -56,7 +56,7 @@ def attempt(config: FitConfig, shape: ModelConfig, micro_batches: int, device: s
     Raises:
         UserError: there is not enough memory.
     """
-    count = lanes_of(config, micro_batches)
+    count = micro_batches_of(config, micro_batches)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             peak, seconds = pool.submit(_measure, config, shape, count, device, hoard).result()
@@ -73,7 +73,7 @@ def _measure(config: FitConfig, shape: ModelConfig, count: int, device: str, hoa
     small = replace(shape, decoder=replace(shape.decoder, layers=1), encoder=replace(shape.encoder, layers=1))
     packing = replace(config.data.packing, rows=1, length=min(32, config.data.packing.length))
     tiny = replace(config, data=replace(config.data, packing=packing))
-    _steps(tiny, _narrow(small), lanes_of(config, 1), device)  # libraries are loaded, kernels chosen
+    _steps(tiny, _narrow(small), micro_batches_of(config, 1), device)  # libraries are loaded, kernels chosen
     gc.collect()
     with PeakMemory(device) as memory:
         seconds = _steps(config, shape, count, device)

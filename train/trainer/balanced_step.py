@@ -2,7 +2,7 @@
 
     loss        one pass with weights that are known ahead. Where they follow from the step's own losses: one pass whose
                 backward waits for them, or, with several micro-batches, a pass without gradients before it
-    features    one pass; the tap acts in its backward
+    features    one pass; the hook acts in its backward
     parameters  one pass per task, then one for what belongs to none of them
     two levels  the passes of `train.balance.bilevel`, on the step's batch and on a held-out one, then one pass
 
@@ -28,8 +28,8 @@ from omni.patterns import match_names
 from train.balance.balancer import Balancer, build
 from train.balance.bilevel import Bilevel
 from train.balance.chooser import BalanceReport
+from train.balance.feature_hook import FeatureHook
 from train.balance.section import BalanceSection
-from train.balance.tap import Tap
 from train.distributed.fabric import ProcessGroup, accumulating, reshard
 from train.objective.objective import Losses
 from train.objective.task_losses import TaskLosses, cells_by_stream, cells_by_task, means
@@ -74,7 +74,7 @@ class Balancing:
         learning: parameters that learn, by name.
         tasks, streams: names, in the order of `Losses.sums`.
         targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
-        lanes: micro-batches of this process in a step.
+        micro_batches: those of this process in a step.
         aligned: an alignment loss is trained.
 
     Raises:
@@ -91,11 +91,11 @@ class Balancing:
         tasks: Sequence[str],
         streams: Sequence[str],
         targets: Callable[[Batch], Tensor],
-        team: ProcessGroup,
-        lanes: int,
+        group: ProcessGroup,
+        micro_batches: int,
         aligned: bool,
     ) -> None:
-        self.section, self.given, self.fabric, self.module, self.team = section, given, fabric, module, team
+        self.section, self.given, self.fabric, self.module, self.group = section, given, fabric, module, group
         self.targets, self.aligned = targets, aligned
         self.names = list(streams if section.tasks == "streams" else given.names)
         self.balancer = build(section, self.names)
@@ -107,15 +107,15 @@ class Balancing:
         apart = match_names(section.separate, names, "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
-        self.tap = Tap(self.balancer, team.sum) if section.at == "features" else None
+        self.hook = FeatureHook(self.balancer, group.sum) if section.at == "features" else None
         self.tally = BalanceTally()
         self.steps = 0
         self.told: set[str] = set()
         self.before: Mapping[str, Tensor] | None = None
         self.after: list[tuple[Batch, TaskLosses]] = []
-        self._check(lanes)
+        self._check(micro_batches)
 
-    def _check(self, lanes: int) -> None:
+    def _check(self, micro_batches: int) -> None:
         method, at = self.section.method, self.section.at
         if at == "features" and not any(p.requires_grad for p in self.given.listening()):
             raise UserError(
@@ -124,15 +124,15 @@ class Balancing:
             )
         if at == "parameters" and not self.shared:
             raise UserError("balance.separate names all parameters that learn; leave some to be shared")
-        if self.section.kind.batches == 3 and lanes % 3:
+        if self.section.kind.batches == 3 and micro_batches % 3:
             raise UserError(
-                f"balance.method {method} takes three batches a step apart, and each process has {lanes}; make "
-                f"data.micro_batches {3 * self.team.world}"
+                f"balance.method {method} takes three batches a step apart, and each process has {micro_batches}; make "
+                f"data.micro_batches {3 * self.group.world}"
             )
-        if isinstance(self.balancer, Bilevel) and lanes > 1:
+        if isinstance(self.balancer, Bilevel) and micro_batches > 1:
             raise UserError(
                 f"balance.method {method} takes one micro-batch a step in each process; make data.micro_batches "
-                f"{self.team.world}"
+                f"{self.group.world}"
             )
         if isinstance(self.balancer, Bilevel) and not self.given.outer:
             raise UserError(f"balance.method {method} judges by held-out rows, and the run has none")
@@ -168,7 +168,7 @@ class Balancing:
         """Say once of each task that its gradient of what is shared was zero."""
         zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.told]
         self.told.update(zero)
-        if zero and self.team.rank == 0:
+        if zero and self.group.rank == 0:
             warnings.warn(
                 f"{', '.join(zero)} did not touch the shared {self.section.at}: balance.method {self.section.method} chooses "
                 f"without such a task (weight 0), and what it does not share learns plainly; {BALANCE} counts such steps in "
@@ -190,16 +190,16 @@ class Balancing:
             balancer.absences = absences
         elif after and isinstance(balancer, Balancer):
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
-                found = [_own(self.module(batch, self.denominators, progress, shares)) for batch, shares in after]
+                found = [_own(self.module(batch, self.denominators, progress, task_losses)) for batch, task_losses in after]
             reshard(self.module)
-            balancer.after(torch.stack(found).sum(0), self.team.sum)
+            balancer.after(torch.stack(found).sum(0), self.group.sum)
         self.before = None
 
     def counts(self, cells: Tensor) -> Tensor:
         """Targets of each balanced task, and of the rest, [M + 1]."""
         return torch.zeros(len(self.names) + 1, dtype=cells.dtype).index_add_(0, self.cell.flatten(), cells.flatten())
 
-    def _shares(self, now: _Now, weights: Tensor | None = None, **options: Any) -> TaskLosses:
+    def _task_losses(self, now: _Now, weights: Tensor | None = None, **options: Any) -> TaskLosses:
         m = len(self.names)
         ratio = means(self.cell, now.cells, m) if self.section.losses == "mean" else None
         return TaskLosses(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
@@ -207,9 +207,9 @@ class Balancing:
     def _with_rest(self, weights: Tensor) -> Tensor:
         return torch.cat([weights.float(), torch.ones(1)])
 
-    def _pass(self, batch: Batch, shares: TaskLosses, now: _Now, note: bool = True) -> Losses:
+    def _pass(self, batch: Batch, task_losses: TaskLosses, now: _Now, note: bool = True) -> Losses:
         """A forward pass."""
-        losses: Losses = self.module(batch, now.denominators, now.progress, shares)
+        losses: Losses = self.module(batch, now.denominators, now.progress, task_losses)
         if note:
             self._note(losses, now)
         return losses
@@ -222,7 +222,7 @@ class Balancing:
         now.add(losses._replace(total=total, sums=sums, counts=counts, ctc_sum=losses.ctc_sum.nan_to_num(0, 0, 0)))
 
     def _backward(self, loss: Tensor) -> None:
-        self.fabric.backward(loss * self.team.world)
+        self.fabric.backward(loss * self.group.world)
 
     def _alone(self, more: bool) -> Any:
         """Around the passes of a micro-batch that others follow: gradients need no exchange yet."""
@@ -238,46 +238,46 @@ class Balancing:
         famo, look = balancer.config.method == "famo", balancer.config.values.get("look")
         if famo and look == "same":
             batches = [batch.to(device) for batch in batches]
-            self.after, self.denominators = [(batch, self._shares(now)) for batch in batches], now.denominators
+            self.after, self.denominators = [(batch, self._task_losses(now)) for batch in batches], now.denominators
         ahead = balancer.ahead()
         if ahead is None and len(batches) == 1:
-            losses = self._pass(batches[0].to(device), self._shares(now, graph=True), now)
+            losses = self._pass(batches[0].to(device), self._task_losses(now, graph=True), now)
             report = self._chosen(balancer, _own(losses), counts)
             self._backward(balancer.total(losses.by_task[:-1], report) + losses.by_task[-1])  # type: ignore[index]
             return report
         chosen: BalanceReport | None = None
         if ahead is None:
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
-                seen = [_own(self._pass(b.to(device), self._shares(now), now, False)) for b in batches]
+                seen = [_own(self._pass(b.to(device), self._task_losses(now), now, False)) for b in batches]
             chosen = self._chosen(balancer, torch.stack(seen).sum(0), counts)
             ahead = chosen.weights
         own = torch.zeros(len(self.names), device=device)
         for i, batch in enumerate(batches):
             with self._alone(i + 1 < len(batches)):
-                losses = self._pass(batch.to(device), self._shares(now, self._with_rest(ahead)), now)
+                losses = self._pass(batch.to(device), self._task_losses(now, self._with_rest(ahead)), now)
                 self._backward(losses.total)
             own += _own(losses)
-        return chosen or balancer.weights(own, counts, self.team.sum)
+        return chosen or balancer.weights(own, counts, self.group.sum)
 
     def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> BalanceReport:
         if balancer.config.values.get("look") == "next" and balancer.steps:
-            balancer.after(losses, self.team.sum, counts)
-        return balancer.weights(losses, counts, self.team.sum)
+            balancer.after(losses, self.group.sum, counts)
+        return balancer.weights(losses, counts, self.group.sum)
 
     def _by_features(self, batches: Sequence[Batch], now: _Now) -> BalanceReport:
-        tap = self.tap
-        assert tap is not None
-        tap.counts, tap.scale, tap.report = self.counts(now.cells)[:-1], float(self.team.world), None
+        hook = self.hook
+        assert hook is not None
+        hook.counts, hook.scale, hook.report = self.counts(now.cells)[:-1], float(self.group.world), None
         own = torch.zeros(len(self.names), device=self.fabric.device)
         by_losses = self.section.method == "gradnorm" or "loss" in str(self.section.values.get("normalize"))
         for i, batch in enumerate(batches):
             with self._alone(i + 1 < len(batches)):
-                losses = self._pass(batch.to(self.fabric.device), self._shares(now, tap=tap), now)
+                losses = self._pass(batch.to(self.fabric.device), self._task_losses(now, hook=hook), now)
                 own += _own(losses)
-                tap.last, tap.losses = i + 1 == len(batches), self.team.sum(own) if by_losses else None
+                hook.last, hook.losses = i + 1 == len(batches), self.group.sum(own) if by_losses else None
                 self._backward(losses.total)
-        assert tap.report is not None
-        return tap.report
+        assert hook.report is not None
+        return hook.report
 
     def _by_parameters(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> BalanceReport:
         parts = balancer.config.kind.batches
@@ -289,10 +289,10 @@ class Balancing:
             here = [batch.to(device) for batch in group]
             passes = [lambda task, b=b, s=step, n=number: self._of_task(task, b, s, n == 0) for b in here]
             found.append(
-                balancer.gather(passes, self.shared, self.own, self.team.sum, self._backward, self._alone, present=counts > 0)
+                balancer.gather(passes, self.shared, self.own, self.group.sum, self._backward, self._alone, present=counts > 0)
             )
         (rows, rest, losses), others = found[0], [table for table, _, _ in found[1:]]
-        report = balancer.combine(losses, rows, self.shared, self.own, rest, self.team.sum, counts, others)
+        report = balancer.combine(losses, rows, self.shared, self.own, rest, self.group.sum, counts, others)
         self._rest(batches, now)
         return report
 
@@ -301,14 +301,14 @@ class Balancing:
         own = torch.stack([torch.cat([self.targets(b).double(), self.given.cells(b).double().flatten()]) for b in batches]).sum(
             0
         )
-        whole, plain = self.team.sum(own), len(now.denominators)
+        whole, plain = self.group.sum(own), len(now.denominators)
         denominators = whole[:plain].to(now.denominators)
         return _Now(denominators, whole[plain:].view(now.cells.shape), now.progress, now.lr, now.add)
 
     def _of_task(self, task: int, batch: Batch, now: _Now, note: bool) -> Tensor:
         weights = torch.zeros(len(self.names) + 1)
         weights[task] = 1
-        return self._pass(batch, self._shares(now, weights), now, note).total
+        return self._pass(batch, self._task_losses(now, weights), now, note).total
 
     def _rest(self, batches: Sequence[Batch], now: _Now, note: bool = True) -> None:
         """What belongs to no balanced task joins the gradients, if there is any."""
@@ -319,11 +319,11 @@ class Balancing:
         weights[-1] = 1
         for i, batch in enumerate(batches):
             with self._alone(i + 1 < len(batches)):
-                shares = self._shares(now, weights, silent=not others)
-                self._backward(self._pass(batch.to(self.fabric.device), shares, now, note).total)
+                task_losses = self._task_losses(now, weights, silent=not others)
+                self._backward(self._pass(batch.to(self.fabric.device), task_losses, now, note).total)
 
     def _bilevel(self, balancer: Bilevel, batch: Batch, now: _Now) -> BalanceReport:
-        device, world, rank = self.fabric.device, self.team.world, self.team.rank
+        device, world, rank = self.fabric.device, self.group.world, self.group.rank
         outers = [self.given.outer[(self.steps * world + i) % len(self.given.outer)] for i in range(world)]
         cells = torch.stack([self.given.cells(b) for b in outers]).sum(0).double()
         denominators = torch.stack([self.targets(b) for b in outers]).sum(0).to(now.denominators)
@@ -334,13 +334,13 @@ class Balancing:
 
         def losses_of(which: Batch, step: _Now) -> Tensor:
             with torch.random.fork_rng(self._devices()):  # each draws the same noise: what differs is the parameters'
-                losses = self._pass(which, self._shares(step, graph=True), step, False)
+                losses = self._pass(which, self._task_losses(step, graph=True), step, False)
             seen.append(losses)
             return torch.where(both.to(device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
 
         report = balancer.learn(
-            lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr, self.team.sum,
-            self._backward, lambda: reshard(self.module),
+            lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr,
+            self.group.sum, self._backward, lambda: reshard(self.module),
         )  # fmt: skip
         if balancer.config.method == "forum":
             if bool(both.any()) and bool(report.absent.all()):  # no number comes of it, so that the step is left out
@@ -349,7 +349,7 @@ class Balancing:
             self._note(seen[0], now)
             self._rest([batch], now, False)
         else:
-            self._backward(self._pass(inside, self._shares(now, self._with_rest(balancer.ahead())), now).total)
+            self._backward(self._pass(inside, self._task_losses(now, self._with_rest(balancer.ahead())), now).total)
         return report
 
     # --- state ------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def fit(config: FitConfig) -> Outcome | None:
         for note in notes:
             say(note)
         loop = prepare(config, fabric, Path(config.run_folder))
-        loop.team.first_alone(lambda: _speak_ahead(config))
+        loop.group.first_alone(lambda: _speak_ahead(config))
         outcome = loop.run()
         return outcome if fabric.global_rank == 0 else None
     finally:
@@ -77,7 +77,7 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
     loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
-    loop.team.first_alone(lambda: write_text(folder / "config.yaml", _yaml(plain)))
+    loop.group.first_alone(lambda: write_text(folder / "config.yaml", _yaml(plain)))
     for line in announce.going_on(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
         say(line)
     return loop
@@ -137,7 +137,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
-        steps=lambda lanes, start, states: _steps(pipeline, config, lanes, start, states),
+        steps=lambda shards, start, states: _steps(pipeline, config, shards, start, states),
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
@@ -173,9 +173,11 @@ def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
         )
 
 
-def _steps(pipeline: Pipeline, config: FitConfig, lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
+def _steps(
+    pipeline: Pipeline, config: FitConfig, shards: range, start: int, states: Mapping[str, Any]
+) -> Iterator[list[Batch]]:
     data = config.data
-    return iter(StepLoader(pipeline, data.micro_batches, lanes, data.workers, start, states, prefetch=data.prefetch))
+    return iter(StepLoader(pipeline, data.micro_batches, shards, data.workers, start, states, prefetch=data.prefetch))
 
 
 def with_alignment(config: FitConfig) -> FitConfig:

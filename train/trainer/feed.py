@@ -58,11 +58,11 @@ class Feed:
         flops: Callable[[Batch, Tensor], float] | None,
         clock: Callable[[], float],
         streams: int,
-        team: ProcessGroup,
+        group: ProcessGroup,
         stop: Stop,
     ) -> None:
         self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
-        self.streams, self.team, self.stop = streams, team, stop
+        self.streams, self.group, self.stop = streams, group, stop
         self.waited = self.held_up = 0.0
 
     def next(self) -> StepBatches:
@@ -85,14 +85,14 @@ class Feed:
         except UserError as error:
             failure = error
         self.waited = time.perf_counter() - start
-        clock = self.clock() if self.team.first else 0.0
+        clock = self.clock() if self.group.first else 0.0
         flags = [float(self.stop.number == s) for s in SIGNALS]
         told = torch.tensor([positions, flops, clock, float(failure is not None), *flags], dtype=torch.float64)
-        everyone = self.team.sum(torch.cat([counts, told]))
+        everyone = self.group.sum(torch.cat([counts, told]))
         self.held_up = time.perf_counter() - start - self.waited
         positions, flops, clock, failed, *flags = everyone[len(counts) :].tolist()
         if failed:
-            self.team.agree(failure)
+            self.group.agree(failure)
         noted = next((int(s) for s, flag in zip(SIGNALS, flags, strict=True) if flag), 0)
         return StepBatches(batches, everyone[: len(counts)].long(), positions, flops, clock, noted)
 
@@ -115,7 +115,7 @@ class CountingFeed(Feed):
         clock: Callable[[], float],
         shape: tuple[int, int],
         cells: Callable[[Batch], Tensor],
-        team: ProcessGroup,
+        group: ProcessGroup,
         stop: Stop,
     ) -> None:
         self.shape, plain = shape, shape[1] + 1
@@ -126,7 +126,7 @@ class CountingFeed(Feed):
         def work(batch: Batch, counts: Tensor) -> float:
             return 0.0 if flops is None else flops(batch, counts[:plain])
 
-        super().__init__(batches, both, work, clock, shape[1] + shape[0] * shape[1], team, stop)
+        super().__init__(batches, both, work, clock, shape[1] + shape[0] * shape[1], group, stop)
 
     def next(self) -> CountedStep:
         step, plain = super().next(), self.shape[1] + 1

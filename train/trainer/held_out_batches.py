@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from omni.errors import UserError
 from train.data.batching.batch import Batch
 from train.data.batching.examples import ExampleMaker
-from train.data.batching.packer import Lane
+from train.data.batching.packer import PackerShard
 from train.data.batching.pipeline import Pipeline
 from train.data.build import held_out_rows
 from train.data.rows.row import Row
@@ -53,8 +53,8 @@ def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) 
     pipeline = Pipeline(
         Mixture([KeptRows(rows)], [1.0], data.seed), [TaskMixture(tasks)], calm, data.packing, data.seed, broken="skip"
     )
-    lane, batches, examples = Lane(pipeline, 0, 1), [], 0
+    shard, batches, examples = PackerShard(pipeline, 0, 1), [], 0
     while examples < len(rows) * len(tasks):
-        batches.append(lane.batch())
+        batches.append(shard.batch())
         examples += batches[-1].examples
     return batches

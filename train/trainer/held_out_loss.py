@@ -138,7 +138,7 @@ def held_out_loss(
     streams: Sequence[str],
     device: torch.device,
     average: Average | None,
-    team: ProcessGroup,
+    group: ProcessGroup,
 ) -> dict[str, float]:
     """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task. All
     processes must call it, with equally many batches.
@@ -155,7 +155,7 @@ def held_out_loss(
             losses = module(batch.to(device), ones, 1.0)
             parts = (losses.sums.flatten(), losses.counts.flatten(), losses.ctc_sum[None], losses.ctc_count[None])
             found += torch.cat([part.to("cpu", torch.float64) for part in parts])
-    found = team.sum(found)
+    found = group.sum(found)
     sums, counts = found[: 2 * cells].view(2, len(tasks), len(streams))
     whole = {"loss": float(sums.sum() / counts.sum())} if counts.sum() > 0 else {}
     aligned = {"loss/alignment": float(found[-2] / found[-1])} if found[-1] > 0 else {}

@@ -144,19 +144,21 @@ class LeftOut:
         limit: share of a source's draws for a task that may be broken.
     """
 
-    def __init__(self, folder: Path, team: ProcessGroup, say: Callable[[str], None], limit: float) -> None:
-        self.folder, self.team, self.say, self.limit = folder, team, say, limit
+    def __init__(self, folder: Path, group: ProcessGroup, say: Callable[[str], None], limit: float) -> None:
+        self.folder, self.group, self.say, self.limit = folder, group, say, limit
         self.number, self.counts = 0, Counts()
 
-    def figures(self, lanes: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """How many there are since the beginning of the run, by the states of this process's lanes; all processes must call it.
-        `unused.csv` is written again where there are more."""
-        own, kinds = list(lanes), ("skipped", "broken")
-        each = self.team.gather([sum(lane.get(kind, 0) for lane in own) for kind in kinds])
+    def figures(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """How many there are since the start of the run, by the states of this process's packers; all processes must call it.
+
+        `unused.csv` is written again where there are more.
+        """
+        own, kinds = list(shards), ("skipped", "broken")
+        each = self.group.gather([sum(shard.get(kind, 0) for shard in own) for kind in kinds])
         numbers = [sum(of) for of in zip(*each, strict=True)]
         if sum(numbers) != self.number:
             self.number = sum(numbers)
-            self._tell([lane.get("counts", {}) for lane in own])
+            self._tell([shard.get("counts", {}) for shard in own])
         return {f"rows_{kind}": number for kind, number in zip(kinds, numbers, strict=True) if number}
 
     def check(self) -> None:
@@ -164,12 +166,12 @@ class LeftOut:
         self.counts.check(self.limit)
 
     def _tell(self, own: list[Mapping[str, Any]]) -> None:
-        known, self.counts = self.counts.unused, Counts.joined(one for of in self.team.gather(own) for one in of)
+        known, self.counts = self.counts.unused, Counts.joined(one for of in self.group.gather(own) for one in of)
         for key, line in self.counts.lines().items():
             if key not in known:
                 self.say(f"{line}; see {self.folder / UNUSED}")
         if self.counts.unused:
-            self.team.first_alone(lambda: write_text(self.folder / UNUSED, self.counts.table()))
+            self.group.first_alone(lambda: write_text(self.folder / UNUSED, self.counts.table()))
 
 
 def _wandb_run(project: str, folder: Path, config: Any) -> Any:

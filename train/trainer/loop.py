@@ -24,7 +24,7 @@ from train.checkpoint import config_diff, retention, state
 from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
 from train.console.progress import TrainProgress, figures_line
-from train.data.batching.loader import process_lanes
+from train.data.batching.loader import process_shards
 from train.data.batching.packer import States, merge, remember
 from train.distributed.fabric import ProcessGroup, accumulating, compile_blocks, full_state
 from train.optim.ema import Average
@@ -58,8 +58,8 @@ class Loop:
     def __init__(self, config: FitConfig, plain: Mapping[str, Any], parts: Parts, fabric: Fabric, folder: Path) -> None:
         self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
         self.place = folder / "checkpoints"
-        self.team = ProcessGroup(fabric)
-        self.lanes = process_lanes(parts.micro_batches, self.team.rank, self.team.world)
+        self.group = ProcessGroup(fabric)
+        self.packer_shards = process_shards(parts.micro_batches, self.group.rank, self.group.world)
         self.objective = parts.objective
         also = set_trainable(self.objective.get_submodule("model"), config.learns)
         if config.fabric.compile:
@@ -69,23 +69,23 @@ class Loop:
         own_names = [(name.removeprefix("model."), p) for name, p in learning]
         self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision, also)
         self.stepper: Any = fabric.setup_optimizers(self.optimizer)
-        self.watch = StepGuard(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
+        self.guard = StepGuard(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
         self.average = Average(learning, config.ema) if config.ema is not None else None
         self.own_names = own_names
         self.balance = self.balancing(config.balance) if config.balance is not None else None
-        self.meter = StepMetrics(parts.tasks, parts.streams, fabric.device, self.team)
+        self.meter = StepMetrics(parts.tasks, parts.streams, fabric.device, self.group)
         self.position = state.Position()
         self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
         self.saved: Path | None = None
         self.exported: Path | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
-        torch.manual_seed(config.seed + 1 + self.team.rank)
+        torch.manual_seed(config.seed + 1 + self.group.rank)
         resumed = self._resume()
-        self.logs = self.team.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
-        self.progress = TrainProgress(config.log.progress if self.team.first else "off", (self._used(), self.position.seconds))
+        self.logs = self.group.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
+        self.progress = TrainProgress(config.log.progress if self.group.first else "off", (self._used(), self.position.seconds))
         if resumed is not None:
             self.progress.say(resumed)
-        self.left_out = LeftOut(folder, self.team, self.progress.say, parts.broken_limit)
+        self.left_out = LeftOut(folder, self.group, self.progress.say, parts.broken_limit)
         self.before, self.since = self.position.seconds, time.perf_counter()
         self.first_step, self.shown, self.times, self.idle = self.position.step + 1, self.before, StepTimes(), set[int]()
 
@@ -111,12 +111,12 @@ class Loop:
                         break
                     factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
                     set_learning_rate(self.optimizer, factor)
-                    if self.watch is None:
+                    if self.guard is None:
                         self.train(step)
                     else:
-                        self.watch.step(position.step + 1, step, self._used(), self.train, self.progress.say)
+                        self.guard.step(position.step + 1, step, self._used(), self.train, self.progress.say)
                     position.step += 1
-                    remember(position.lanes, step.batches)
+                    remember(position.packer_shards, step.batches)
                     if self.average is not None:
                         self.average.update(position.step)
                     self.times.add("waiting for data", feed.waited)
@@ -133,7 +133,7 @@ class Loop:
                 self._save()
                 if not stopped:
                     self._finish()
-            if self.team.first:
+            if self.group.first:
                 for line in closing(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
                     self.progress.say(line)
         finally:
@@ -145,11 +145,11 @@ class Loop:
 
     def feed(self, stop: Stop) -> Feed:
         parts, position = self.parts, self.position
-        batches = parts.steps(self.lanes, position.step, position.lanes) if self._used() < 1 else iter(())
+        batches = parts.steps(self.packer_shards, position.step, position.packer_shards) if self._used() < 1 else iter(())
         if self.balance is not None:
             shape, cells = (len(parts.tasks), len(parts.streams)), self.balance.given.cells
-            return CountingFeed(batches, parts.targets, parts.flops, self._clock, shape, cells, self.team, stop)
-        return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.team, stop)
+            return CountingFeed(batches, parts.targets, parts.flops, self._clock, shape, cells, self.group, stop)
+        return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.group, stop)
 
     def balancing(self, section: BalanceSection) -> Balancing:
         """What balances the tasks of this run's steps as a section has it."""
@@ -158,7 +158,8 @@ class Loop:
             raise UserError("balance is given, but this run's objective does not tell its losses by task; leave it out")
         return Balancing(
             section, parts.balanced, self.fabric, self.module, self.own_names, parts.tasks, parts.streams, parts.targets,
-            self.team, len(self.lanes), max(self.config.objective.ctc_weight, self.config.objective.ctc_final or 0) > 0,
+            self.group, len(self.packer_shards),
+            max(self.config.objective.ctc_weight, self.config.objective.ctc_final or 0) > 0,
         )  # fmt: skip
 
     @contextmanager
@@ -190,7 +191,7 @@ class Loop:
             for i, batch in enumerate(step.batches):
                 with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
                     losses = self.module(batch.to(self.fabric.device), denominators, progress)
-                    self.fabric.backward(losses.total * self.team.world)
+                    self.fabric.backward(losses.total * self.group.world)
                 self.meter.add(losses)
         else:
             assert isinstance(step, CountedStep)
@@ -232,7 +233,7 @@ class Loop:
                 self.place, position.step, f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm)
             )
         figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.norm)}
-        figures |= self.left_out.figures(self._own_lanes().values())
+        figures |= self.left_out.figures(self._own_shards().values())
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
@@ -252,7 +253,7 @@ class Loop:
         position, self.shown = self.position, self.position.seconds
         speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
         if speed and peak:
-            figures["mfu"] = speed / (peak * self.team.world)
+            figures["mfu"] = speed / (peak * self.group.world)
         self.progress.row(position.step, self._used(), position.seconds, figures)
 
     # --- validation ---------------------------------------------------------------------------------------------------
@@ -266,23 +267,23 @@ class Loop:
         """The loss of held-out rows, in all processes, and free-running generation, in the first one; the others wait."""
         position, keep, parts = self.position, self.config.checkpoint, self.parts
         position.validated = (position.step, position.seconds)
-        asked = self.team.share(parts.validate is not None)
+        asked = self.group.broadcast(parts.validate is not None)
         batches = parts.held_out.batches
         if not asked and not batches:
             return
         losses = held_out_loss(
-            self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.team
+            self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.group
         )
         weights, validate = self._weights() if asked else {}, parts.validate
-        figures = self.team.first_alone(lambda: validate(weights, position.step) if validate is not None else None)
-        position.figures = self.team.share({**(figures or {}), **losses})
-        self.team.first_alone(self._show_validation)
+        figures = self.group.first_alone(lambda: validate(weights, position.step) if validate is not None else None)
+        position.figures = self.group.broadcast({**(figures or {}), **losses})
+        self.group.first_alone(self._show_validation)
         value = position.figures.get(keep.metric)
-        best = self.team.first_alone(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
+        best = self.group.first_alone(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
         useless = value is None and keep.keep_best > 0 and self._used() < 1
-        if self.team.share(best) or useless:
+        if self.group.broadcast(best) or useless:
             self._save()
-        self.team.first_alone(self._note_validation)
+        self.group.first_alone(self._note_validation)
         if useless:
             raise UserError(
                 f"checkpoint.metric {keep.metric!r} is not measured here; the validation's figures are "
@@ -306,7 +307,7 @@ class Loop:
 
     def _weights(self) -> dict[str, Tensor]:
         """The model's weights, or their running average, whole, on the CPU of the first process."""
-        return full_state(self.objective, self.average.values if self.average else None, self.team, prefix="model.")
+        return full_state(self.objective, self.average.values if self.average else None, self.group, prefix="model.")
 
     def _draw(self) -> None:
         if self.parts.draw is not None and self.logs is not None:
@@ -327,24 +328,26 @@ class Loop:
         position.meters = self.meter.state()
         position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
         retention.check_finite(self.place, position.step, "loss", position.meter[0])
-        position.seconds = self.team.share(self._clock())
+        position.seconds = self.group.broadcast(self._clock())
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
             position.figures = {}
         position.scaler = self.fabric.strategy.precision.state_dict()
-        whole = replace(position, lanes=merge(self.team.gather(self._own_lanes())))  # others' may date from the last start
+        shards = merge(self.group.gather(self._own_shards()))  # those of others may date from the last start
+        whole = replace(position, packer_shards=shards)
         balance = None
         if self.balance is not None:
             balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
-        self.saved = state.save(self.place, whole, self.plain, self.objective, self.optimizer, self.average, self.team, balance)
-        self.team.first_alone(self._prune)
+        parts = self.plain, self.objective, self.optimizer, self.average
+        self.saved = state.save(self.place, whole, *parts, self.group, balance)
+        self.group.first_alone(self._prune)
 
     def _prune(self) -> None:
         keep = self.config.checkpoint
         retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
 
-    def _own_lanes(self) -> States:
-        return {key: lane for key, lane in self.position.lanes.items() if lane["lane"] in self.lanes}
+    def _own_shards(self) -> States:
+        return {key: shard for key, shard in self.position.packer_shards.items() if shard["packer_shard"] in self.packer_shards}
 
     def _is_saved(self) -> bool:
         return self.saved is not None and self.saved.name == retention.name_of(self.position.step)
@@ -354,10 +357,10 @@ class Loop:
         extended schedule."""
         rows = self.position.rows = dict(self.parts.rows)
         if self.config.resume == "restart":
-            self.team.first_alone(lambda: retention.clear(self.folder))
+            self.group.first_alone(lambda: retention.clear(self.folder))
             return None
-        self.team.first_alone(lambda: retention.sweep(self.place))
-        found = self.team.share(self.team.first_alone(lambda: retention.newest(self.place)))
+        self.group.first_alone(lambda: retention.sweep(self.place))
+        found = self.group.broadcast(self.group.first_alone(lambda: retention.newest(self.place)))
         extend = self.config.resume == "extend"
         if found is None and extend:
             raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
@@ -371,13 +374,13 @@ class Loop:
             budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
             check_larger(budget, self.config.budget)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.position = replace(state.load(found, self.objective, self.optimizer, self.average, self.team), rows=rows)
+        self.position = replace(state.load(found, self.objective, self.optimizer, self.average, self.group), rows=rows)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.fabric.strategy.precision.load_state_dict(self.position.scaler)
         self.meter.restore(self.position.meters or [self.position.meter])
         if self.balance is not None:
-            stored = state.load_balance(found, self.objective, self.team)
+            stored = state.load_balance(found, self.objective, self.group)
             old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
             if config_diff.differences(old, new):  # forced
                 warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
@@ -395,5 +398,5 @@ class Loop:
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
         weights, export = self._weights(), self.parts.export
-        self.exported = self.team.first_alone(lambda: export(weights) if export is not None else None)
-        self.team.first_alone(self._draw)
+        self.exported = self.group.first_alone(lambda: export(weights) if export is not None else None)
+        self.group.first_alone(self._draw)

@@ -21,8 +21,8 @@ class StepMetrics:
     FIXED = 5
     """Leading entries of the sums: the objective, steps, the alignment loss and its count, and steps left out."""
 
-    def __init__(self, tasks: Sequence[str], streams: Sequence[str], device: torch.device | str, team: ProcessGroup) -> None:
-        self.tasks, self.streams, self.team = tuple(tasks), tuple(streams), team
+    def __init__(self, tasks: Sequence[str], streams: Sequence[str], device: torch.device | str, group: ProcessGroup) -> None:
+        self.tasks, self.streams, self.group = tuple(tasks), tuple(streams), group
         self.cells = len(self.tasks) * len(self.streams)
         self.values = torch.zeros(self.FIXED + 2 * self.cells, device=device)
         self.positions = 0.0
@@ -39,8 +39,8 @@ class StepMetrics:
 
     def step(self, positions: float, flops: float, skipped: Tensor) -> None:
         """One optimizer step is done, or left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes."""
-        self.values[1] += 1.0 / self.team.world
-        self.values[4] += skipped / self.team.world
+        self.values[1] += 1.0 / self.group.world
+        self.values[4] += skipped / self.group.world
         self.positions += positions
         self.flops += flops
 
@@ -56,11 +56,11 @@ class StepMetrics:
 
     def total(self) -> Tensor:
         """The sums over all processes, on the CPU; all processes must call it."""
-        return self.team.sum(self.values)
+        return self.group.sum(self.values)
 
     def state(self) -> list[list[float]]:
         """The sums of every process as plain data, for a checkpoint; all processes must call it."""
-        return self.team.gather(self.values.tolist())
+        return self.group.gather(self.values.tolist())
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Continue from a checkpoint's sums: each process from its own, as sums in float32 depend on their order; where there
@@ -69,9 +69,9 @@ class StepMetrics:
             return
         total = torch.tensor(state, dtype=torch.float64).sum(0)
         self.values.zero_()
-        if len(state) == self.team.world:
-            self.values += torch.tensor(state[self.team.rank]).to(self.values)
-        elif self.team.first:
+        if len(state) == self.group.world:
+            self.values += torch.tensor(state[self.group.rank]).to(self.values)
+        elif self.group.first:
             self.values += total.to(self.values)
         self._shown = (total, 0.0, 0.0, 0.0)
 

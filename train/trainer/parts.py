@@ -24,7 +24,7 @@ class Parts:
         objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
             is used; its `model` is what is validated and exported.
         micro_batches: of one step, over all processes.
-        steps: from this process's lanes, the first step and the lanes' states: the micro-batches of each step, without end.
+        steps: from this process's shards, the first step and the shards' states: the micro-batches of each step, without end.
         targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
         streams, tasks: names, in the order of `Losses.sums`.
         idle: parameters that do not learn at that share of the budget.

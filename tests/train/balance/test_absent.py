@@ -65,11 +65,13 @@ class Broken(Objective):
     calls = 0
     at = 2
 
-    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, shares: TaskLosses | None = None) -> Losses:
+    def forward(
+        self, batch: Batch, denominators: Tensor, progress: float = 1.0, task_losses: TaskLosses | None = None
+    ) -> Losses:
         self.calls += 1
         if self.calls == self.at:
             batch.mels = batch.mels * torch.nan
-        return super().forward(batch, denominators, progress, shares)
+        return super().forward(batch, denominators, progress, task_losses)
 
 
 def poisoned(parts: Any, at: int) -> Any:

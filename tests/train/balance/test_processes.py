@@ -1,4 +1,4 @@
-"""Two gloo processes choose and learn what one does: plain, DDP, FSDP2 and with a tap.
+"""Two gloo processes choose and learn what one does: plain, DDP, FSDP2 and with a feature hook.
 
 `python -m tests.train.balance.test_processes RANK PORT` is one of the two.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.close import assert_near
 from train.balance.balancer import Balancer
 from train.balance.config import BalanceConfig
-from train.balance.tap import Tap
+from train.balance.feature_hook import FeatureHook
 from train.distributed.fabric import leave
 
 NAMES = ["a", "b", "c"]
@@ -31,18 +31,18 @@ STEPS = 2
 
 
 class Net(nn.Module):
-    """Encoder, tap, decoder; returns the losses of the tasks, as shares of the whole batch's means."""
+    """Encoder, hook, decoder; returns the losses of the tasks, as shares of the whole batch's means."""
 
-    def __init__(self, tap: Tap | None = None) -> None:
+    def __init__(self, hook: FeatureHook | None = None) -> None:
         super().__init__()
-        self.encoder, self.decoder, self.tap = nn.Linear(4, 6), nn.Linear(6, 1), tap
+        self.encoder, self.decoder, self.hook = nn.Linear(4, 6), nn.Linear(6, 1), hook
         g = torch.Generator().manual_seed(0)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=g)
 
     def forward(self, x: Tensor, task: Tensor) -> Tensor:
         features = self.encoder(x).tanh()
-        features = features if self.tap is None else self.tap(features, task)
+        features = features if self.hook is None else self.hook(features, task)
         loss = (self.decoder(features)[:, 0] - 1).square()
         return torch.stack([loss[task == t].sum() / (t == TASK).sum() for t in range(3)])
 
@@ -107,18 +107,18 @@ def check(rank: int) -> None:
                 assert_near(got, wanted, 1e-5, f"{method} {name} weights")
                 assert_near(grads(together), grads(alone), 1e-5, f"{method} {name}")
     for method in ("mgda", "graddrop", "excessmtl"):
-        one_tap = Tap(Balancer(BalanceConfig(method, "features"), NAMES))
-        two_tap = Tap(Balancer(BalanceConfig(method, "features"), NAMES), total)
-        two_tap.scale = 2.0  # losses are multiplied by the number of processes, whose gradients DDP averages
-        alone, module = Net(one_tap), nn.parallel.DistributedDataParallel(Net(two_tap))
+        one_hook = FeatureHook(Balancer(BalanceConfig(method, "features"), NAMES))
+        two_hook = FeatureHook(Balancer(BalanceConfig(method, "features"), NAMES), total)
+        two_hook.scale = 2.0  # losses are multiplied by the number of processes, whose gradients DDP averages
+        alone, module = Net(one_hook), nn.parallel.DistributedDataParallel(Net(two_hook))
         for step in range(STEPS):
             alone.zero_grad()
             module.zero_grad()
             alone(batch(step), TASK).sum().backward()
             (module(batch(step)[mine], TASK[mine]).sum() * 2).backward()
-            assert one_tap.report is not None and two_tap.report is not None
-            assert_near(two_tap.report.weights, one_tap.report.weights, 1e-5, f"{method} tap weights")
-            assert_near(grads(module), grads(alone), 1e-5, f"{method} tap")
+            assert one_hook.report is not None and two_hook.report is not None
+            assert_near(two_hook.report.weights, one_hook.report.weights, 1e-5, f"{method} hook weights")
+            assert_near(grads(module), grads(alone), 1e-5, f"{method} hook")
 
 
 def main() -> None:

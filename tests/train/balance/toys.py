@@ -118,10 +118,10 @@ def balanced_parts(
     objective = Objective(speech, config.objective)
     pipeline, count = tiny_pipeline(model, tasks), config.data.micro_batches
 
-    def steps(lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[Sequence[Batch]]:
-        whole = range(lanes.start * join, lanes.stop * join)
+    def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[Sequence[Batch]]:
+        whole = range(shards.start * join, shards.stop * join)
         for step in StepLoader(pipeline, count * join, whole, start_step=start, states=states):
-            yield [joined(step[i :: len(lanes)]) if join > 1 else step[i] for i in range(len(lanes))]
+            yield [joined(step[i :: len(shards)]) if join > 1 else step[i] for i in range(len(shards))]
 
     names = [] if config.balance is None else balanced_tasks(config.balance, config.data)
     outer = [step[0] for step, _ in zip(StepLoader(tiny_pipeline(model, seed=8), 1), range(outers), strict=False)]

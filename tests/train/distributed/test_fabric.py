@@ -128,7 +128,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("lora", ["", "lora-"], ids=["whole", "adapters"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_learns(runs: Path, strategy: str, lora: str) -> None:
-    """Lanes supervise different numbers of positions: only a division by the global counts gives this."""
+    """Shards supervise different numbers of positions: only a division by the global counts gives this."""
     one, two = losses(runs / f"{lora}one"), losses(runs / f"{lora}{strategy}")
     assert one.shape == (8, 3)
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
@@ -175,7 +175,7 @@ def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:
     folder = retention.newest(runs / "fsdp" / "checkpoints")
     assert folder is not None and len(list((folder / "tensors").glob("*.safetensors"))) == 2
     assert retention.read_state(folder)["processes"] == 2
-    assert set(retention.read_state(folder)["lanes"]) == {"0.0", "1.0", "2.0", "3.0"}
+    assert set(retention.read_state(folder)["shards"]) == {"0.0", "1.0", "2.0", "3.0"}
 
 
 @pytest.mark.parametrize("name", ["sharded-then-one", "one-then-two", "one-then-sharded"])
@@ -284,9 +284,9 @@ def test_impossible_combinations_are_one_line(tmp_path: Path, monkeypatch: pytes
         build_fabric(FabricConfig(accelerator="cpu", precision="bf16-true"))
     monkeypatch.delenv("LT_PRECISION")
     with pytest.raises(UserError, match=r"4 micro-batches a step cannot be shared by 3"):
-        from train.data.batching.loader import process_lanes
+        from train.data.batching.loader import process_shards
 
-        process_lanes(4, 0, 3)
+        process_shards(4, 0, 3)
 
 
 def test_muon_refuses_slices(monkeypatch: pytest.MonkeyPatch) -> None:

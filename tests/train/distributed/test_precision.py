@@ -36,8 +36,8 @@ def real_parts(name: str, ctc: bool) -> Parts:
     pipeline = pipeline_of(config, alignment=alignment, packing=packing)
     objective = Objective(SpeechModel(config), ObjectiveConfig(ctc_weight=0.2 if ctc else 0.0))
 
-    def steps(lanes: range, start: int, states: Mapping[str, Any]) -> Iterator[Sequence[Batch]]:
-        batches = next(StepLoader(pipeline, 2, lanes))
+    def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[Sequence[Batch]]:
+        batches = next(StepLoader(pipeline, 2, shards))
         while True:
             yield batches
 

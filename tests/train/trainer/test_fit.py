@@ -57,7 +57,7 @@ def plain_loop(steps: int, clip: float | None, decay: float) -> dict[str, Tensor
         for group in optimizer.param_groups:
             rate = learning_rate(ScheduleConfig(warmup_steps=2), BudgetConfig(steps=8), step, 0.0)
             group["lr"] = 1e-2 * rate
-        batches = [toy_batch(lane, step) for lane in range(4)]
+        batches = [toy_batch(shard, step) for shard in range(4)]
         counts = torch.stack([toy_targets(b) for b in batches]).sum(0)
         loss = torch.stack([objective(b, counts).total for b in batches]).sum()
         optimizer.zero_grad()
@@ -87,7 +87,7 @@ def test_rows_of_the_log_are_means_over_all_targets(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [4, 8]
     for row, steps in zip(rows, (range(4), range(4, 8)), strict=True):
         one = torch.ones(3)
-        losses = [objective(toy_batch(lane, step), one) for step in steps for lane in range(4)]
+        losses = [objective(toy_batch(shard, step), one) for step in steps for shard in range(4)]
         sums, counts = sum(x.sums for x in losses), sum(x.counts for x in losses)
         assert row["loss/audio0"] == pytest.approx(float(sums[:, 0].sum() / counts[:, 0].sum()), rel=1e-5)
         assert row["loss/T1T2"] == pytest.approx(float(sums[1].sum() / counts[1].sum()), rel=1e-5)
@@ -287,7 +287,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None
     groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == matrix]} for matrix in (True, False)]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     for step in (0, 2, 3):
-        batches = [toy_batch(lane, step) for lane in range(4)]
+        batches = [toy_batch(shard, step) for shard in range(4)]
         counts = torch.stack([toy_targets(b) for b in batches]).sum(0)
         optimizer.zero_grad()
         torch.stack([objective(b, counts).total for b in batches]).sum().backward()
@@ -359,10 +359,10 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None
 
 
 def test_rows_that_were_not_used_are_in_the_log(tmp_path: Path) -> None:
-    def counted(lanes: Sequence[int], start: int, states: Mapping[str, Any]) -> Iterator[list[ToyBatch]]:
-        for step in toy_steps(lanes, start, states):
+    def counted(shards: Sequence[int], start: int, states: Mapping[str, Any]) -> Iterator[list[ToyBatch]]:
+        for step in toy_steps(shards, start, states):
             for batch in step:
-                batch.state.update(skipped=batch.state["next"] * 2, broken=batch.state["lane"])
+                batch.state.update(skipped=batch.state["next"] * 2, broken=batch.state["packer_shard"])
             yield step
 
     toy_fit(toy_config(tmp_path), toy_parts(steps=counted))

@@ -95,7 +95,7 @@ def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch
 def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """Also after a start that goes on within a row of the log."""
     objective = toy_parts().objective
-    losses = [objective(toy_batch(lane, 0), torch.ones(3)) for lane in range(3)]
+    losses = [objective(toy_batch(shard, 0), torch.ones(3)) for shard in range(3)]
     meter = StepMetrics(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
     for each in losses:
         meter.add(each)

@@ -1,4 +1,4 @@
-"""The packed micro-batch that a lane makes and the objective reads.
+"""The packed micro-batch that a packer makes and the objective reads.
 
 Dimensions: R rows, K streams, T columns, N clips, M mel bands.
 """
@@ -32,7 +32,7 @@ class Batch:
         transcripts: ids for the alignment loss of each clip, empty where there are none.
         examples: number of examples.
         positions: columns in use.
-        state: plain data: where the lane stands after this batch; see `train.data.batching.packer`.
+        state: plain data: of the packer after this batch; see `train.data.batching.packer`.
     """
 
     tokens: Tensor

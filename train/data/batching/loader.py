@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from omni.errors import UserError
 from omni.process import ENDING
 from train.data.batching.batch import Batch
-from train.data.batching.packer import Lane, States, lane_key, remember
+from train.data.batching.packer import PackerShard, States, remember, shard_key
 from train.data.batching.pipeline import Pipeline
 
 
@@ -39,12 +39,12 @@ class _Steps(IterableDataset):
     """The steps of this process. Worker w of W makes steps start + w, start + w + W, ..."""
 
     def __init__(
-        self, pipeline: Pipeline, micro_batches: int, lanes: Sequence[int], ways: int, start: int, states: Mapping[str, Any]
+        self, pipeline: Pipeline, micro_batches: int, shards: Sequence[int], parts: int, start: int, states: Mapping[str, Any]
     ) -> None:
         self.pipeline = pipeline
         self.micro_batches = micro_batches
-        self.lanes = lanes
-        self.ways = ways
+        self.shards = shards
+        self.parts = parts
         self.start = start
         self.states = states
         self.end: Connection | None = None  # has something to read, which nobody reads, once the program ends
@@ -52,16 +52,18 @@ class _Steps(IterableDataset):
     def __iter__(self) -> Iterator[list[Batch] | _Failure]:
         info = get_worker_info()
         first, stride = (info.id, info.num_workers) if info else (0, 1)
-        packers: dict[str, Lane] = {}
+        packers: dict[str, PackerShard] = {}
         step = self.start + first
         while True:
-            way = step % self.ways
+            part = step % self.parts
             batches = []
             try:
-                for lane in self.lanes:
-                    key = lane_key(lane, way)
+                for shard in self.shards:
+                    key = shard_key(shard, part)
                     if key not in packers:
-                        packers[key] = Lane(self.pipeline, lane, self.micro_batches, way, self.ways, self.states.get(key))
+                        packers[key] = PackerShard(
+                            self.pipeline, shard, self.micro_batches, part, self.parts, self.states.get(key)
+                        )
                     batches.append(packers[key].batch())
             except UserError as error:
                 yield _Failure(str(error))
@@ -76,17 +78,17 @@ class StepLoader:
     Args:
         pipeline: makes the examples.
         micro_batches: micro-batches of a step over all processes.
-        lanes: which of them this process makes: `process_lanes(...)`.
+        shards: which of them this process makes: `process_shards(...)`.
         workers: data worker processes; 0 makes batches in this process.
         start_step: number of the first step.
-        states: of the checkpoint to go on from, of all processes together (see `merge`); None for the beginning.
+        states: of the checkpoint to go on from, of all processes together (see `merge`); None for the start.
         prefetch: steps that each worker works ahead.
         pin: put batches into page-locked memory; None where there is a GPU.
 
-    A run goes on with as many sub-lanes as it began with (its number of workers), whatever number of workers it has now.
+    A run keeps the number of parts that it started with (its number of workers), whatever number of workers it has now.
 
     Attributes:
-        states: where the sub-lanes of this process stand after the last step handed out; `merge` those of all processes.
+        states: of this process's packers after the last step handed out; `merge` those of all processes.
         step: number of the next step.
 
     Raises:
@@ -97,7 +99,7 @@ class StepLoader:
         self,
         pipeline: Pipeline,
         micro_batches: int,
-        lanes: Sequence[int] | None = None,
+        shards: Sequence[int] | None = None,
         workers: int = 0,
         start_step: int = 0,
         states: Mapping[str, Any] | None = None,
@@ -107,16 +109,16 @@ class StepLoader:
     ) -> None:
         if workers < 0 or prefetch < 1:
             raise UserError(f"data.workers is {workers} and data.prefetch {prefetch}; they are at least 0 and 1")
-        mine = list(range(micro_batches) if lanes is None else lanes)
+        mine = list(range(micro_batches) if shards is None else shards)
         given = dict(states or {})
-        ways = {int(state["ways"]) for state in given.values()} or {max(1, workers)}
-        if len(ways) > 1:
-            raise UserError(f"the data's state mixes runs with {sorted(ways)} sub-lanes; resume from one checkpoint")
-        self.ways = ways.pop()
+        parts = {int(state["packer_parts"]) for state in given.values()} or {max(1, workers)}
+        if len(parts) > 1:
+            raise UserError(f"the data's state mixes runs with {sorted(parts)} data workers; resume from one checkpoint")
+        self.parts = parts.pop()
         self.step = start_step
-        self.states: States = {key: state for key, state in given.items() if state["lane"] in mine}
-        self.workers = math.gcd(workers, self.ways) if workers else 0
-        steps = _Steps(pipeline, micro_batches, mine, self.ways, start_step, dict(self.states))
+        self.states: States = {key: state for key, state in given.items() if state["packer_shard"] in mine}
+        self.workers = math.gcd(workers, self.parts) if workers else 0
+        steps = _Steps(pipeline, micro_batches, mine, self.parts, start_step, dict(self.states))
         self._loader: Any = _data_loader(steps, self.workers, prefetch, torch.cuda.is_available() if pin is None else pin)
         self._iterator: Iterator[list[Batch] | _Failure] | None = None
         if self.workers:
@@ -145,8 +147,8 @@ class StepLoader:
         self._iterator = self._loader = None
 
 
-def process_lanes(micro_batches: int, rank: int, world: int) -> range:
-    """The lanes of process `rank` of `world`; UserError where they do not divide evenly."""
+def process_shards(micro_batches: int, rank: int, world: int) -> range:
+    """The shards of process `rank` of `world`; UserError where they do not divide evenly."""
     if micro_batches % world:
         raise UserError(
             f"{micro_batches} micro-batches a step cannot be shared by {world} processes; make it a multiple of {world}"

@@ -1,15 +1,15 @@
-"""Lanes: packers that go on exactly where they stood, whatever the number of processes.
+"""Packer shards: packers that resume exactly, on any number of processes.
 
-One optimizer step takes `lanes` micro-batches over all processes, micro-batch j from lane j. Each lane is split into `ways`
-sub-lanes that take turns, step s belonging to sub-lane s mod ways, so that as many data workers can work ahead. Sub-lane i of
-lane j is a packer of its own over the draws
+One optimizer step takes `shards` micro-batches over all processes, micro-batch j from shard j. Each shard is split into `parts`
+that take turns, step s belonging to part s mod parts, so that as many data workers can work ahead. Part i of shard j is a
+packer of its own over the draws
 
-    n = j + lanes * (i + ways * k),    k = 0, 1, 2, ...
+    n = j + shards * (i + parts * k),    k = 0, 1, 2, ...
 
 and its state is plain data: the next draw and the draws that wait in its buffer. On resume the waiting ones are made again;
 nothing is replayed.
 
-A sub-lane fills rows of a fixed length with whole examples. A row starts with the example that has waited longest and takes, of
+A packer fills rows of a fixed length with whole examples. A row starts with the example that has waited longest and takes, of
 the others in the buffer, those whose lengths fill the rest best: the exact solution of the subset-sum problem, with sets of
 reachable sums as the bits of Python's integers (a microsecond an example). Among equally full choices older examples go first,
 so nothing waits for long and the order stays close to that of the draws.
@@ -33,29 +33,29 @@ _GIVE_UP = 10_000
 """Examples one after another that cannot be used."""
 
 States = dict[str, dict[str, Any]]
-"""State of every sub-lane, by `lane_key`: JSON and `torch.save(..., weights_only)` can hold it."""
+"""State of every part of every shard, by `shard_key`: JSON and `torch.save(..., weights_only)` can hold it."""
 
 
-def lane_key(lane: int, way: int) -> str:
-    return f"{lane}.{way}"
+def shard_key(shard: int, part: int) -> str:
+    return f"{shard}.{part}"
 
 
-class Lane:
-    """One sub-lane.
+class PackerShard:
+    """The packer of one part of one shard.
 
     Args:
-        lane, lanes: which lane of how many.
-        way, ways: which sub-lane of how many.
-        state: of a batch that this sub-lane made, to go on after it; None for the beginning.
+        shard, shards: which shard of how many.
+        part, parts: which part of the shard, of how many.
+        state: of a batch that this packer made, to go on after it; None for the start.
     """
 
     def __init__(
-        self, pipeline: Pipeline, lane: int, lanes: int, way: int = 0, ways: int = 1, state: Mapping[str, Any] | None = None
+        self, pipeline: Pipeline, shard: int, shards: int, part: int = 0, parts: int = 1, state: Mapping[str, Any] | None = None
     ) -> None:
         self.pipeline = pipeline
-        self.place = {"lane": lane, "lanes": lanes, "way": way, "ways": ways}
-        self.stride = lanes * ways
-        self.next = lane + lanes * way
+        self.place = {"packer_shard": shard, "packer_shards": shards, "packer_part": part, "packer_parts": parts}
+        self.stride = shards * parts
+        self.next = shard + shards * part
         self.skipped = self.broken = 0
         self.counts = Counts()
         self.buffer: list[Example] = []
@@ -70,7 +70,7 @@ class Lane:
         return assemble(rows, packing.length, model.layout, model.encoder.n_mels, self.state())
 
     def state(self) -> dict[str, Any]:
-        """Plain data from which `Lane(state=...)` goes on."""
+        """Plain data from which `PackerShard(state=...)` goes on."""
         waiting = [example.draw for example in self.buffer]
         numbers = {"next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
         return {**self.place, **numbers, "counts": self.counts.plain()}
@@ -120,9 +120,9 @@ class Lane:
 
 
 def remember(states: States, batches: Iterable[Batch]) -> None:
-    """Note where the sub-lanes of these batches stand after them: call it with every step that has been consumed."""
+    """Note the states of the packers that made these batches: call it with every step that has been consumed."""
     for batch in batches:
-        states[lane_key(batch.state["lane"], batch.state["way"])] = batch.state
+        states[shard_key(batch.state["packer_shard"], batch.state["packer_part"])] = batch.state
 
 
 def merge(parts: Sequence[States]) -> States:

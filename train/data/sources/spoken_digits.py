@@ -69,7 +69,7 @@ class SpokenDigits:
         """Number of the utterance that draw `index` uses: draws that share it have equal rows.
 
         In a block of reuse * distance draws, each of `distance` utterances returns after `distance` draws. Where that is a
-        multiple of the sub-lanes, an utterance always returns to the same one, and so to the worker that still has it.
+        multiple of the packers, an utterance always returns to the same one, and so to the worker that still has it.
         """
         block, place = divmod(index, self.config.reuse * self.config.reuse_distance)
         return block * self.config.reuse_distance + place % self.config.reuse_distance

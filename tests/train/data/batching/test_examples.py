@@ -17,7 +17,7 @@ from tests.train.data.toys import ENCODER, MODELS, TOKENIZER, ToySource, codec_o
 from train.data.augment.config import AugmentConfig
 from train.data.batching.columns import turn_columns
 from train.data.batching.examples import ExampleMaker, Prepared
-from train.data.batching.packer import Lane
+from train.data.batching.packer import PackerShard
 from train.data.batching.transcripts import Alignment
 from train.data.build import build_alignment, build_pipeline, held_out_rows
 from train.data.config import DataConfig, PackingConfig, SourceConfig
@@ -331,8 +331,8 @@ def test_a_packed_mixture_of_the_nano_data_has_under_five_percent_padding():
         packing=PackingConfig(rows=4, length=512),
     )
     model = replace(MODELS["codec2"], encoder=replace(ENCODER, window_seconds=10.0))
-    lane = Lane(build_pipeline(config, model, TOKENIZER, codec_of(model)), 0, 1)
-    batches = [lane.batch() for _ in range(3)]
+    shard = PackerShard(build_pipeline(config, model, TOKENIZER, codec_of(model)), 0, 1)
+    batches = [shard.batch() for _ in range(3)]
     assert sum(batch.padding for batch in batches) / 3 < 0.05
 
 

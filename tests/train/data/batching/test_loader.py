@@ -19,8 +19,8 @@ from omni.errors import UserError
 from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.batch import Batch
 from train.data.batching.examples import Clip
-from train.data.batching.loader import StepLoader, process_lanes
-from train.data.batching.packer import Lane, lane_key, merge
+from train.data.batching.loader import StepLoader, process_shards
+from train.data.batching.packer import PackerShard, merge, shard_key
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.transcripts import Alignment
 from train.data.config import PackingConfig
@@ -101,7 +101,7 @@ def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_pa
 def test_workers_stopped_and_resumed(workers):
     wanted = take(StepLoader(new_pipeline("codec2"), 2, workers=workers), 6)
     whole = StepLoader(new_pipeline("codec2"), 2, workers=workers)
-    for stop in (1, 4):  # with two workers, their sub-lanes then stand at different steps
+    for stop in (1, 4):  # with two workers, their shard parts then stand at different steps
         while whole.step < stop:
             next(whole)
         resumed = StepLoader(new_pipeline("codec2"), 2, workers=workers, start_step=stop, states=plainly_stored(whole.states))
@@ -127,20 +127,21 @@ def test_a_run_begun_with_two_workers_goes_on_alike_with_any_number(now):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_make_the_micro_batches_of_one(name):
     wanted = take(StepLoader(new_pipeline(name), 4), 4)
-    halves = [take(StepLoader(new_pipeline(name), 4, process_lanes(4, rank, 2)), 4) for rank in range(2)]
+    halves = [take(StepLoader(new_pipeline(name), 4, process_shards(4, rank, 2)), 4) for rank in range(2)]
     same_steps([a + b for a, b in zip(*halves, strict=True)], wanted)
 
 
 def test_a_run_on_two_processes_goes_on_alike_on_one_and_on_four():
     wanted = take(StepLoader(new_pipeline("codec2"), 4), 5)
-    halves = [StepLoader(new_pipeline("codec2"), 4, process_lanes(4, rank, 2)) for rank in range(2)]
+    halves = [StepLoader(new_pipeline("codec2"), 4, process_shards(4, rank, 2)) for rank in range(2)]
     for loader in halves:
         next(loader), next(loader)
     states = plainly_stored(merge([loader.states for loader in halves]))
-    assert sorted(states) == [lane_key(lane, 0) for lane in range(4)]
+    assert sorted(states) == [shard_key(shard, 0) for shard in range(4)]
     same_steps(take(StepLoader(new_pipeline("codec2"), 4, start_step=2, states=states), 3), wanted[2:])
     quarters = [
-        take(StepLoader(new_pipeline("codec2"), 4, process_lanes(4, rank, 4), start_step=2, states=states), 3) for rank in range(4)
+        take(StepLoader(new_pipeline("codec2"), 4, process_shards(4, rank, 4), start_step=2, states=states), 3)
+        for rank in range(4)
     ]
     same_steps([[a, b, c, d] for (a,), (b,), (c,), (d,) in zip(*quarters, strict=True)], wanted[2:])
 
@@ -153,27 +154,27 @@ def test_resuming_makes_the_waiting_draws_again_and_nothing_else():
         tasks, maker = TaskMixture({"T1T2": 1.0}), maker_of(MODELS["codec2"])
         return Pipeline(Mixture([source], [1.0]), [tasks], maker, PackingConfig(2, 160, 6))
 
-    lane = Lane(pipeline(ToySource("toy", None, codec)), 0, 1)
+    shard = PackerShard(pipeline(ToySource("toy", None, codec)), 0, 1)
     for _ in range(20):
-        batch = lane.batch()
+        batch = shard.batch()
     source = ToySource("toy", None, codec)
-    resumed = Lane(pipeline(source), 0, 1, state=batch.state)
+    resumed = PackerShard(pipeline(source), 0, 1, state=batch.state)
     assert source.made == batch.state["buffer"] and 0 < len(source.made) < 20 < batch.state["next"]
-    same(resumed.batch(), lane.batch())
+    same(resumed.batch(), shard.batch())
 
 
-def test_every_draw_is_used_once_whatever_the_lanes_and_workers():
-    for lanes, ways in ((1, 1), (2, 1), (2, 3)):
+def test_every_draw_is_used_once_whatever_the_shards_and_workers():
+    for shards, parts in ((1, 1), (2, 1), (2, 3)):
         pipeline = new_pipeline("codec2")
         drawn: list[int] = []
         fetch = pipeline.fetch
         pipeline.fetch = lambda n, fetch=fetch, drawn=drawn: (drawn.append(n), fetch(n))[1]
-        for lane in range(lanes):
-            for way in range(ways):
-                packer = Lane(pipeline, lane, lanes, way, ways)
+        for shard in range(shards):
+            for part in range(parts):
+                packer = PackerShard(pipeline, shard, shards, part, parts)
                 packer.batch()
-                mine = [n for n in drawn if n % lanes == lane and n // lanes % ways == way]
-                assert mine == [lane + lanes * (way + ways * k) for k in range(len(mine))]
+                mine = [n for n in drawn if n % shards == shard and n // shards % parts == part]
+                assert mine == [shard + shards * (part + parts * k) for k in range(len(mine))]
         assert len(drawn) == len(set(drawn))
 
 
@@ -183,7 +184,7 @@ def test_a_state_that_does_not_fit_is_refused():
     with pytest.raises(UserError, match=r"resume with the same micro_batches"):
         next(StepLoader(new_pipeline("codec2"), 3, start_step=1, states=loader.states))
     with pytest.raises(UserError, match=r"3 micro-batches a step cannot be shared by 2 processes"):
-        process_lanes(3, 0, 2)
+        process_shards(3, 0, 2)
     with pytest.raises(UserError, match=r"data.workers is -1"):
         StepLoader(new_pipeline("codec2"), 2, workers=-1)
 

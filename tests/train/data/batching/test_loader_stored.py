@@ -101,9 +101,12 @@ def test_rows_of_a_damaged_page_are_named_or_skipped_and_counted(folder, tmp_pat
     same_steps(found, wanted)
     mixture = pipeline(StoredSource(folder)).mixture
     for state in resumed.states.values():
-        first, stride = state["lane"] + state["lanes"] * state["way"], state["lanes"] * state["ways"]
+        first, stride = (
+            state["packer_shard"] + state["packer_shards"] * state["packer_part"],
+            state["packer_shards"] * state["packer_parts"],
+        )
         drawn = [mixture.draw(number).index for number in range(first, state["next"], stride)]
         assert state["broken"] == sum(index in lost for index in drawn) > 0
-        batches = [batch for step in found for batch in step if batch.state["lane"] == state["lane"]]
-        taken = sum(batch.examples for batch in batches if batch.state["way"] == state["way"])
+        batches = [batch for step in found for batch in step if batch.state["packer_shard"] == state["packer_shard"]]
+        taken = sum(batch.examples for batch in batches if batch.state["packer_part"] == state["packer_part"])
         assert taken + len(state["buffer"]) + state["broken"] == len(drawn)

@@ -15,7 +15,7 @@ from omni.tasks import TASKS
 from tests.train.data.toys import MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.batch import assemble
 from train.data.batching.draw import describe
-from train.data.batching.packer import Lane, choose
+from train.data.batching.packer import PackerShard, choose
 from train.data.batching.pipeline import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.row import Sound
@@ -66,15 +66,15 @@ def test_padding_stays_under_five_percent_and_nothing_waits_for_long(low, high, 
 def test_a_batch_holds_exactly_its_examples(name, turns):
     """Each packed example against the one made alone, and each of its feature columns against the clip it must point at."""
     model, packing = MODELS[name], PackingConfig(rows=3, length=200, buffer=8)
-    lane = Lane(pipeline_of(model, turns=turns, packing=packing), 0, 1)
+    shard = PackerShard(pipeline_of(model, turns=turns, packing=packing), 0, 1)
     alone = pipeline_of(model, turns=turns, packing=packing)
     pad = model.layout.ids("pad")
     seen: set[int] = set()
     for _ in range(3):
-        before = {*range(lane.next), *(e.draw for e in lane.buffer)} - seen
-        batch = lane.batch()
-        waiting = {example.draw for example in lane.buffer}
-        drawn = {*range(lane.next)} - seen - waiting
+        before = {*range(shard.next), *(e.draw for e in shard.buffer)} - seen
+        batch = shard.batch()
+        waiting = {example.draw for example in shard.buffer}
+        drawn = {*range(shard.next)} - seen - waiting
         assert before - waiting <= drawn
         examples = {number: alone.fetch(number) for number in drawn}
         seen |= drawn
@@ -114,7 +114,7 @@ def test_a_batch_holds_exactly_its_examples(name, turns):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_moving_a_batch_keeps_what_the_host_must_know(name):
-    batch = Lane(pipeline_of(MODELS[name]), 0, 1).batch()
+    batch = PackerShard(pipeline_of(MODELS[name]), 0, 1).batch()
     moved = batch.to("cpu")
     for k, index in enumerate(moved.supervised):
         assert torch.equal(index, (batch.targets[:, k].flatten() != IGNORE).nonzero().squeeze(1))
@@ -130,22 +130,22 @@ def test_rows_without_speech_make_a_batch_without_clips():
 
 def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
     model = MODELS["codec2"]
-    lane = Lane(pipeline_of(model, packing=PackingConfig(rows=2, length=30, buffer=4)), 0, 1)
+    shard = PackerShard(pipeline_of(model, packing=PackingConfig(rows=2, length=30, buffer=4)), 0, 1)
     with pytest.raises(UserError, match=r"toy\d row \d+ takes \d+ columns as .*, a packed row holds 30: raise packing.length"):
         for _ in range(20):
-            lane.batch()
-    lane = Lane(pipeline_of(model, packing=PackingConfig(rows=2, length=30, buffer=4, too_long="skip")), 0, 1)
-    batches = [lane.batch() for _ in range(4)]
+            shard.batch()
+    shard = PackerShard(pipeline_of(model, packing=PackingConfig(rows=2, length=30, buffer=4, too_long="skip")), 0, 1)
+    batches = [shard.batch() for _ in range(4)]
     assert batches[-1].state["skipped"] > 0
-    taken = sum(batch.examples for batch in batches) + len(lane.buffer)
-    assert taken + lane.skipped == lane.next
-    lane = Lane(pipeline_of(model, packing=PackingConfig(rows=2, length=2, buffer=4, too_long="skip")), 0, 1)
+    taken = sum(batch.examples for batch in batches) + len(shard.buffer)
+    assert taken + shard.skipped == shard.next
+    shard = PackerShard(pipeline_of(model, packing=PackingConfig(rows=2, length=2, buffer=4, too_long="skip")), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.data.batching.packer._GIVE_UP", 50)
         with pytest.raises(
             UserError, match=r"50 examples one after another cannot be used; .* too long .* raise packing.length 2 "
         ):
-            lane.batch()
+            shard.batch()
 
 
 @pytest.mark.parametrize("wrong", [dict(rows=0), dict(length=0), dict(buffer=0), dict(too_long="cut")])
@@ -156,7 +156,7 @@ def test_shapes_that_cannot_be_are_refused(wrong):
 
 def test_a_batch_can_be_looked_at():
     model = MODELS["codec2"]
-    batch = Lane(pipeline_of(model), 0, 1).batch()
+    batch = PackerShard(pipeline_of(model), 0, 1).batch()
     drawing = describe(batch, model.layout, TOKENIZER)
     count = int(batch.segments[0][batch.task[0] >= 0].max()) + 1
     assert drawing.count("\nexample ") + 1 == count
@@ -185,15 +185,15 @@ def mixed(too_long: str, broken: str) -> Pipeline:
 
 def test_rows_that_are_too_long_or_broken_are_named_or_skipped_and_counted():
     with pytest.raises(UserError, match=r"mixed row \d, turn 0: the sound lasts 3.0 s and the encoder hears 2 s"):
-        Lane(mixed("error", "skip"), 0, 1).batch()
+        PackerShard(mixed("error", "skip"), 0, 1).batch()
     with pytest.raises(UserError, match=r"mixed row \d, turn 0: there is no question_audio"):
-        Lane(mixed("skip", "error"), 0, 1).batch()
+        PackerShard(mixed("skip", "error"), 0, 1).batch()
     pipeline = mixed("skip", "skip")
-    lane = Lane(pipeline, 0, 1)
-    batches = [lane.batch() for _ in range(6)]
-    drawn = [pipeline.mixture.draw(n).index % 4 for n in range(lane.next)]
-    assert (lane.skipped, lane.broken) == (drawn.count(1), drawn.count(2)) and lane.skipped and lane.broken
-    resumed = Lane(mixed("skip", "skip"), 0, 1, state=batches[2].state)
+    shard = PackerShard(pipeline, 0, 1)
+    batches = [shard.batch() for _ in range(6)]
+    drawn = [pipeline.mixture.draw(n).index % 4 for n in range(shard.next)]
+    assert (shard.skipped, shard.broken) == (drawn.count(1), drawn.count(2)) and shard.skipped and shard.broken
+    resumed = PackerShard(mixed("skip", "skip"), 0, 1, state=batches[2].state)
     for batch in batches[3:]:
         again = resumed.batch()
         assert again.state == batch.state and torch.equal(again.tokens, batch.tokens)
@@ -201,7 +201,7 @@ def test_rows_that_are_too_long_or_broken_are_named_or_skipped_and_counted():
 
 def test_what_the_host_has_found_is_pinned_too(monkeypatch):
     """Otherwise every copy of it to a GPU makes the host wait."""
-    batch = Lane(pipeline_of(MODELS["codec2"]), 0, 1).batch()
+    batch = PackerShard(pipeline_of(MODELS["codec2"]), 0, 1).batch()
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.clone()) or pinned[-1])
     there = batch.pin_memory()

@@ -14,7 +14,7 @@ from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
 from tests.train.toys import toy_batch, toy_config, toy_fit, toy_parts
 from tests.train.trainer.test_preflight import lacking
 from tests.train.trainer.test_preflight import read as read_recipe
-from train.data.batching.packer import Lane
+from train.data.batching.packer import PackerShard
 from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import COLUMNS, ENOUGH, Counts, Unused
 from train.data.config import DataConfig, PackingConfig
@@ -46,7 +46,7 @@ def pipeline(every: int, **tasks: float) -> Pipeline:
 
 
 def counted(broken: int, of: int) -> dict[str, Any]:
-    """What a lane's state says of its draws."""
+    """What a shard's state says of its draws."""
     counts = Counts()
     for number in range(of):
         if number < broken:
@@ -57,11 +57,11 @@ def counted(broken: int, of: int) -> dict[str, Any]:
 
 
 def broken_parts(broken: int, of: int, limit: float) -> Parts:
-    """Each of the four lanes has drawn so many rows."""
+    """Each of the four shards has drawn so many rows."""
 
-    def steps(lanes, start, states):
+    def steps(shards, start, states):
         for step in range(start, 100):
-            batches = [toy_batch(lane, step) for lane in lanes]
+            batches = [toy_batch(shard, step) for shard in shards]
             for batch in batches:
                 batch.state.update(counted(broken, of))
             yield batches
@@ -70,11 +70,11 @@ def broken_parts(broken: int, of: int, limit: float) -> Parts:
 
 
 def test_a_task_that_no_row_is_for_stops_the_run_with_the_reason(tmp_path: Path):
-    """Before, such a source trained its other task alone, and the only trace was a count. No lane alone has drawn enough."""
-    lane = Lane(pipeline(1, A1T1=0.5, T1A2=0.5), 0, 1)
+    """Before, such a source trained its other task alone, and the only trace was a count. No shard alone has drawn enough."""
+    shard = PackerShard(pipeline(1, A1T1=0.5, T1A2=0.5), 0, 1)
     for _ in range(3):
-        lane.batch()
-    assert lane.counts.total("data.sources[0] (chats)", "T1A2") == lane.broken > 0
+        shard.batch()
+    assert shard.counts.total("data.sources[0] (chats)", "T1A2") == shard.broken > 0
     config = toy_config(tmp_path, data=DataConfig(broken="skip", broken_limit=0.5))
     with pytest.raises(
         UserError, match=r"chats as T1A2: 100 of 100 rows \(100.0%\) left out: no answer_text .* or raise the limit"
@@ -97,7 +97,7 @@ def test_a_run_whose_rows_are_broken_below_the_limit_is_not_stopped_by_chance(tm
     with pytest.raises(
         UserError, match="10000 examples one after another cannot be used; .*no answer_text .the first: chats row 0"
     ):
-        Lane(pipeline(1, T1A2=1.0), 0, 1).batch()
+        PackerShard(pipeline(1, T1A2=1.0), 0, 1).batch()
 
 
 def test_a_row_counts_once_for_its_source_whatever_its_tasks():
@@ -114,13 +114,13 @@ def test_a_row_counts_once_for_its_source_whatever_its_tasks():
 
 
 def test_a_share_below_the_limit_is_counted_and_goes_on_with_a_resumed_run():
-    lane = Lane(pipeline(20, A1T1=0.5, T1A2=0.5), 0, 1)
-    batches = [lane.batch() for _ in range(60)]
-    counts, source = lane.counts, "data.sources[0] (chats)"
+    shard = PackerShard(pipeline(20, A1T1=0.5, T1A2=0.5), 0, 1)
+    batches = [shard.batch() for _ in range(60)]
+    counts, source = shard.counts, "data.sources[0] (chats)"
     ((key, (count, first)),) = counts.unused.items()
-    assert key == (source, "T1A2", "no answer_text") and count == lane.broken > 3 and len(first) == 3
-    assert sum(counts.drawn.values()) == lane.next and 0.02 < count / counts.total(source, "T1A2") < 0.1
-    resumed = Lane(pipeline(20, A1T1=0.5, T1A2=0.5), 0, 1, state=batches[29].state)
+    assert key == (source, "T1A2", "no answer_text") and count == shard.broken > 3 and len(first) == 3
+    assert sum(counts.drawn.values()) == shard.next and 0.02 < count / counts.total(source, "T1A2") < 0.1
+    resumed = PackerShard(pipeline(20, A1T1=0.5, T1A2=0.5), 0, 1, state=batches[29].state)
     for batch in batches[30:]:
         assert resumed.batch().state == batch.state
     assert resumed.counts == counts == Counts.joined([counts.plain()])
@@ -147,9 +147,9 @@ def test_what_was_left_out_is_said_once_and_written_down(tmp_path: Path, capsys:
     counts.leave_out(Unused("rows", "T1A2", "no answer_text", "file row 3"))
     plain = counts.plain()
 
-    def steps(lanes, start, states):
+    def steps(shards, start, states):
         for step in range(start, 100):
-            batches = [toy_batch(lane, step) for lane in lanes]
+            batches = [toy_batch(shard, step) for shard in shards]
             batches[0].state.update(broken=1 + step // 4, counts=plain)
             yield batches
 

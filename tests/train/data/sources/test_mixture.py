@@ -57,9 +57,9 @@ def test_sources_are_mixed_within_a_block_and_differently_in_the_next():
     mixture = Mixture(sources(None, None), (1, 1), seed=1)
     order = [mixture.draw(n).source for n in range(2 * BLOCK)]
     assert order[:BLOCK] != order[BLOCK:]
-    for lanes in (2, 4, 8):  # no lane sees one source only
-        for lane in range(lanes):
-            share = sum(order[lane::lanes]) / len(order[lane::lanes])
+    for shards in (2, 4, 8):  # no shard sees one source only
+        for shard in range(shards):
+            share = sum(order[shard::shards]) / len(order[shard::shards])
             assert 0.3 < share < 0.7
 
 

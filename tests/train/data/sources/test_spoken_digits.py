@@ -187,7 +187,7 @@ def test_the_evaluation_set_is_fixed_and_balanced():
 
 
 @pytest.mark.parametrize(("reuse", "distance"), [(1, 8), (3, 8), (4, 6)])
-def test_utterances_return_after_a_distance_and_to_the_same_lane(reuse, distance):
+def test_utterances_return_after_a_distance_and_to_the_same_shard(reuse, distance):
     source = SpokenDigits(SpokenDigitsConfig(reuse=reuse, reuse_distance=distance), CODEC)
     block = reuse * distance
     numbers = [source.identity(n) for n in range(3 * block)]
@@ -195,9 +195,9 @@ def test_utterances_return_after_a_distance_and_to_the_same_lane(reuse, distance
     for n in range(3 * block):
         if n % block + distance < block:
             assert numbers[n] == numbers[n + distance]
-    for lanes in (2, distance // 2):
-        if distance % lanes == 0:
-            assert all(len({n % lanes for n in range(len(numbers)) if numbers[n] == u}) == 1 for u in set(numbers))
+    for shards in (2, distance // 2):
+        if distance % shards == 0:
+            assert all(len({n % shards for n in range(len(numbers)) if numbers[n] == u}) == 1 for u in set(numbers))
     assert source.repeats is (reuse > 1)
 
 

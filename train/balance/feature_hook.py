@@ -1,9 +1,9 @@
-"""A tap between encoder and decoder: tasks are combined within one ordinary backward.
+"""A feature hook between encoder and decoder: tasks are combined within one ordinary backward.
 
 In a packed batch every position of the features belongs to one task. The gradient of the total loss that arrives there is then
 the gradients of all tasks side by side: summed by task they are the rows, and multiplied by the tasks' weights the combined
 gradient, which goes on into the encoder. No loss is differentiated twice, and whatever wraps the module (DDP, FSDP2,
-checkpointing, autocast) sees one forward and one backward. What lies above the tap learns by the plain sum of the losses.
+checkpointing, autocast) sees one forward and one backward. What lies above the hook learns by the plain sum of the losses.
 
 Dimensions: m tasks, N positions, C channels.
 """
@@ -19,8 +19,8 @@ from train.balance.chooser import BalanceReport, Chooser
 from train.balance.rows import Rows, Sum, alone
 
 
-class Tap:
-    """Called in the forward pass as `tap(features, task)`; acts in the backward pass.
+class FeatureHook:
+    """Called in the forward pass as `hook(features, task)`; acts in the backward pass.
 
     Between the two the loop may set what the choice needs to know.
 
@@ -35,7 +35,7 @@ class Tap:
 
     def __init__(self, balancer: Chooser, reduce: Sum = alone) -> None:
         if balancer.config.at != "features":
-            raise ValueError(f"{balancer.config.method} is at level {balancer.config.at}; a tap is for level features")
+            raise ValueError(f"{balancer.config.method} is at level {balancer.config.at}; a feature hook is for level features")
         self.balancer, self.reduce = balancer, reduce
         self.losses: Tensor | None = None
         self.counts: Tensor | None = None
@@ -45,7 +45,7 @@ class Tap:
 
     def __call__(self, features: Tensor, task: Tensor) -> Tensor:
         """The features [N, C] as they are; task [N] long, below 0 for a position of no task."""
-        return _Tapped.apply(features, task, self) if torch.is_grad_enabled() else features
+        return _Hooked.apply(features, task, self) if torch.is_grad_enabled() else features
 
     def change(self, features: Tensor, task: Tensor, gradient: Tensor) -> Tensor:
         """The combined gradient [N, C]."""
@@ -76,14 +76,14 @@ class Tap:
         return kept.to(gradient.dtype)
 
 
-class _Tapped(torch.autograd.Function):
+class _Hooked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Tensor, task: Tensor, tap: Tap) -> Tensor:
+    def forward(ctx: Any, features: Tensor, task: Tensor, hook: FeatureHook) -> Tensor:
         ctx.save_for_backward(features, task)
-        ctx.tap = tap
+        ctx.hook = hook
         return features.view_as(features)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         features, task = ctx.saved_tensors
-        return ctx.tap.change(features, task, gradient), None, None
+        return ctx.hook.change(features, task, gradient), None, None

@@ -1,4 +1,4 @@
-"""The tap between encoder and decoder: one backward gives what one backward per task gives."""
+"""The hook between encoder and decoder: one backward gives what one backward per task gives."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch.utils.checkpoint import checkpoint
 from tests.close import assert_near
 from train.balance.balancer import Balancer
 from train.balance.config import BalanceConfig, of_level
-from train.balance.tap import Tap
+from train.balance.feature_hook import FeatureHook
 
 NAMES = ["a", "b", "c"]
 TASK = torch.tensor([0, 0, 1, 1, 1, 2, 2, -1])
 
 
 class Net(nn.Module):
-    """Encoder, tap, decoder; every position belongs to one task."""
+    """Encoder, hook, decoder; every position belongs to one task."""
 
-    def __init__(self, tap: Tap | None = None, checkpointing: bool = False) -> None:
+    def __init__(self, hook: FeatureHook | None = None, checkpointing: bool = False) -> None:
         super().__init__()
         self.encoder, self.decoder = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-        self.tap, self.checkpointing = tap, checkpointing
+        self.hook, self.checkpointing = hook, checkpointing
         g = torch.Generator().manual_seed(0)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=g)
 
     def forward(self, x: Tensor, task: Tensor = TASK) -> tuple[Tensor, Tensor]:
         features = checkpoint(self.encoder, x, use_reentrant=False) if self.checkpointing else self.encoder(x)
-        tapped = features if self.tap is None else self.tap(features, task)
-        out = checkpoint(self.decoder, tapped, use_reentrant=False) if self.checkpointing else self.decoder(tapped)
+        hooked = features if self.hook is None else self.hook(features, task)
+        out = checkpoint(self.decoder, hooked, use_reentrant=False) if self.checkpointing else self.decoder(hooked)
         loss = (out[:, 0].float() - 1).square()
         return torch.stack([loss[task == t].sum() / 3 for t in range(3)]), features
 
@@ -44,16 +44,16 @@ def inputs() -> Tensor:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("method", of_level("features"))
 def test_one_backward_gives_what_one_per_task_gives(method: str, checkpointing: bool) -> None:
-    tap = Tap(Balancer(BalanceConfig(method, "features"), NAMES))
-    one, two = Net(tap, checkpointing), Net()
+    hook = FeatureHook(Balancer(BalanceConfig(method, "features"), NAMES))
+    one, two = Net(hook, checkpointing), Net()
     losses, _ = one(inputs())
-    tap.losses = losses.detach()
+    hook.losses = losses.detach()
     losses.sum().backward()
     direct = Balancer(BalanceConfig(method, "features"), NAMES)
     losses, features = two(inputs())
     report = direct.backward(losses, list(two.encoder.parameters()), list(two.decoder.parameters()), features=[features])
-    assert tap.report is not None
-    assert_near(tap.report.weights, report.weights, 1e-5)
+    assert hook.report is not None
+    assert_near(hook.report.weights, report.weights, 1e-5)
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         assert_near(p.grad, q.grad, 1e-5)
@@ -63,20 +63,20 @@ def test_bf16() -> None:
     """Under autocast the gradient that arrives is bf16: rows are summed in fp32, and weights come near the fp32 ones."""
     weights = []
     for half in (False, True):
-        tap = Tap(Balancer(BalanceConfig("nashmtl", "features"), NAMES))
+        hook = FeatureHook(Balancer(BalanceConfig("nashmtl", "features"), NAMES))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            losses, features = Net(tap)(inputs())
+            losses, features = Net(hook)(inputs())
         assert features.dtype == (torch.bfloat16 if half else torch.float32)
         losses.sum().backward()
-        assert tap.report is not None
-        weights.append(tap.report.weights)
+        assert hook.report is not None
+        weights.append(hook.report.weights)
     assert_near(weights[1], weights[0], 0.05)
 
 
 def test_micro_batches_move_the_state_once() -> None:
     """The last one's choice is by all of the step's rows, as if it had been one batch."""
     config = BalanceConfig.of("excessmtl", "features", step_size=0.5)
-    whole, parts = Tap(Balancer(config, NAMES)), Tap(Balancer(config, NAMES))
+    whole, parts = FeatureHook(Balancer(config, NAMES)), FeatureHook(Balancer(config, NAMES))
     for _ in range(2):
         Net(whole)(inputs())[0].sum().backward()
         for low, high, last in ((0, 3, False), (3, 8, True)):
@@ -90,25 +90,25 @@ def test_micro_batches_move_the_state_once() -> None:
 
 def test_tasks_without_features_or_targets_are_absent() -> None:
     """They take no part in the choice (a row of zeros would be the least combination of all)."""
-    tap = Tap(Balancer(BalanceConfig("mgda", "features"), NAMES))
-    losses, _ = Net(tap)(inputs(), torch.where(TASK == 1, -1, TASK))
+    hook = FeatureHook(Balancer(BalanceConfig("mgda", "features"), NAMES))
+    losses, _ = Net(hook)(inputs(), torch.where(TASK == 1, -1, TASK))
     losses[[0, 2]].sum().backward()
-    assert tap.report is not None and tap.report.absent.tolist() == [0, 1, 0]
-    assert float(tap.report.weights.sum()) == pytest.approx(1)
-    tap.counts = torch.tensor([1, 1, 0])
-    Net(tap)(inputs())[0].sum().backward()
-    assert tap.report.absent.tolist() == [0, 0, 1] and tap.report.weights[2] == 0
+    assert hook.report is not None and hook.report.absent.tolist() == [0, 1, 0]
+    assert float(hook.report.weights.sum()) == pytest.approx(1)
+    hook.counts = torch.tensor([1, 1, 0])
+    Net(hook)(inputs())[0].sum().backward()
+    assert hook.report.absent.tolist() == [0, 0, 1] and hook.report.weights[2] == 0
 
 
 def test_a_scaler_and_no_gradient() -> None:
     grads: list[Any] = []
     for scale in (1.0, 512.0):
-        tap = Tap(Balancer(BalanceConfig("fairgrad", "features"), NAMES))
-        tap.scale, net = scale, Net(tap)
+        hook = FeatureHook(Balancer(BalanceConfig("fairgrad", "features"), NAMES))
+        hook.scale, net = scale, Net(hook)
         (net(inputs())[0].sum() * scale).backward()
         grads.append(net.encoder.weight.grad)
     assert_near(grads[1], 512 * grads[0], 1e-5)
     with torch.no_grad():
-        assert Net(tap)(inputs())[0].requires_grad is False
-    with pytest.raises(ValueError, match="pcgrad is at level parameters; a tap is for level features"):
-        Tap(Balancer(BalanceConfig("pcgrad", "parameters"), NAMES))
+        assert Net(hook)(inputs())[0].requires_grad is False
+    with pytest.raises(ValueError, match="pcgrad is at level parameters; a feature hook is for level features"):
+        FeatureHook(Balancer(BalanceConfig("pcgrad", "parameters"), NAMES))
