@@ -1,30 +1,40 @@
-"""Files and folders that appear under their name only when they are whole: written beside it and renamed."""
+"""Writes files and folders atomically: under a temporary name beside the target, renamed when they are whole."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from omni.errors import UserError
 from omni.remote import refuse_remote
 
 LONGEST = 255
-"""Bytes of the longest name that file systems take."""
+"""Longest file name, in bytes, that file systems accept."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of the system where there is no room for a file."""
+LOCK = ".lock"
+"""The file in a folder that one process works in, with who that is."""
 
 
 def check_path(path: object, what: str) -> None:
-    """UserError for what is no path at all."""
+    """UserError for a value that is neither a string nor path-like; `what` names it in the message."""
     if not isinstance(path, (str, os.PathLike)):
         raise UserError(f"{what} is {repr(path)[:80]}; give a path")
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
-    """Where a file of that name is, links followed: a link keeps pointing at its file. UserError for a folder, a device, or a
-    name that no file can have."""
+    """Resolves the path of a file that is to be written or replaced, links followed (a link keeps pointing at its file).
+
+    UserError for a folder, a device, or a name that no file can have.
+    """
     try:
         place = Path(os.path.realpath(path))
         taken = place.exists() and not place.is_file()
@@ -37,7 +47,7 @@ def replaceable(path: str | os.PathLike[str]) -> Path:
 
 
 def beside(place: Path, owner: object) -> Path:
-    """A name in the folder of `place` for what is still being written; each owner of each process has its own."""
+    """Temporary name in the folder of `place` for a file or folder that is being written; unique to owner and process."""
     name, end = place.name, f".part-{os.getpid()}-{id(owner):x}"
     while len(os.fsencode(f".{name}{end}")) > LONGEST:
         name = name[:-1]
@@ -46,7 +56,9 @@ def beside(place: Path, owner: object) -> Path:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """The name to write under: it becomes `path` where the block ends well; otherwise nothing stays, and what was there does.
+    """Yields a temporary name to write under, which is renamed to `path` when the block ends well.
+
+    Otherwise what was written is removed, and what `path` was before stays.
 
     Raises:
         UserError: `path` is a folder or a device.
@@ -61,16 +73,107 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a small file through to the disk, then give it its name. Errors: those of `replacing`."""
-    with replacing(path) as part, part.open("wb") as file:
-        file.write(data)
+def write_whole(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a small file atomically, synced to the disk before it is renamed.
+
+    Half of a surrogate pair, which a path in a text may hold, is written as JSON's escape.
+
+    Raises:
+        UserError: no space left, or `path` is a folder or a device.
+        OSError: it cannot be written.
+    """
+    with writing(path), replacing(path) as part, part.open("wb") as file:
+        file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
 
 
+def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = 2) -> None:
+    """Write data as JSON, as `write_whole` does."""
+    write_whole(path, json.dumps(data, indent=indent, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, otherwise: str) -> dict[str, Any]:
+    """The object in a JSON file; UserError that ends with `otherwise`, what to do, where it is missing or damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}): {otherwise}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds no JSON object: {otherwise}")
+    return data
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around what writes `path`: a full disk is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(
+            f"no space left to write {os.fspath(path)}: free some and run the same command again; what is finished stays"
+        ) from error
+
+
+def part_of(path: Path) -> Path:
+    """The name of a file that is written in several steps, until `publish`; a later start replaces what a killed one left."""
+    return path.with_name(f".{path.name}.part")
+
+
+def publish(path: Path) -> None:
+    """Give the file at `part_of(path)` its own name, after all of it is on the disk."""
+    flush(part_of(path))
+    os.replace(part_of(path), path)
+    flush(path.parent)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A context in which this process alone works in `folder`, which is made where it is not there.
+
+    The lock is the operating system's: it ends with the process that holds it, however that ends, so there is nothing to clear
+    up after a crash. Its file, `LOCK`, says who holds it.
+
+    Raises:
+        UserError: another process holds it (it is named), or the file system has no locks.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / LOCK
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, timeout=0)
+        try:
+            lock.acquire()
+        except FileNotFoundError:  # the folder has just been renamed by the process that finished it
+            continue
+        except Timeout as error:
+            holder = _holder(path)
+            raise UserError(f"{folder} is in use: {holder} writes into it; wait for it, or choose another folder") from error
+        except OSError as error:
+            raise UserError(f"{path} cannot be locked ({error.strerror}): work on another file system") from error
+        break
+    try:
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}), encoding="utf-8")
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    """The process that holds a lock, as far as its file says."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {data['pid']} on {data['host']}, since {data['started']},"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
 def real_place(folder: str | os.PathLike[str]) -> Path:
-    """Where a folder that is to be written is, links followed; UserError where it has no name to be renamed to."""
+    """Resolves the path of a folder that is to be written, links followed; UserError where it has no name to rename to."""
     refuse_remote(folder, "folder", write=True)
     try:
         place = Path(folder).resolve()
@@ -83,7 +186,7 @@ def real_place(folder: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]:
-    """A new folder to fill, renamed to `target` when the block ends well; nothing is left when it does not.
+    """Yields a new folder to fill, which is renamed to `target` when the block ends well and removed otherwise.
 
     Where `target` is a symbolic link, what it points at is replaced, on its own disk; the link stays.
 
@@ -107,7 +210,7 @@ def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterato
         _replace(folder, place)
         flush(place.parent)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in FULL
         way_out = "free some space and try again" if full else "choose a place that can be written"
         file = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
         reason = f"{file}{error.strerror or error}"
@@ -117,7 +220,7 @@ def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterato
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Rename a folder onto another name; what was there is removed only after the new one is in place, and comes back where
+    """Rename a folder to a name that may exist: the old folder is removed only when the new one is in place, and restored if
     that fails."""
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     replaces = target.exists()
@@ -133,13 +236,13 @@ def _replace(source: Path, target: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Wait until a folder and all in it are on the disk, so that a power cut leaves no name without its content."""
+    """Sync a folder and all in it to the disk, so that a power cut leaves no name without its content."""
     for place in (*sorted(folder.rglob("*")), folder):
         flush(place)
 
 
 def flush(place: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Sync a file, or a folder's list of names, to the disk."""
     if os.name != "posix":  # elsewhere a folder cannot be opened
         return
     handle = os.open(place, os.O_RDONLY)

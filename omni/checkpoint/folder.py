@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, check_inside, load_json
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
+from omni.checkpoint.tensors import save_tensors
 from omni.codec.base import AudioCodec
 from omni.codec.registry import load_codec
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
@@ -74,7 +75,7 @@ def save_folder(
     with replacing_folder(folder) as place:
         tensors = {name: t.detach().to("cpu").contiguous() for name, t in state.items()}
         try:
-            save_file(tensors, place / WEIGHTS)
+            save_tensors(tensors, place / WEIGHTS)
         except SafetensorError as error:
             full = "No space left" in str(error)
             raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from omni.checkpoint.bounds import finite, load_json, read_header
@@ -251,6 +252,17 @@ def write_safetensors(
                     watch(done, end)
         os.fsync(handle.fileno())
     return FileStamp(8 + len(text) + end, crc, tuple(odd))
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] | None = None) -> None:
+    """Write tensors that are in memory to a safetensors file, with the permissions of any other new file.
+
+    `safetensors.torch.save_file` alone leaves one that only its owner can read (safetensors 0.8).
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, None if notes is None else dict(notes))
+    path.chmod(mode)
 
 
 def pieces(tensor: Lazy) -> Iterator[Tensor]:

@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_the_old_folder_and_nothing_else(saved, monkeypatch):
         file.write_bytes(b"some of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module, "save_tensors", full)
     with pytest.raises(UserError, match="free some space"):
         save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
     assert {p.name: p.read_bytes() for p in place.iterdir()} == before
@@ -247,13 +247,13 @@ def test_a_tokenizer_that_does_not_fit_the_layout_is_refused(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_written_is_a_user_error(saved, monkeypatch):
     model, place = saved
-    real = module.save_file
+    real = module.save_tensors
 
     def in_the_way(tensors, file):
         real(tensors, file)
         (file.parent / TOKENIZER).mkdir()
 
-    monkeypatch.setattr(module, "save_file", in_the_way)
+    monkeypatch.setattr(module, "save_tensors", in_the_way)
     with pytest.raises(UserError, match="cannot be written .*tokenizer.json"):
         save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
     load_folder(place)

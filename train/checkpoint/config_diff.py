@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to a configuration: what differs, and what may."""
+"""Compares a checkpoint's configuration with that of this start, and refuses differences in keys that must not change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FREE = (
     "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
     "data.broken_limit", "model.tokenizer", "model.codec_folder", "model.init_from",
 )  # fmt: skip
-"""Keys that may differ between the starts of a run: they do not change what is trained, or say where files lie, which move."""
+"""Keys that may differ between the starts of a run: they do not change the training, or they are paths, which may move."""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
-    """Keys of plain data with another value, with the old and the new one; keys in `FREE` are left out."""
+    """List the keys whose values differ, with the old and the new value; keys in `FREE` are left out."""
     found: list[tuple[str, Any, Any]] = []
     for name in dict.fromkeys((*old, *new)):
         key = f"{where}{name}"
@@ -35,11 +35,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
 
 
 def check_goes_on(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
-    """Refuse to go on with the run in `folder` where something has changed: UserError naming the first.
+    """Refuse to resume the run in `folder` with another configuration or other data: UserError naming the first difference.
 
     Args:
         before, now: configuration, and sizes of the data, as the run was started and at this start.
-        extend: the budget may be another one.
+        extend: the budget may differ.
     """
     for key, old, new in (entry for pair in zip(before, now, strict=True) for entry in differences(*pair)):
         if extend and key.startswith("budget."):
@@ -52,6 +52,6 @@ def check_goes_on(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequen
 
 
 def brief(value: Any) -> str:
-    """A value for an error message."""
+    """Format a value for an error message, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

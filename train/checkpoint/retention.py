@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which are kept, and whether one belongs to a configuration."""
+"""Checkpoint retention: lists and ranks the checkpoints of a run, keeps the newest and the best, and deletes the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.files import write_whole
+from omni.files import write_json
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
@@ -18,11 +18,11 @@ OF_A_RUN = (
     *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv", "unused.csv"),
     *("curves.png", "spectrogram.png", "balance.png"),
 )
-"""What `resume: restart` deletes of a run folder."""
+"""Files and folders of a run folder that `resume: restart` deletes."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The `state.json` of a checkpoint; UserError where it is missing or of another version."""
+    """Read the `state.json` of a checkpoint; UserError where it is missing or of another version."""
     file = folder / STATE
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -55,15 +55,15 @@ def newest(place: Path) -> Path | None:
 
 
 def ranked(place: Path, metric: str, mode: str) -> list[tuple[float, Path]]:
-    """Checkpoints at which `metric` was measured with its value, best first; of equal ones the older. What is no finite number
-    never counts."""
+    """Checkpoints at which `metric` was measured, with its value, best first; of equal ones the older first. Values that are
+    not finite are left out."""
     scored = [(read_state(folder)["figures"].get(metric), folder) for folder in checkpoints(place)]
     measured = [(value, folder) for value, folder in scored if value is not None and math.isfinite(value)]
     return sorted(measured, key=lambda entry: -entry[0] if mode == "max" else entry[0])
 
 
 def is_best(place: Path, value: float | None, metric: str, mode: str, keep: int) -> bool:
-    """Whether a value of `metric` is among the `keep` best so far."""
+    """True where a value of `metric` is among the `keep` best so far."""
     if value is None or not math.isfinite(value) or keep < 1:
         return False
     best = ranked(place, metric, mode)[:keep]
@@ -71,7 +71,7 @@ def is_best(place: Path, value: float | None, metric: str, mode: str, keep: int)
 
 
 def prune(place: Path, keep_last: int, keep_best: int, metric: str, mode: str) -> None:
-    """Delete all but the newest and the best checkpoints."""
+    """Delete all checkpoints but the `keep_last` newest and the `keep_best` best by `metric`."""
     kept = {*checkpoints(place)[-keep_last:], *(folder for _, folder in ranked(place, metric, mode)[:keep_best])}
     for folder in checkpoints(place):
         if folder not in kept:
@@ -79,7 +79,7 @@ def prune(place: Path, keep_last: int, keep_best: int, metric: str, mode: str) -
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint; it loses its name first, so that a half-deleted one is never taken for whole."""
+    """Delete a checkpoint; it is renamed first, so that a half-deleted one is never taken for whole."""
     away = folder.with_name(f".{folder.name}.deleting")
     shutil.rmtree(away, ignore_errors=True)
     os.rename(folder, away)
@@ -87,14 +87,14 @@ def discard(folder: Path) -> None:
 
 
 def sweep(place: Path) -> None:
-    """Delete what a killed run has left of checkpoints half written or half deleted."""
+    """Delete the half-written and half-deleted checkpoints of a killed run."""
     for pattern in (".step-*.writing", ".step-*.deleting"):
         for path in place.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
-    """Delete what an earlier run has left in its folder (its exported model stays until there is a new one)."""
+    """Delete an earlier run's files from its folder (its exported model stays until there is a new one)."""
     for name in OF_A_RUN:
         path = folder / name
         if path.is_dir():
@@ -104,12 +104,12 @@ def clear(folder: Path) -> None:
 
 
 def annotate(folder: Path, **entries: Any) -> None:
-    """Change entries of a checkpoint's `state.json`, such as what its validation has measured."""
-    write_text(folder / STATE, json.dumps({**read_state(folder), **entries}) + "\n")
+    """Change entries of a checkpoint's `state.json`, such as the figures of its validation."""
+    write_json(folder / STATE, {**read_state(folder), **entries}, indent=None)
 
 
 def check_finite(place: Path, step: int, what: str, value: float) -> None:
-    """Refuse to go on from a value that is no number: UserError naming the last good checkpoint."""
+    """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint."""
     if math.isfinite(value):
         return
     good = newest(place)
@@ -117,11 +117,3 @@ def check_finite(place: Path, step: int, what: str, value: float) -> None:
     raise UserError(
         f"the {what} is {value} at step {step}; {where}; try a lower optimizer.lr, clip 1.0 or precision bf16-mixed"
     )
-
-
-# --- files ----------------------------------------------------------------------------------------------------------------
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a small file beside and rename it."""
-    write_whole(file, text.encode())

@@ -4,7 +4,7 @@
       step-00001200/          whole as soon as it has this name
         tensors/*.safetensors   model, optimizer and running average; one file, or one a process where they are sharded
         rng.safetensors         random states by process
-        balance-0.safetensors   what the balance of the tasks remembers; one a process where it is of sharded gradients
+        balance-0.safetensors   state of the balance of the tasks; one a process where it holds sharded gradients
         state.json              step, time, packer shards of the data, configuration, validation's figures
       last                    name of the newest checkpoint
 
@@ -28,15 +28,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
-from omni.files import sync
+from omni.files import sync, write_whole
 from omni.lora.attach import adapted
 from omni.old_names import new_fields, new_name
-from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state, write_text
+from train.checkpoint.retention import FORMAT, LAST, STATE, discard, name_of, newest, read_state
 from train.checkpoint.rng import random_state, set_random_state
 from train.data.batching.packer import PackerShard
 from train.distributed.fabric import ProcessGroup, is_sharded
@@ -44,24 +45,24 @@ from train.optim.ema import Average
 
 TENSORS, RNG, BALANCE = "tensors", "rng.safetensors", "balance-{}.safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says when there is no room for a file."""
+"""Error numbers of a full disk."""
 
 
 @dataclass
 class Position:
-    """The state of a run that is not tensors, as plain data.
+    """The state of a run other than tensors, as plain data.
 
     Attributes:
         step: optimizer steps done.
         seconds: wall-clock time used, over all its starts.
         packer_shards: state of every packer of the data after the last batch that was used.
         validated: step and seconds of the last validation.
-        figures: what the validation at this very step measured, if there was one.
+        figures: figures of the validation at this very step, if there was one.
         meter: sums since the last row of the log, over all processes.
-        meters: those of each process; checkpoints of before have none.
+        meters: the same sums of each process; older checkpoints have none.
         scaler: state of the gradient scaler (16-mixed only).
         tally: figures of the balance since the last row of its table.
-        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them.
+        rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages.
     """
 
     step: int = 0
@@ -78,10 +79,10 @@ class Position:
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
-    """All tensors of the training state by flat name; they share memory with what they were taken from.
+    """All tensors of the training state by flat name; they share memory with module, optimizer and average.
 
-    Below adapters (`omni.lora.attach`) the weights are frozen and may be many: they are not stored, but read again from the
-    model that the run started from.
+    The frozen weights below adapters (`omni.lora.attach`) may be many: they are not stored, but read again from the model that
+    the run started from.
     """
     flat = {f"model.{name}": t.detach() for name, t in module.state_dict().items() if not isinstance(t, str)}
     if adapted(module):
@@ -108,7 +109,7 @@ def save(
     """Write a checkpoint under `place`; all processes must call it. Returns its folder.
 
     Args:
-        balance: what the balance of the tasks remembers.
+        balance: state of the balance of the tasks.
 
     Raises:
         UserError: there is no room or no right to write; what was there before is untouched.
@@ -124,13 +125,13 @@ def save(
 
     def write_balance() -> None:
         if balance is not None and (group.first or is_sharded(module)):
-            save_file({name: t.to("cpu").contiguous() for name, t in balance.items()}, beside / BALANCE.format(group.rank))
+            save_tensors({name: t.to("cpu").contiguous() for name, t in balance.items()}, beside / BALANCE.format(group.rank))
 
     def write() -> None:
         _write_tensors(beside / TENSORS, tensors_of(module, optimizer, average), is_sharded(module), group)
         if group.first:
             named = {f"{rank}.{name}": t for rank, state in enumerate(random_states) for name, t in state.items()}
-            save_file(named, beside / RNG)
+            save_tensors(named, beside / RNG)
             data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
             (beside / STATE).write_text(json.dumps(data) + "\n", encoding="utf-8")
             sync(beside)
@@ -140,10 +141,10 @@ def save(
             if target.exists():
                 discard(target)
             os.rename(beside, target)
-            write_text(place / LAST, target.name + "\n")
+            write_whole(place / LAST, target.name + "\n")
 
     parts = (make_room, write, publish) if balance is None else (make_room, write_balance, write, publish)
-    for part in parts:  # processes agree after each: none goes on to wait for one that has failed
+    for part in parts:  # processes agree after each part, so that none waits for one that has failed
         failure: UserError | None = None
         try:
             part()
@@ -167,11 +168,12 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], sharded: bool, grou
             writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
     elif group.first:
-        save_file(_apart(tensors), folder / "state.safetensors")
+        save_tensors(_apart(tensors), folder / "state.safetensors")
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, each with memory of its own, as the format wants it: 8-bit optimizers share one table among parameters."""
+    """Copy tensors to the CPU, each with memory of its own, as safetensors requires: parameters of an 8-bit optimizer share one
+    table."""
     taken: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
@@ -184,7 +186,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _cannot_write(target: Path, error: BaseException) -> UserError:
     before: Path | None = None
-    with suppress(OSError):  # the folder may be what cannot be read
+    with suppress(OSError):  # the folder itself may be unreadable
         before = newest(target.parent)
     kept = f"the last good checkpoint is {before}" if before is not None else "there is no earlier one"
     full = getattr(error, "errno", None) in FULL or any(
@@ -235,7 +237,7 @@ def load(
 
 
 def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[str, Tensor] | None:
-    """What the balance of the tasks remembered at a checkpoint; None where it has none.
+    """Read the state of the balance of the tasks from a checkpoint; None where it has none.
 
     Raises:
         UserError: the file cannot be read, or holds gradients that were sharded over another number of processes.
@@ -259,7 +261,7 @@ def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[s
 
 
 def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer the tensors that the checkpoint has for it: like the parameter, or small ones of their own."""
+    """Allocate the optimizer's state as the checkpoint has it: tensors shaped like their parameter, or small ones."""
     params = dict(module.named_parameters())
     fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
@@ -272,7 +274,7 @@ def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.op
             continue
         if tuple(meta.size) == tuple(p.shape):
             kind = meta.properties.dtype
-            kind = torch.promote_types(kind, p.dtype) if kind.is_floating_point else kind  # adapters in bf16 learn on in fp32
+            kind = torch.promote_types(kind, p.dtype) if kind.is_floating_point else kind  # adapters of bf16 go on in fp32
             optimizer.state[p][key] = torch.zeros_like(p, dtype=kind).detach()
         else:
             device = p.device if fused[p] or len(meta.size) else "cpu"

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import jsonargparse
 
 from omni.errors import UserError
+from omni.files import write_json
 from omni.process import importing
 from omni.tasks import find_task
 from train.balance.section import BalanceSection, check_balance
-from train.checkpoint.retention import write_text
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.console.progress import percent
@@ -154,7 +154,7 @@ def write(found: ExperimentCounts, out: Path) -> None:
             for m, of in found.counts.items()
         },
     }
-    write_text(out / JSON, json.dumps(data, indent=2) + "\n")
+    write_json(out / JSON, data)
     draw(found, out / PICTURE)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from omni.errors import UserError
-from train.eval.journal import write_whole
+from omni.files import write_json, write_whole
 from train.eval.measures import MEASURES
 from train.eval.pictures import COMPARISON, draw_comparison
 from train.eval.report import ANSWERS, TEXT, TIMINGS, Record, Run, ScoreChange, change_table, compared
@@ -68,7 +67,7 @@ def write_comparison(found: Comparison, out: Path) -> str:
         "notes": found.notes,
         "changes": {name: c.plain("a", "b") for name, c in found.changes.items()},
     }
-    write_whole(out / JSON, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    write_json(out / JSON, data)
     draw_comparison(found.changes, names, out / COMPARISON)
     return text
 

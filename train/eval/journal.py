@@ -13,15 +13,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
+from omni.files import read_json, write_json
 
 RUN = "run.json"
 LATER = ("text_before", "text_before_hash")
 """What a later start may add, or leave out."""
+AGAIN = "remove its folder and evaluate again"
+"""What to do where a file of an evaluation is damaged."""
 _HALVES = "backslashreplace"
 """How half of a surrogate pair, as a path may hold, is written: as JSON's own escape."""
 
@@ -38,9 +40,9 @@ def claim(folder: Path, started: Mapping[str, Any]) -> None:
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
         if others:
             raise UserError(f"output folder {folder} holds {others[0]!r}, but no {RUN}: name a new or empty folder with --out")
-        write_whole(file, json.dumps(started, indent=2, ensure_ascii=False) + "\n")
+        write_json(file, started)
         return
-    before = read_json(file)
+    before = read_json(file, AGAIN)
     for name, wanted in json.loads(json.dumps(started)).items():
         if name in LATER and None in (wanted, before.get(name)):
             before[name] = wanted or before.get(name)
@@ -50,36 +52,7 @@ def claim(folder: Path, started: Mapping[str, Any]) -> None:
                 f"{folder} was started with {place} {_short(old)}, this start has {_short(new)}: go on with the former, or "
                 "name another folder with --out"
             )
-    write_whole(file, json.dumps(before, indent=2, ensure_ascii=False) + "\n")
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """A context in which no other evaluation writes into the folder (UserError where one does); the lock is the operating
-    system's and falls with the process."""
-    try:
-        import fcntl
-    except ImportError:  # a system without them: two at once are then the user's own affair
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".lock"
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(handle), os.stat(lock)):
-                raise BlockingIOError("the lock was removed and made again meanwhile")
-        except OSError as error:
-            raise UserError(
-                f"another evaluation writes into {folder}: wait for it, or name another folder with --out"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
+    write_json(file, before)
 
 
 class Journal:
@@ -149,24 +122,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file beside its name, then rename."""
-    beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(text, encoding="utf-8", errors=_HALVES)
-    beside.replace(file)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError where it is none."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}): remove its folder and evaluate again") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{file} holds no JSON object: remove its folder and evaluate again")
-    return data
 
 
 def _difference(name: str, before: Any, wanted: Any) -> tuple[str, Any, Any]:

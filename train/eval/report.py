@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from train.eval.journal import RUN, read_json, read_records, write_whole
+from omni.files import read_json, write_json, write_whole
+from train.eval.journal import AGAIN, RUN, read_records
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
 from train.scoring.text import explain
 
@@ -42,7 +43,7 @@ class Run:
         if not (folder / RUN).is_file():
             raise UserError(f"{folder} holds no evaluation (it has no {RUN}); name the --out of one")
         files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)
-        return cls(folder, read_json(folder / RUN), {name: list(read_records(folder / name)) for name in files})
+        return cls(folder, read_json(folder / RUN, AGAIN), {name: list(read_records(folder / name)) for name in files})
 
     @property
     def scored(self) -> list[Record]:
@@ -108,7 +109,7 @@ def write_report(run: Run) -> dict[str, Figure]:
         "figures": {name: plain(f) for name, f in figures.items()},
         "text_change": {name: c.plain() for name, c in changes.items()},
     }
-    write_whole(run.folder / REPORT, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    write_json(run.folder / REPORT, data)
     write_whole(run.folder / TABLE, as_markdown(run, figures, changes))
     if run.started["format"] == "voicebench":
         lines = [json.dumps(voicebench_answer(r), ensure_ascii=False) for r in run.records[ANSWERS] if "broken" not in r]

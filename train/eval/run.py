@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
+from omni.files import LOCK, locked
 from omni.process import importing
 from omni.tasks import Task, find_task
 from train.console.command import check_folder_to_be
 from train.eval.config import EvalConfig, Progress
-from train.eval.journal import alone, claim, read_records
+from train.eval.journal import claim, read_records
 from train.eval.questions import Questions, choose_task, fingerprint, open_data
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def evaluate(
         check_texts(questions)
     if config.text_before is not None:
         check_before(Path(config.text_before), lm.tokenizer, questions)
-    with alone(out):
+    with locked(out):
         claim(out, _started(model, data, questions, task, config, None if asr is None else asr.name))
         answer_all(lm, questions, task, config, asr, out / ANSWERS, progress)
         answered = [r["index"] for r in read_records(out / ANSWERS) if "broken" not in r]
@@ -74,6 +75,7 @@ def evaluate(
             )
         figures = write_report(run)
         draw_report(run, figures)
+        (out / LOCK).unlink(missing_ok=True)
     return run, figures
 
 

@@ -1,4 +1,4 @@
-"""`python -m train fit`: from a configuration to a trained model."""
+"""Builds a run from its configuration and trains it (`python -m train fit`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
+from omni.files import write_whole
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.lora.weights import merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
 from train.balance.section import BILEVEL, balanced_tasks
-from train.checkpoint.retention import write_text
 from train.config.run import FitConfig, plain_config
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader
@@ -45,7 +45,7 @@ MODEL = "model"
 
 
 def fit(config: FitConfig) -> Outcome | None:
-    """Run a configuration in all of its processes. None in the processes that only help.
+    """Trains as configured, in all processes of the run; returns None in all but the first.
 
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
@@ -77,14 +77,14 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
     loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
-    loop.group.first_alone(lambda: write_text(folder / "config.yaml", _yaml(plain)))
+    loop.group.first_alone(lambda: write_whole(folder / "config.yaml", _yaml(plain)))
     for line in announce.going_on(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
         say(line)
     return loop
 
 
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
-    """The parts of a real run: our model, objective, data, validation and export."""
+    """Builds the parts of a run: model, objective, data, validation and export."""
     model, lora = initial.model, config.lora
     base = adapters.apply(model, lora, quantized_type(config.fabric.precision)) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
@@ -112,7 +112,9 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         time = estimate_speech_time(pipeline.mixture, initial.codec) if initial.codec is not None else None
         if time is not None:
             extra[SPEECH_TIME] = time.plain()
-        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32  # a base and adapters may differ
+        kind = (
+            torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
+        )  # types of base and adapters may differ
         plain = {name: value.to(kind) for name, value in merged_state(model, weights).items()}
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra)
         return folder / MODEL
@@ -155,7 +157,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
 
 
 def _speak_ahead(config: FitConfig) -> None:
-    """Let voices speak now what would keep the training waiting."""
+    """Synthesises now the questions that training would otherwise wait for."""
     for source in config.data.sources:
         if source.kind == "recorded-digits":
             speak_ahead(source.recorded, source.digits.question_rate, config.log.progress)
@@ -181,7 +183,7 @@ def _steps(
 
 
 def with_alignment(config: FitConfig) -> FitConfig:
-    """The configuration with `model.ctc` and `ctc_sounds` as the data's alignment needs them, where they are left open."""
+    """Sets `model.ctc` and `ctc_sounds` to what the data's alignment needs, where they are left open."""
     ctc, sounds = config.model.ctc, config.model.ctc_sounds
     if (ctc is not None and sounds is not None) or config.data.alignment == "none":
         return config
@@ -196,7 +198,7 @@ def with_alignment(config: FitConfig) -> FitConfig:
 
 
 def pictures(folder: Path) -> dict[str, Path]:
-    """Refresh the curves; the pictures that there are."""
+    """Redraws the curves; returns the pictures that exist, by name."""
     plots.curves(folder)
     plots.balance(folder)
     files = {"curves": plots.CURVES, "spectrogram": plots.SPECTROGRAMS, "balance": plots.PICTURE}
@@ -211,7 +213,8 @@ def _yaml(plain: Mapping[str, Any]) -> str:
 
 
 def dry_run(config: FitConfig) -> str:
-    """Build the model and one batch, and describe both; that the devices are not here, a note: they are another machine's."""
+    """Builds the model and one batch, and describes both. Devices that this machine lacks are a note, not an error: the run may
+    be for another machine."""
     from train.data.batching.draw import describe as draw
     from train.optim.optimizer import parameter_groups, set_trainable
 

@@ -1,4 +1,4 @@
-"""Where figures go: CSV and TensorBoard always, Weights & Biases on request. Only the first process writes."""
+"""Writes figures: to CSV and TensorBoard always, to Weights & Biases on request. Only the first process writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.checkpoint.retention import write_text
+from omni.files import write_whole
 from train.data.batching.unused import Counts
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
-"""Figures of the balance, each of which is followed by its tasks: `weight/A1T1`."""
+"""Kinds of the balance's figures; the names of tasks follow: `weight/A1T1`."""
 
 
 class CsvTable:
@@ -28,7 +28,7 @@ class CsvTable:
 
     Args:
         upto: rows of a later step, which a resumed run will write again, are dropped, and with them a last row cut short.
-        kinds: columns stand in this order by what is before their first /, whenever they came; the others before them.
+        kinds: columns are sorted in this order by what is before their first /, whenever they were added; others come first.
     """
 
     def __init__(self, path: Path, upto: int, kinds: Sequence[str] = ()) -> None:
@@ -64,7 +64,7 @@ class CsvTable:
         return text.getvalue()
 
     def _rewrite(self, rows: list[dict[str, float]]) -> None:
-        write_text(self.path, ",".join(self.columns) + "\n" + "".join(self._line(row) for row in rows))
+        write_whole(self.path, ",".join(self.columns) + "\n" + "".join(self._line(row) for row in rows))
 
 
 def read_table(path: Path) -> list[dict[str, float]]:
@@ -92,7 +92,7 @@ def _wait_for_a_later_name(board: Path) -> None:
 
 
 class Logs:
-    """All places that figures go to."""
+    """Writes a run's figures to all of its logs."""
 
     def __init__(self, folder: Path, upto: int, wandb_project: str | None = None, config: Any = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -137,10 +137,10 @@ class Logs:
 
 
 class LeftOut:
-    """Rows that training leaves out because they are too long or broken, over all processes.
+    """Counts the rows that training leaves out because they are too long or broken, over all processes.
 
     Args:
-        say: tells of each source, task and reason when it first happens.
+        say: prints each source, task and reason when it first happens.
         limit: share of a source's draws for a task that may be broken.
     """
 
@@ -149,7 +149,7 @@ class LeftOut:
         self.number, self.counts = 0, Counts()
 
     def figures(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """How many there are since the start of the run, by the states of this process's packers; all processes must call it.
+        """Numbers of rows left out since the start of the run; all processes must call it, with the states of their packers.
 
         `unused.csv` is written again where there are more.
         """
@@ -171,7 +171,7 @@ class LeftOut:
             if key not in known:
                 self.say(f"{line}; see {self.folder / UNUSED}")
         if self.counts.unused:
-            self.group.first_alone(lambda: write_text(self.folder / UNUSED, self.counts.table()))
+            self.group.first_alone(lambda: write_whole(self.folder / UNUSED, self.counts.table()))
 
 
 def _wandb_run(project: str, folder: Path, config: Any) -> Any:
@@ -185,5 +185,5 @@ def _wandb_run(project: str, folder: Path, config: Any) -> Any:
 
 
 def run_id(folder: Path) -> str:
-    """What a run is resumed by at Weights & Biases: its folder's name, and a mark of its place, as names come again."""
+    """The id that Weights & Biases resumes a run by: its folder's name and a hash of its path, as names are used again."""
     return f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"

@@ -14,6 +14,7 @@ import torch
 import whisper
 
 from omni.errors import UserError
+from omni.files import LOCK, locked
 from omni.generate.speech_lm import SpeechLM
 from tests.train.eval.toys import QUICK, noise, read_lines, save_model, voicebench, write_librispeech, write_voicebench
 from train.commands.eval import main
@@ -22,7 +23,7 @@ from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound, features, to_plain
 from train.data.tts.espeak import synthesise
 from train.eval.config import EvalConfig
-from train.eval.journal import Journal, alone
+from train.eval.journal import Journal
 from train.eval.questions import Questions, open_data, readable
 from train.scoring.asr import open_asr, transcript
 from train.scoring.text import normalise
@@ -53,7 +54,10 @@ def report(out: Path) -> dict[str, Any]:
 
 def test_librispeech_is_transcribed(model: Path, speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
+    with locked(out), pytest.raises(UserError, match="is in use: process"):
+        run(model, speech, "--out", out, *QUICK)
     assert run(model, speech, "--out", out, *QUICK) == 0
+    assert not (out / LOCK).exists()
     lines = read_lines(out / "answers.jsonl")
     assert [r["index"] for r in lines] == list(range(11))
     answered = [r for r in lines if "broken" not in r]
@@ -200,14 +204,6 @@ def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_p
     (tmp_path / "used" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds 'thesis.txt', but no run.json"):
         run(model, speech, "--out", tmp_path / "used", *quick)
-
-
-def test_an_output_is_locked_while_it_is_written_and_no_longer(tmp_path: Path) -> None:
-    with alone(tmp_path):
-        with pytest.raises(UserError, match="another evaluation writes into"), alone(tmp_path):
-            pass
-        assert list(tmp_path.iterdir())
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_work_is_said_at_once(model: Path, speech: Path, tmp_path: Path) -> None:

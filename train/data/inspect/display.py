@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
+from omni.files import write_json
 from train.console.progress import Display, Kind
 from train.data.inspect.scan import FoundRow, Lost, Scan
-from train.data.prepare.files import write_json
 
 
 class RowDisplay(Display):

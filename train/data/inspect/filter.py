@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from omni.audio.io import SAMPLE_RATE, resample
 from omni.errors import UserError
+from omni.files import LOCK, locked, write_json
 from omni.remote import refuse_remote
 from train.console.progress import Kind, percent
 from train.data.inspect.checks import Bounds, Checked, check_row
@@ -21,9 +22,6 @@ from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules
 from train.data.inspect.scan import FoundRow, Lost, Scan
 from train.data.prepare.codecs import BadCodes, Codecs
-from train.data.prepare.files import write_json
-from train.data.prepare.lock import NAME as LOCK
-from train.data.prepare.lock import FolderLock
 from train.data.prepare.report import REPORT
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import ShardWriter, notes
@@ -123,7 +121,7 @@ def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progre
     out = _place(out)
     make_folder(out.parent)
     work = out.with_name(f"{out.name}.filtering")
-    with FolderLock(work):
+    with locked(work):
         for left in work.iterdir():  # by a process that was killed
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.files import flush
+from omni.files import LOCK, flush, locked
 from omni.remote import refuse_remote
 from train.console.progress import Display, Kind
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.lock import NAME as LOCK
-from train.data.prepare.lock import FolderLock
 from train.data.prepare.pool import make_blocks
 from train.data.prepare.report import REPORT, read_report, write_report
 from train.data.prepare.rows import PrepareTally
@@ -70,7 +68,7 @@ def prepare(
         out.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"output {out} lies in a file: name a folder") from error
-    with FolderLock(work):
+    with locked(work):
         if _occupied(out):  # finished while we waited for nothing
             shutil.rmtree(work)
             return _finished(out, settings)
@@ -149,4 +147,5 @@ def _finished(out: Path, settings: dict[str, Any]) -> PrepareTally:
 def _tidy(out: Path) -> None:
     """Remove what only an unfinished output needs."""
     shutil.rmtree(out / "notes", ignore_errors=True)
-    (out / LOCK).unlink(missing_ok=True)
+    for left in (out / LOCK, *out.glob(".*.part*")):  # the latter of a process that was killed
+        left.unlink(missing_ok=True)

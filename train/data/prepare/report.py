@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from omni.files import part_of, publish, read_json, write_json, writing
 from train.console.progress import duration
-from train.data.prepare.files import part_of, publish, read_json, write_json, writing
 from train.data.prepare.rows import PrepareTally
-from train.data.prepare.shards import notes
+from train.data.prepare.shards import AGAIN, notes
 
 REPORT, BROKEN = "report.json", "broken.csv"
 _KINDS = 20
@@ -64,7 +64,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
 
 def read_report(folder: Path) -> PrepareTally:
     """The counts of a finished output."""
-    data = read_json(folder / REPORT)
+    data = read_json(folder / REPORT, AGAIN)
     return PrepareTally.from_plain({name: data[name] for name in PrepareTally().plain()})
 
 

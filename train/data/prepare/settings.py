@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
+from omni.files import LOCK, read_json, write_json
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.files import read_json, write_json
-from train.data.prepare.lock import NAME as LOCK
-from train.data.prepare.shards import checksum, stored
+from train.data.prepare.shards import AGAIN, checksum, stored
 from train.data.prepare.worker import BLOCK
 from train.data.readers import OpenedSource
 from train.data.rows.row import ROW_VERSION
@@ -85,7 +84,7 @@ def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
     if not finished and not stored(folder):
         write_json(path, settings)
         return
-    held = read_json(path)
+    held = read_json(path, AGAIN)
     state = "was prepared" if finished else "has been begun"
     differing = []
     for name, was, now in _differing(held, settings):

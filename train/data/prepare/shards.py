@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.data.prepare.files import part_of, publish, read_json, write_json, writing
+from omni.files import part_of, publish, read_json, write_json, writing
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.worker import BrokenItem, PreparedBlock
 from train.data.rows.parquet import ROW_GROUP
@@ -26,6 +26,8 @@ from train.data.rows.row import features
 if TYPE_CHECKING:
     import pyarrow as pa
 
+AGAIN = "remove its folder and prepare the data again"
+"""What to do where a file of a preparation is damaged."""
 _GROUP_BYTES = 16 << 20
 
 SHARD_GROUPS = 512
@@ -142,7 +144,7 @@ class ShardWriter:
 def notes(folder: Path) -> Iterator[dict[str, Any]]:
     """The notes of a folder's finished shards, in order."""
     for path in sorted((folder / "notes").glob("*.json")):
-        yield read_json(path)
+        yield read_json(path, AGAIN)
 
 
 def stored(folder: Path) -> bool:

@@ -8,10 +8,8 @@ copy of it in its cache folder (`HF_HOME`) and maps that into memory.
 from __future__ import annotations
 
 import bisect
-import errno
 import itertools
 import os
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from omni.files import replacing, writing
 from omni.remote import check_there
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, to_plain
 
@@ -60,33 +59,21 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     schema = features().arrow_schema
     count = 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(handle)
-    try:
-        with pq.ParquetWriter(name, schema, write_page_checksum=True) as writer:
-            iterator = iter(rows)
-            while group := list(itertools.islice(iterator, row_group)):
-                plain = []
-                for row in group:
-                    try:
-                        plain.append(to_plain(row))
-                        for turn in plain[-1]["turns"]:
-                            for sound in (turn["question_audio"], turn["answer_audio"]):
-                                if sound and not sound["bytes"]:
-                                    inside(target.parent, sound["path"] or "")
-                    except UserError as error:
-                        raise UserError(f"{target} row {count}: {error}") from error
-                    count += 1
-                writer.write_table(pa.Table.from_pylist(plain, schema=schema))
-        os.replace(name, target)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left to write {target}: free some, or write elsewhere") from error
-        raise
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with writing(target), replacing(target) as part, pq.ParquetWriter(part, schema, write_page_checksum=True) as writer:
+        iterator = iter(rows)
+        while group := list(itertools.islice(iterator, row_group)):
+            plain = []
+            for row in group:
+                try:
+                    plain.append(to_plain(row))
+                    for turn in plain[-1]["turns"]:
+                        for sound in (turn["question_audio"], turn["answer_audio"]):
+                            if sound and not sound["bytes"]:
+                                inside(target.parent, sound["path"] or "")
+                except UserError as error:
+                    raise UserError(f"{target} row {count}: {error}") from error
+                count += 1
+            writer.write_table(pa.Table.from_pylist(plain, schema=schema))
     return count
 
 

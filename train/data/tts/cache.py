@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE, resample
+from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
+from omni.files import replacing
 from train.console.progress import LINE_SECONDS, Kind, Screen
 from train.data.tts.voices import make_voice
 
@@ -140,6 +141,5 @@ def _keep(file: Path, voice: str, rate: int, said: Mapping[str, Tensor]) -> None
     """Add words to a voice's file."""
     kept = _words(str(file))
     words = {word: kept[1].get_tensor(word) for word in kept[0]} if kept is not None else {}
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    save_file({**words, **said}, beside, {"voice": voice, "rate": str(rate)})
-    beside.replace(file)
+    with replacing(file) as part:
+        save_tensors({**words, **said}, part, {"voice": voice, "rate": str(rate)})

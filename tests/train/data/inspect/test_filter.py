@@ -14,6 +14,7 @@ from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
 from omni.codec import registry as codecs
 from omni.errors import UserError
+from omni.files import locked
 from tests.train.data.inspect.toys import BAD_PARTS, Beeper, noise, only_snac, row, spoilt, stored, wav
 from train.commands.data_filter import main
 from train.console.progress import percent
@@ -22,7 +23,6 @@ from train.data.inspect.filter import DROPPED, Judge, filter_rows
 from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_rules
 from train.data.inspect.scan import FoundRow, Scan
 from train.data.prepare.codecs import Codecs
-from train.data.prepare.lock import FolderLock
 from train.data.prepare.shards import checksum
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes, Sound, to_plain
@@ -162,7 +162,7 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     data, out = stored(tmp_path / "data", [row(0), row(1)]), tmp_path / "out"
     with pytest.raises(UserError, match=r"none of the 2 rows of .* is kept: languages drops 2; loosen"):
         filter_rows(data, out, Judge(Rules(languages=("xx",))))
-    with FolderLock(tmp_path / "out.filtering"), pytest.raises(UserError, match=r"is in use: process \d+ on .* writes into it"):
+    with locked(tmp_path / "out.filtering"), pytest.raises(UserError, match=r"is in use: process \d+ on .* writes into it"):
         filter_rows(data, out, Judge(Rules()))
     judge = Judge(Rules())
     monkeypatch.setattr(judge, "reasons", lambda row: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -17,11 +17,11 @@ import torch
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
+from omni.files import locked
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
 from train.data.prepare import shards
 from train.data.prepare import worker as blocks
 from train.data.prepare.config import PrepareConfig
-from train.data.prepare.lock import FolderLock
 from train.data.prepare.prepare import prepare
 from train.data.prepare.rows import PrepareTally
 from train.data.rows.parquet import StoredRows
@@ -63,7 +63,7 @@ def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not out.exists() and (work / "lock").is_file()
+    assert not out.exists() and (work / ".lock").is_file()
     with pytest.raises(UserError, match=r"has been begun with other settings: codec was 'codec2' and is now ''"):
         made(out, ToySource(200), codec="")
     assert made(out, ToySource(200)) == made(tmp_path / "whole", ToySource(200))
@@ -77,7 +77,7 @@ def test_interrupted_and_gone_on_with_equals_undisturbed(at, kind, tmp_path, mon
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(blocks.BlockMaker, "make", _interrupted_at(at, blocks.BlockMaker.make))
         made(tmp_path / "out", source)
-    assert not list(tmp_path.glob("out.preparing/.*"))
+    assert not list(tmp_path.glob("out.preparing/.*.part*"))
     assert made(tmp_path / "out", source) == made(tmp_path / "whole", source)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -270,7 +270,7 @@ def test_a_full_disk(shard, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"no space left to write .*rows-0000{shard}.parquet: free some"):
         made(tmp_path / "out", ToySource(110))
     left = sorted(path.name for path in (tmp_path / "out.preparing").glob("*"))
-    assert left == (["lock", "notes", "rows-00000.parquet", "settings.json"] if shard else [])
+    assert left == ([".lock", "notes", "rows-00000.parquet", "settings.json"] if shard else [])
     monkeypatch.undo()
     made(tmp_path / "out", ToySource(110))
     made(tmp_path / "other", ToySource(110))
@@ -299,13 +299,13 @@ def _interrupted_at(item: int, make):
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
     child = os.fork()
     if not child:
-        FolderLock(tmp_path).__enter__()
+        locked(tmp_path).__enter__()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert json.loads((tmp_path / "lock").read_text())["pid"] == child
-    with FolderLock(tmp_path):
-        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(UserError, match=f"process {os.getpid()} on"), FolderLock(tmp_path):
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == child
+    with locked(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(UserError, match=f"process {os.getpid()} on"), locked(tmp_path):
             pass
 
 
