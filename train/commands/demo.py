@@ -1,4 +1,4 @@
-"""`python -m train demo`: the words of the command line, refused before anything heavy is imported."""
+"""`python -m train demo`: read the command line, with errors before anything heavy is imported, and run the demonstration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from omni.errors import UserError
 from omni.process import importing
 from train.config.parse import read_run
 
+HELP = """usage: python -m train demo [CONFIG.yaml] [--any.key value ...]
+
+Train the small model of configs/nano.yaml for ten minutes on two CPU cores, examine it in voices that it has never heard, and
+talk to it. The model, a question, its answer, pictures and report.md are in runs/nano afterwards. Keys of the configuration are
+overridden as for `fit` (`python -m train fit --help` lists them).
+
+  --budget.minutes M    train for M minutes instead of ten"""
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "nano.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; arguments are those of `fit`, with `configs/nano.yaml` as the default file."""
+    """Runs the command; arguments are those of `fit`, with `configs/nano.yaml` as the default file."""
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(HELP)
+        return 0
     words = list(argv)
     config = read_run(words if words and not words[0].startswith("-") else [str(CONFIG), *words])
     digits = next((s for s in config.data.sources if s.kind == "spoken-digits"), None)

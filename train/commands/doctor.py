@@ -1,6 +1,6 @@
-"""`python -m train doctor CONFIG`: a few steps of a run under the graph guard's full trace.
+"""`python -m train doctor CONFIG`: run a few steps of a run under the graph guard's full trace.
 
-Says what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), which streams and tasks got no
+Reports what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), which streams and tasks got no
 target although these steps had them or the mixture should have drawn them, and whose ends are masked (train/trainer/guard.py).
 Nothing of the run itself is written.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,37 +18,46 @@ from omni.errors import UserError
 from omni.process import importing
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
+from train.console.command import take_options
 
 if TYPE_CHECKING:
     from omni.diagnostics import Finding
 
+HELP = """usage: python -m train doctor CONFIG.yaml [--steps N] [--any.key value ...]
+
+Take a few steps of a run in one process, trace every operation, and name what is wrong with graphs, gradients, targets and
+ends, with line, cause and remedy (docs/gradients.md). Where the recipe aligns first (objective.align_first), steps of both
+phases are taken. Nothing of the run itself is written. Keys of the configuration are overridden as for `fit`. The exit code is
+1 where something was found.
+
+  --steps N       steps to trace, of each phase (default 2)"""
 STEPS = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns 1 where something was found."""
-    rest, steps = list(argv), STEPS
-    if "--steps" in rest:
-        at = rest.index("--steps")
-        given = rest[at + 1] if at + 1 < len(rest) else ""
-        if not given.isdigit() or int(given) < 1:
-            raise UserError(f"--steps is {given!r}; give a number of at least 1")
-        steps = int(given)
-        del rest[at : at + 2]
+    """Runs the command; returns 1 where something was found."""
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(HELP)
+        return 0
+    options, rest = take_options(argv, {"steps": int})
+    steps = options.get("steps", STEPS)
+    if steps < 1:
+        raise UserError(f"--steps is {steps}; give a number of at least 1")
     config, name = read_fit_config(rest)
     with importing():
         from omni.diagnostics import report
 
     found = examine(config, steps)
     if not found:
-        print(f"{name}: {steps} steps, every operation traced: nothing found")
+        phases = " of each phase" if config.objective.align_first else ""
+        print(f"{name}: {steps} {'step' if steps == 1 else 'steps'}{phases}, every operation traced: nothing found")
         return 0
     print(report(found))
     return 1
 
 
 def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
-    """What a few steps of a run show, in one process.
+    """Runs a few steps of each phase of a run under the guard, in one process; returns the findings.
 
     Raises:
         UserError: a step failed; with the diagnosis.
@@ -77,10 +87,11 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         try:
             with Stop() as stop:
                 feed = loop.feed(stop)
-                for number in range(1, steps + 1):
+                phases = (0.0, 1.0) if config.objective.align_first else (1.0,)
+                for number, progress in enumerate([progress for progress in phases for _ in range(steps)], 1):
                     loop.meter.start()
                     step = feed.next()
-                    loop.guard.step(number, step, 1.0, loop.train, trace=True)
+                    loop.guard.step(number, step, progress, partial(loop.train, progress=progress), trace=True)
                     loop.meter.pause()
         finally:
             if loop.logs is not None:

@@ -1,16 +1,15 @@
-"""`python -m train plan`: the words of the command line, refused before anything heavy is imported."""
+"""`python -m train plan`: read the command line, with errors before anything heavy is imported, and print the plan."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omni.checkpoint.places import check_folder
-from omni.errors import UserError
 from omni.process import importing
 from train.config.parse import read_fit_config
+from train.console.command import take_options
 from train.plan.options import check_options
 
 HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
@@ -29,11 +28,12 @@ _FLAGS = ("try", "json")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns 0, or 1 where the run does not fit."""
+    """Runs the command; returns 0, or 1 where the run does not fit."""
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
-    options, rest = _options(argv)
+    options, rest = take_options(argv, _VALUES, _FLAGS)
+    options["attempted"] = options.pop("try", False)
     check_options(**{key: options[key] for key in ("devices", "gpu_gib", "mfu") if key in options})
     config, name = read_fit_config(rest)
     if config.model.init_from is not None:
@@ -48,24 +48,3 @@ def main(argv: Sequence[str]) -> int:
     else:
         show(plan, name)
     return 1 if plan.fits is False else 0
-
-
-def _options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The plan's own options, and what belongs to the configuration."""
-    found: dict[str, Any] = {}
-    rest: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and name in _FLAGS:
-            found["attempted" if name == "try" else name] = True
-        elif argument.startswith("--") and name in _VALUES:
-            given = value if equals else next(arguments, "")
-            kind = _VALUES[name]
-            try:
-                found[name] = kind(given)
-            except ValueError as error:
-                raise UserError(f"--{name} is {given!r}; it must be a number") from error
-        else:
-            rest.append(argument)
-    return found, rest

@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a typed configuration, with one clear line for every mistake."""
+"""Reads a YAML file and dotted overrides into a typed configuration; every error is one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.console.command import check_config
 
 
 def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
-    """The configuration of `fit`, and the name of its file (without folder and ending).
+    """Reads the configuration of `fit`; returns it with the name of its file (without folder and ending).
 
     Args:
         argv: `[--config] FILE.yaml` and overrides such as `--optimizer.lr 3e-4`.
@@ -32,6 +32,8 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
         SystemExit: after `--help` or `--print_config`.
     """
     file, overrides = _split(argv)
+    if file is None and not overrides:
+        raise UserError("no configuration is given: name a YAML file such as configs/nano.yaml")
     source = str(file)
     if file is not None:
         data = _read_yaml(file)
@@ -60,7 +62,7 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
             config = FitConfig(**vars(parser.instantiate(parsed)))
         except jsonargparse.ArgumentError as error:
             raise UserError(_one_line(error, file, overrides)) from error
-        except ValueError as error:  # a part that may be absent: the parser tells of both possibilities
+        except ValueError as error:  # an optional section: the parser reports both alternatives
             ours = _ours(error)
             if ours is None:
                 raise
@@ -72,7 +74,7 @@ _OPTIONS = ("--help", "-h", "--print_config", "--config")
 
 
 def read_run(argv: Sequence[str]) -> FitConfig:
-    """As `read_fit_config`, with the run's folder: `runs/` and the file's name where none is given."""
+    """Reads as `read_fit_config`, and sets the run's folder: `runs/` and the file's name where none is given."""
     config, name = read_fit_config(argv)
     return config if config.run_folder else dataclasses.replace(config, run_folder=str(Path("runs") / name))
 
@@ -91,7 +93,7 @@ def fit_parser() -> jsonargparse.ArgumentParser:
 
 
 def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The configuration file, given first or with `--config`, and the other arguments."""
+    """Splits arguments into the configuration file, given first or with `--config`, and the others."""
     rest = list(argv)
     file: str | None = None
     if rest and not rest[0].startswith("-"):
@@ -112,7 +114,7 @@ def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _numbered(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Overrides that reach into a list (`--data.sources.0.weight 2`) apart from the others."""
+    """Separates overrides that reach into a list (`--data.sources.0.weight 2`), the second result, from the others."""
     rest, numbered = [], []
     arguments = iter(overrides)
     for argument in arguments:
@@ -125,7 +127,7 @@ def _numbered(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str]
 
 
 def _set(data: Any, path: str, value: str, file: Path) -> None:
-    """Set a dotted key of plain data, numbers standing for places in lists; mappings on the way are made."""
+    """Sets a dotted key of plain data; numbers in it are places in lists, and missing mappings are made."""
     *way, last = path.split(".")
     here = data
     for i, part in enumerate([*way, last]):
@@ -143,7 +145,7 @@ def _set(data: Any, path: str, value: str, file: Path) -> None:
 
 
 def _takes(argument: str) -> bool:
-    """Whether the next argument can be this one's value."""
+    """True where the next argument can be this one's value."""
     return argument.startswith("--") and "=" not in argument
 
 
@@ -183,7 +185,7 @@ def check_keys(kind: Any, data: Any, where: str, path: str = "") -> None:
 
 
 def _no_section(kind: Any, path: str, value: Any) -> str:
-    """What to say of a value where keys belong."""
+    """The message for a value where a section's keys belong."""
     names = list(typing.get_type_hints(kind))
     return f"{path} is {value!r}; give it keys, such as {path}.{names[0]}: {', '.join(names)}"
 
@@ -198,12 +200,12 @@ def check_whole(kind: Any, data: Any, path: str = "") -> None:
 
 
 def check_path(kind: Any, path: str) -> Any:
-    """Refuse an override whose dotted key does not exist; the type of the value that belongs there, None where it is free."""
+    """Refuses an override whose dotted key does not exist; returns the type of its value, None where any is allowed."""
     here, names = kind, path.split(".")
     for i, part in enumerate(names):
         here = _inner(here)
         if not dataclasses.is_dataclass(here):
-            return None  # beyond the typed keys: a mapping's own, which the parser judges
+            return None  # below the typed keys: those of a mapping, which the parser checks
         hints = typing.get_type_hints(here)
         part = part.rstrip("+")
         if part not in hints:
@@ -228,7 +230,7 @@ def _dotted(path: str, key: Any) -> str:
 
 
 def _hint(path: str, key: str, kind: Any) -> str:
-    """What may have been meant by a key that a dataclass does not have: its new name, one beside it, or one elsewhere."""
+    """Suggests what was meant by a key that a dataclass does not have: its new name, one beside it, or one elsewhere."""
     if (new := old_names.new_key(kind, key)) != key:
         return f"it is now called {_dotted(path, new)}: give that instead"
     near = [_dotted(path, name) for name in get_close_matches(str(key), list(typing.get_type_hints(kind)), n=2, cutoff=0.7)]
@@ -249,7 +251,7 @@ def all_keys(kind: Any, path: str = "") -> Iterator[str]:
 
 
 def _ours(error: BaseException) -> UserError | None:
-    """The complaint of a section itself, from which the parser's followed."""
+    """The UserError of a section's own checks that caused the parser's error; None where there is none."""
     here: BaseException | None = error
     while here is not None and not isinstance(here, UserError):
         here = here.__cause__ or here.__context__
@@ -270,11 +272,11 @@ _PLAIN = (
     (r"Does not validate against any of the Union .*?(Problem with .*?)( - Expected.*)?$", r"\1"),
     (r": Problem with given class_path '[\w.]+': (\w+): ", r".\1: "),
 )
-"""What the parser says, and how we say it."""
+"""Patterns of the parser's messages, and their replacements."""
 
 
 def _one_line(error: BaseException, file: Path | None, overrides: Sequence[str]) -> str:
-    """The parser's complaint as one line, of the option where the value was given by one."""
+    """The parser's error as one line, which names the option where the value was given by one."""
     text = " ".join(str(error).split())
     for pattern, replacement in _PLAIN:
         text = re.sub(pattern, replacement, text)

@@ -1,8 +1,8 @@
-"""Optimizers: which parameters learn, in which groups, by which rule, and the running average of the weights.
+"""Optimizers: selects the trainable parameters, sorts them into groups, and trains each group by its rule.
 
-Rules stand in the registry `RULES`: AdamW (Loshchilov and Hutter 2019) for every parameter, with its state in 8 bits where
-that is wanted, or Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest. Several rules make one `Optimizer`,
-so that it is stepped, clipped, saved and resumed like one.
+The registry `RULES` has the rules: AdamW (Loshchilov and Hutter 2019) for every parameter, optionally with its state in 8 bits,
+or Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest. Several rules make one `Optimizers`, which is
+stepped, clipped, saved and resumed like one optimizer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
                 super().step(closure)
 
         def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
-            state = self.state[p]  # the count of steps is a tensor like all state, a number only while it is used
+            state = self.state[p]  # the step count is stored as a tensor, like all state; bitsandbytes needs a number
             state["step"] = int(state["step"])
             super().update_step(group, p, gindex, pindex)
             state["step"] = torch.tensor(float(state["step"]))
@@ -65,14 +65,14 @@ RULES: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.O
     "muon": _muon,
     "paged_adamw_8bit": _paged_adamw_8bit,
 }
-"""Name of a rule to what makes an optimizer of parameter groups."""
+"""Functions that make an optimizer of parameter groups, by name of the rule."""
 
 
 class Optimizers(torch.optim.Optimizer):
     """Several rules as one optimizer: every parameter group has a `rule`, and all of them share one state.
 
-    `skip` is 1 where the next step is to leave weights and state as they are, 0 where not, None for 0: a tensor on the device,
-    so that nobody waits to know it.
+    `skip` is 1 where the next step must leave weights and state as they are, otherwise 0, or None for 0: a tensor on the
+    device, so that the host does not wait for it.
     """
 
     skip: Tensor | None = None
@@ -81,7 +81,7 @@ class Optimizers(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.inner: dict[str, torch.optim.Optimizer] = {}
         for rule in dict.fromkeys(g["rule"] for g in self.param_groups):
-            # The inner optimizer completes these very dictionaries with its defaults, and keeps its state in ours.
+            # The inner optimizer adds its defaults to these same dictionaries; its state is ours (`_share`).
             self.inner[rule] = RULES[rule]([g for g in self.param_groups if g["rule"] == rule], config)
         self._share()
 
@@ -97,18 +97,20 @@ class Optimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for inner in self.inner.values():
-            inner.found_inf = self.skip  # type: ignore[attr-defined]  # what torch's fused rules look at
+            inner.found_inf = self.skip  # type: ignore[attr-defined]  # torch's fused optimizers read this attribute
             inner.step()
 
 
 def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
-    """Let the parameters learn that a pattern names, and freeze the others. A tied text head is named as head or as table.
+    """Make the parameters that a pattern names trainable, and freeze the others.
+
+    Patterns may name a tied text head as head or as embedding table.
 
     Returns:
-        second names of parameters (`omni.model.linears.tied_names`), by which patterns name them too.
+        second names of tied parameters (`omni.model.linears.tied_names`), by which patterns may name them too.
 
     Raises:
-        UserError: a pattern names no parameter (with the closest names), or nothing is left to learn.
+        UserError: a pattern names no parameter (with the closest names), or no parameter is trainable.
     """
     also = tied_names(model)
     chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable", also=also)
@@ -126,8 +128,9 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
 def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
     """Sort parameters into groups of one rule, learning rate and weight decay.
 
-    The first of `config.groups` whose pattern names a parameter decides; what it leaves open comes from the optimizer's own
-    settings. Parameters of less than two dimensions (norms, biases) are not decayed.
+    The first of `config.groups` whose pattern names a parameter decides; settings that it leaves open are the optimizer's own.
+    Norms and biases are neither decayed nor trained by Muon: parameters of fewer than two dimensions, and stacks of biases, as
+    multitask projectors have.
 
     Args:
         also: second names of parameters, as `set_trainable` gives them.
@@ -141,13 +144,14 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
         owner.update(dict.fromkeys(match_names([group.pattern], names, "optimizer.groups", also=also), group))
     exclude = match_names(config.muon_exclude, names, "optimizer.muon_exclude", strict=False, also=also)
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
-    used: set[tuple[str, str]] = set()  # patterns, and which of their learning rates members have
+    used: set[tuple[str, str]] = set()  # (pattern, learning rate's key) pairs that at least one parameter uses
     for name, p in params:
+        matrix = p.ndim >= 2 and name.rpartition(".")[2] != "bias"
         own = owner.get(name, GroupConfig(pattern=name))
         rule = own.rule or config.name
         if rule not in RULES:
             raise UserError(f"optimizer rule {rule!r} is unknown; known: {', '.join(RULES)}")
-        if rule == "muon" and (p.ndim != 2 or name in exclude):
+        if rule == "muon" and (not matrix or p.ndim != 2 or name in exclude):
             rule = "adamw"
         if rule == "muon" and isinstance(p, DTensor):
             raise UserError(
@@ -158,7 +162,7 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
         lr = getattr(config if getattr(own, key) is None else own, key)
         used.add((own.pattern, key))
         decay = own.weight_decay if own.weight_decay is not None else config.weight_decay
-        decay = decay if p.ndim >= 2 else 0.0
+        decay = decay if matrix else 0.0
         members = groups.setdefault(
             (rule, lr, decay),
             {"params": [], "rule": rule, "lr": lr, "base_lr": lr, "weight_decay": decay},
@@ -169,7 +173,7 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
             if getattr(group, key) is not None and (group.pattern, key) not in used and (group.pattern, other) in used:
                 raise UserError(
                     f"optimizer.groups {group.pattern!r} gives {key} {getattr(group, key):g}, but all of these parameters "
-                    f"learn by {'Muon' if key == 'lr' else 'AdamW'}: give {other} instead"
+                    f"are trained by {'Muon' if key == 'lr' else 'AdamW'}: give {other} instead"
                 )
     return list(groups.values())
 
@@ -177,8 +181,10 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
 def build_optimizer(
     params: Params, config: OptimizerConfig, precision: str = "32-true", also: Mapping[str, str] = NONE
 ) -> Optimizers:
-    """The optimizer of a run over the trainable parameters (`also` as in `parameter_groups`); Muon's iteration is in bf16 where
-    the run's precision is."""
+    """Build the optimizer of a run over the trainable parameters (`also` as in `parameter_groups`).
+
+    Muon's iteration runs in bf16 where the run's precision is bf16.
+    """
     optimizer = Optimizers(parameter_groups(params, config, also), config)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
@@ -187,13 +193,13 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Every group's learning rate becomes its own base rate times the schedule's factor."""
+    """Set every group's learning rate to its own base rate times the schedule's factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
 
 
 def describe(groups: Iterable[Mapping[str, Any]]) -> str:
-    """One line on how parameters are trained: rule, learning rate and number of values of each group."""
+    """Describe the groups in one line: rule, learning rate, weight decay and number of parameters of each."""
     parts = [
         f"{g['rule']} lr {g['base_lr']:g} decay {g['weight_decay']:g}: {sum(p.numel() for p in g['params']) / 1e6:.2f} M"
         for g in groups

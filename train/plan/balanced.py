@@ -1,9 +1,9 @@
-"""The passes of a balanced step (`train.trainer.balanced_step`) on paper: as many, with as many gradients side by side.
+"""Imitates a balanced step (`train.trainer.balanced_step`) on fake tensors: as many passes, as many gradients held at once.
 
-A pass for one task is a pass of a batch that is all that task's. Where a method asks for numbers (solvers, signs of losses) it
-gives a weight for each task, which costs nothing; methods that keep gradients (`KEEPING`) run their own lines.
+A pass for one task is a pass of a batch that is all that task's. Methods that need numbers (solvers, signs of losses) are
+replaced by a weight for each task, which costs nothing; methods that keep gradients (`KEEPING`) run their own code.
 
-Dimensions: m balanced tasks, P values of the parameters that learn.
+Dimensions: m balanced tasks, P values of the trainable parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Passes = tuple[float, float]
 
 
 def rest_of(config: FitConfig) -> bool:
-    """Whether a step has losses that belong to no balanced task: of tasks that are not named, or of the alignment."""
+    """True where a step has losses that belong to no balanced task: of tasks that are not named, or of the alignment."""
     section, objective = config.balance, config.objective
     assert section is not None
     names = balanced_tasks(section, config.data)
@@ -45,13 +45,13 @@ def rest_of(config: FitConfig) -> bool:
 
 
 def count_of(config: FitConfig, streams: int) -> int:
-    """m; UserError where there are too few tasks."""
+    """The number m of balanced tasks; UserError where there are too few."""
     assert config.balance is not None
     return len(balanced_tasks(config.balance, config.data)) or streams
 
 
-def passes_of(config: FitConfig, streams: int) -> Passes:
-    """How many passes a step takes; see `train.trainer.balanced_step` and docs/balance.md."""
+def passes_of(config: FitConfig, streams: int, world: int = 1) -> Passes:
+    """Counts the passes of a step on each of `world` processes; see `train.trainer.balanced_step` and docs/balance.md."""
     section = config.balance
     if section is None:
         return 1.0, 1.0
@@ -61,30 +61,30 @@ def passes_of(config: FitConfig, streams: int) -> Passes:
         return 5.0, 3.0
     if method == "moml":
         return 2.0 * m + 1, 2.0 * m + 1
-    if method == "forum":  # the steps on the inner batch, their end, the outer gradients
+    if method == "forum":  # inner steps, one loss at their end, outer gradients
         steps = float(section.values["inner_steps"])
         return steps + 1 + m + rest, steps + m + rest
     if section.at == "parameters":
         return m + rest, m + rest
     if section.at == "features" or kind.ahead:
         return 1.0, 1.0
-    again = 1.0 if config.data.micro_batches > 1 else 0.0  # a pass without gradients first
+    again = 1.0 if config.data.micro_batches > world else 0.0  # a pass without gradients first
     after = 1.0 if method == "famo" and section.values["look"] == "same" else 0.0
     return 1.0 + again + after, 1.0
 
 
 def micro_batches_of(config: FitConfig, micro_batches: int) -> int:
-    """Micro-batches of one process that a step is looked at with: two are as full as it gets, or one in each part of a method
-    that takes three apart."""
+    """Micro-batches of one process in a planned step: at most two, as more need no more memory, or one in each part of a method
+    that splits a step in three."""
     return 3 if config.balance is not None and config.balance.kind.batches == 3 else min(2, micro_batches)
 
 
 class PaperBalance:
-    """What a balanced step holds, on tensors without values.
+    """Runs the passes of a balanced step on tensors without values.
 
     Args:
-        learning: parameters that learn, by the model's names.
-        note: told of tensors that are gradients or are kept: (tensor, part).
+        learning: trainable parameters, by the model's names.
+        note: called with each tensor that is a gradient or is kept, and its part.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class PaperBalance:
         self.kept: dict[str, Tensor] = {}
 
     def prepare(self) -> None:
-        """What the method keeps from its first step on."""
+        """Creates what the method keeps from its first step on."""
         if self.section.at == "parameters" and self.section.method in KEEPING:
             self._choose(Rows(torch.empty(self.m, sum(p.numel() for p in self.shared))))
 
     def take(self, batches: Sequence[Batch], forward: Forward, backward: Backward) -> None:
-        """All passes of a step; gradients are in `grad` afterwards.
+        """Runs all passes of a step; gradients are in `grad` afterwards.
 
         Args:
             forward: the loss of a batch.
@@ -162,7 +162,7 @@ class PaperBalance:
         return choice
 
     def _bilevel(self, batch: Batch, forward: Forward, backward: Backward) -> None:
-        """The lines of `train.balance.bilevel`; the held-out batch is as full as the step's."""
+        """Follows the code of `train.balance.bilevel`; the held-out batch is as full as the step's."""
         learning, method, values = [*self.shared, *self.own], self.section.method, self.section.values
 
         def gradient() -> Tensor:
@@ -206,7 +206,7 @@ class PaperBalance:
 
 
 class _PaperGiven(SimpleNamespace):
-    """`train.balance.given.Given` with every task present; what is kept has no values."""
+    """A `train.balance.given.Given` with every task present, whose kept tensors have no values."""
 
     def __init__(self, rows: Rows, m: int, config: BalanceConfig, kept: dict[str, Tensor]) -> None:
         super().__init__(rows=rows, losses=torch.ones(m, dtype=torch.float64), settings=config.values, kept=kept)
@@ -227,7 +227,7 @@ class _PaperGiven(SimpleNamespace):
 
 
 class _Hooked(torch.autograd.Function):
-    """What `train.balance.feature_hook` makes in the backward pass of features [N, C]."""
+    """Makes the tensors that `train.balance.feature_hook` makes in the backward pass of features [N, C]."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor) -> Tensor:
@@ -243,12 +243,12 @@ class _Hooked(torch.autograd.Function):
 
 
 def hooked(part: nn.Module) -> None:
-    """Let the gradient of what a module puts out go through a feature hook."""
+    """Passes the gradient of a module's output through a feature hook."""
     part.register_forward_hook(lambda _, args, out: _Hooked.apply(out) if torch.is_grad_enabled() else out)
 
 
 def spread(task: Tensor, config: FitConfig) -> Tensor:
-    """The tasks of a batch's positions [R, T], the balanced ones in turn, so that none is absent."""
+    """Gives the positions [R, T] of a batch the balanced tasks in turn, so that none is absent."""
     assert config.balance is not None
     names = balanced_tasks(config.balance, config.data)
     if not names:

@@ -1,4 +1,4 @@
-"""What a step holds, and how long a run takes."""
+"""Estimates the contents and work of a step, and the time of a run."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from train.trainer.initial_model import choose_tokenizer
 
 @dataclass(frozen=True)
 class Pace:
-    """One optimizer step over all devices, and the run.
+    """Contents, work and time of one optimizer step over all devices, and of the run.
 
     Attributes:
-        columns: columns of a step that examples stand in; one is a token of the log's tokens/s, whatever its number of streams.
+        columns: columns of a step that hold examples; one is a token of the log's tokens/s, whatever its number of streams.
         targets: ids of a step that the losses of the streams are over.
         examples: of a step; None where the data could not be read.
         flops: of a step, with all passes of its balance.
         forwards, backwards: passes of a step, in those of one that is not balanced.
-        seconds: of a step; None where neither measured nor to be estimated.
-        steps, hours: to the budget; None where it follows from `seconds` and they are not known.
+        seconds: of a step; None where they are neither measured nor can be estimated.
+        steps, hours: until the budget is spent; None where that follows from `seconds`, which are not known.
         source: where columns and examples come from; `clock`: where seconds come from.
     """
 
@@ -52,12 +52,12 @@ class Pace:
     backwards: float = 1.0
 
     def to_budget(self, a_step: float) -> float | None:
-        """What comes to `a_step` in a step, over the whole run; None where its steps are not known."""
+        """Sum over the run of a quantity that is `a_step` in each step; None where the number of steps is not known."""
         return None if self.steps is None else self.steps * a_step
 
 
 def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[Batch], str]:
-    """The run's first micro-batches, or none and the reason why they cannot be had."""
+    """Makes the run's first micro-batches, and says where they are from; none, with the reason, where data cannot be read."""
     try:
         tokenizer, codec = _tools(config.model, shape)
         shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
@@ -96,16 +96,16 @@ def pace(
     speed: float | None = None,
     mfu: float = 0.35,
 ) -> Pace:
-    """The pace of a run.
+    """Estimates the pace of a run.
 
     Args:
-        found: what `sample` gave.
-        measured: seconds of a step of worst batches on one device; the sample's are less work, in proportion.
+        found: result of `sample`.
+        measured: seconds of a step of worst batches on one device; those of the sample's are fewer in proportion to its work.
         speed: peak FLOP/s of a device, of which the run reaches the share `mfu`.
     """
     count, flops = StepFlops(model), float(config.data.micro_batches)
     batches, source = found
-    forwards, backwards = passes_of(config, len(model.layout))
+    forwards, backwards = passes_of(config, len(model.layout), world)
     flops *= (forwards + 2 * backwards) / 3  # as `StepFlops` counts them
     full = count(worst, targets(worst)) * flops
     if batches:
@@ -134,5 +134,5 @@ def pace(
 
 
 def _targets_in(batch: Batch) -> int:
-    """Ids that the losses of the streams are over."""
+    """Number of ids that the losses of the streams are over."""
     return sum(len(at) for at in batch.supervised)

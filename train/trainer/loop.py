@@ -42,9 +42,9 @@ from train.trainer.signals import Stop
 from train.trainer.step_times import StepTimes
 
 GIVE_UP = 10
-"""Steps one after another that may be left out because their gradients are no numbers."""
+"""Consecutive steps that may be left out because their gradients are not finite."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
-"""The steps of a start that the screen shows whatever `log.every` is, and the longest between two of its later lines."""
+"""Steps of a start that the screen shows whatever `log.every` is, and the most seconds between two of its later lines."""
 
 
 class Loop:
@@ -75,7 +75,7 @@ class Loop:
         self.balance = self.balancing(config.balance) if config.balance is not None else None
         self.meter = StepMetrics(parts.tasks, parts.streams, fabric.device, self.group)
         self.position = state.Position()
-        self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed looks for its scale by failing
+        self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed finds its scale by steps that fail
         self.saved: Path | None = None
         self.exported: Path | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
@@ -92,20 +92,20 @@ class Loop:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train until the budget is spent or a signal comes (or while the end is written); the state is saved either way."""
+        """Trains until the budget is spent or a signal comes (also while the end is written); the state is saved either way."""
         position, stopped = self.position, 0
         try:
             with Stop() as stop:
                 feed, factor = self.feed(stop), 0.0
                 if position.step:
-                    self._validate_if_due()  # a signal came first
+                    self._validate_if_due()  # a signal came before this validation
                 while not stopped and self._used() < 1:
                     self.times.begin()
                     self.meter.start()
                     with self._data():
                         step = feed.next()
                     position.seconds = step.seconds
-                    if self._used() >= 1:  # by the clock: the last steps' row of the log is not there yet
+                    if self._used() >= 1:  # minutes are spent: the log lacks the last steps
                         if position.step >= self.first_step and position.step % self.config.log.every:
                             self._report(factor)
                         break
@@ -152,7 +152,7 @@ class Loop:
         return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.group, stop)
 
     def balancing(self, section: BalanceSection) -> Balancing:
-        """What balances the tasks of this run's steps as a section has it."""
+        """Builds the balance of this run's tasks from a section."""
         parts = self.parts
         if parts.balanced is None:
             raise UserError("balance is given, but this run's objective does not tell its losses by task; leave it out")
@@ -164,7 +164,7 @@ class Loop:
 
     @contextmanager
     def _data(self) -> Iterator[None]:
-        """Broken data end the run, but the state is saved before."""
+        """A context in which broken data end the run, after the state is saved."""
         try:
             yield
         except UserError:
@@ -179,13 +179,14 @@ class Loop:
     def _clock(self) -> float:
         return self.before + time.perf_counter() - self.since
 
-    def train(self, step: StepBatches) -> None:
-        """Forward and backward of every micro-batch, then one step of the optimizer.
+    def train(self, step: StepBatches, progress: float | None = None) -> None:
+        """Runs forward and backward of every micro-batch, then one step of the optimizer.
 
         Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes,
-        hence the factor. A step whose gradients are no numbers is left out, by the device itself: nobody waits for the norm.
+        hence the factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
         """
-        denominators, progress = step.denominators.to(self.fabric.device, non_blocking=True), self._used()
+        denominators = step.denominators.to(self.fabric.device, non_blocking=True)
+        progress = self._used() if progress is None else progress
         balance = self.balance if progress >= self.config.objective.align_first else None
         if balance is None:
             for i, batch in enumerate(step.batches):
@@ -198,7 +199,7 @@ class Loop:
             lr = max(group["lr"] for group in self.optimizer.param_groups)
             balance.take(step, denominators, progress, lr, self.meter.add)
         idle = {id(p): p for p in self.parts.idle(progress)}
-        if idle.keys() != self.idle:  # from here on steps take another time
+        if idle.keys() != self.idle:  # other parameters are trained: steps take another time
             self.times.recent.clear()
             self.idle = set(idle)
         for p in idle.values():
@@ -244,12 +245,12 @@ class Loop:
             self.left_out.check()
 
     def _line_is_due(self) -> bool:
-        """Whether the screen shows this step although the log has no row of it; the same in all processes."""
+        """True where the screen shows this step although the log has no row of it; the same in all processes."""
         first = self.position.step < self.first_step + FIRST_STEPS
         return self.config.log.progress != "off" and (first or self.position.seconds - self.shown >= LINE_SECONDS)
 
     def _show(self, figures: Figures) -> None:
-        """Show figures, among them how much of the devices' speed is used, which is noted there."""
+        """Shows figures, and adds the share of the devices' peak FLOP/s that is used (`mfu`)."""
         position, self.shown = self.position, self.position.seconds
         speed, peak = figures.pop("flops_per_second", 0.0), peak_flops(self.fabric.device)
         if speed and peak:
@@ -264,7 +265,7 @@ class Loop:
             self._validate()
 
     def _validate(self) -> None:
-        """The loss of held-out rows, in all processes, and free-running generation, in the first one; the others wait."""
+        """Measures the loss of held-out rows in all processes, and free-running generation in the first one (others wait)."""
         position, keep, parts = self.position, self.config.checkpoint, self.parts
         position.validated = (position.step, position.seconds)
         asked = self.group.broadcast(parts.validate is not None)
@@ -300,7 +301,7 @@ class Loop:
         self._draw()
 
     def _note_validation(self) -> None:
-        """Figures belong to the checkpoint of their step, which may have been written before them."""
+        """Adds the figures to the checkpoint of their step, which may have been written before them."""
         if self._is_saved() and self.saved is not None:
             retention.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
             self._prune()
@@ -333,7 +334,7 @@ class Loop:
         if position.validated[0] != position.step:
             position.figures = {}
         position.scaler = self.fabric.strategy.precision.state_dict()
-        shards = merge(self.group.gather(self._own_shards()))  # those of others may date from the last start
+        shards = merge(self.group.gather(self._own_shards()))  # other processes' states here may date from the last start
         whole = replace(position, packer_shards=shards)
         balance = None
         if self.balance is not None:
@@ -353,8 +354,8 @@ class Loop:
         return self.saved is not None and self.saved.name == retention.name_of(self.position.step)
 
     def _resume(self) -> str | None:
-        """Continue from the last checkpoint of the run folder, if there is one and it is of this run; what is to be said of an
-        extended schedule."""
+        """Continues from the last checkpoint of the run folder, if there is one and it is of this run; returns a line about an
+        extended schedule, else None."""
         rows = self.position.rows = dict(self.parts.rows)
         if self.config.resume == "restart":
             self.group.first_alone(lambda: retention.clear(self.folder))
@@ -382,7 +383,7 @@ class Loop:
         if self.balance is not None:
             stored = state.load_balance(found, self.objective, self.group)
             old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
-            if config_diff.differences(old, new):  # forced
+            if config_diff.differences(old, new):  # possible under --resume force only
                 warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
             elif stored is not None:
                 self.balance.load_state_dict(stored)
@@ -394,7 +395,7 @@ class Loop:
         return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
 
     def _finish(self) -> None:
-        """The budget is spent: the last validation, the exported model, the curves."""
+        """Ends a run whose budget is spent: last validation, exported model, curves."""
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
         weights, export = self._weights(), self.parts.export

@@ -98,6 +98,11 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
     assert wanted >= backwards >= 1 and (method in BILEVEL or backwards in (1, 3, 4))
 
 
+def test_a_pass_ahead_is_counted_where_a_process_has_several_micro_batches() -> None:
+    config = balanced("geometric", "loss", 4)
+    assert [passes_of(config, 5, world) for world in (1, 2, 4)] == [(2.0, 1.0), (2.0, 1.0), (1.0, 1.0)]
+
+
 def test_further_passes_take_time_and_are_said() -> None:
     config, model = balanced("upgrad", "parameters"), shape()
     plain, full = (

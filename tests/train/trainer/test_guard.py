@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
+from omni.model.blocks import Block
 from omni.model.projector import Projector
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
@@ -155,7 +156,7 @@ def under_guard(loop: Loop) -> tuple[bool, bool]:
 
 def test_the_doctor_finds_nothing_wrong_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *SMALL, "--steps", "1", "--fabric.checkpointing", "true"]) == 0
-    assert "nano: 1 steps, every operation traced: nothing found" in capsys.readouterr().out
+    assert "nano: 1 step, every operation traced: nothing found" in capsys.readouterr().out
 
 
 def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -169,6 +170,20 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
     said = capsys.readouterr().out
     assert "[no_gradient]" in said and "detached from the loss by detach" in said and "projector.project" in said
     assert f"test_guard.py:{line_of('plain(self')}" in said
+
+
+@pytest.mark.parametrize("first", ["0", "0.15"])
+def test_the_doctor_looks_at_each_phase_of_a_recipe(first: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """A mistake in the decoder is found where the recipe aligns first, too: before, only the aligning phase was traced."""
+    plain = Block.forward
+
+    def cut(self, *args, **kwargs):
+        return plain(self, *args, **kwargs).detach()  # the culprit
+
+    monkeypatch.setattr(Block, "forward", cut)
+    assert main(["doctor", *SMALL, "--objective.align_first", first, "--steps=1"]) == 1
+    said = capsys.readouterr().out
+    assert "[no_gradient]" in said and f"test_guard.py:{line_of('plain(self, *args')}" in said
 
 
 def without(streams: slice) -> property:
@@ -355,7 +370,7 @@ def test_ends_that_are_learnt_give_no_false_alarm(name: str, tasks: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--steps", "0"], "--steps is '0'"), (["--modle.preset", "x"], "did you mean")]
+    ("arguments", "message"), [(["--steps", "0"], "--steps is 0; give"), (["--modle.preset", "x"], "did you mean")]
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "configs/nano.yaml", *arguments]) == 2
