@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str]) -> bool:
-    """Parse, then import what the command needs, then do it; whether no answer broke."""
+    """Parse the words, import the modules of the command, and run it; returns whether no answer broke."""
     from infer.checks import check_ask, check_bench
     from infer.cli import parse
     from infer.options import AskOptions
@@ -65,7 +65,7 @@ def run(words: Sequence[str]) -> bool:
 
 
 def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:
-    """Say what went wrong in a line, below the traceback where that was asked for."""
+    """Print an error as one line, after the traceback with `--debug`; returns the exit code."""
     if "--debug" in words:
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(error)
@@ -74,7 +74,7 @@ def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int
 
 
 def _forget_output() -> None:
-    """Nobody reads standard output any more: let Python's last flush go nowhere instead of complaining."""
+    """Points standard output, which nobody reads any more, to the null device, so that Python's last flush does not fail."""
     with contextlib.suppress(OSError, ValueError):
         forget(sys.stdout.fileno())
 

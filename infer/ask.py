@@ -1,4 +1,4 @@
-"""`python -m infer ask`: questions in, text and sound out while they are made."""
+"""`python -m infer ask`: asks questions, and prints text and plays or writes sound while they are made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from infer.audio_in import Pending, collect, remarked
+from infer.audio_in import Pending, collect, collect_warnings
 from infer.audio_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
 from infer.device import cpu_threads
 from infer.messages import in_options, on_one_line
@@ -29,16 +29,16 @@ from omni.tasks import Task
 
 @dataclass(frozen=True)
 class TurnReport:
-    """What `--json` says about a turn.
+    """The fields that `--json` prints about a turn.
 
     Attributes:
         question: the file's name, `-` for standard input, or the text.
         audio: the file that the answer was written to, None where there is none.
         seconds: length of the answer's sound.
         ended: `end`, `length` (a limit was reached), `cache` (the conversation is full), `error`, or `cancelled` (Ctrl-C or a
-            signal; the rest is then what was delivered before).
-        warnings: what makes the question doubtful (silent, very short, perhaps cut short), none where it is empty.
-        error: what happened and what to do, where the answer ended so; there is no sound then.
+            signal; the other fields then describe the part that was delivered before).
+        warnings: reasons to doubt the question (silent, very short, perhaps cut short); empty for none.
+        error: what happened and what to do, where `ended` is `error`; there is no sound then.
     """
 
     task: str
@@ -56,7 +56,7 @@ class TurnReport:
 
 
 def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> bool:
-    """Ask every question and hand over the answers; whether none of them broke.
+    """Ask every question and deliver the answers; returns whether none of them broke.
 
     Everything that can be checked without the model is checked first.
 
@@ -113,25 +113,27 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
 
 
 def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> bool:
-    """Ask one question; its text, its sound and the report, also of an answer that Ctrl-C or a signal breaks off. Whether the
-    answer did not end with an error."""
+    """Ask one question and deliver its text, sound and report, also of an answer that Ctrl-C or a signal interrupts.
+
+    Returns whether the answer did not end with an error.
+    """
     rate = session.codec.sample_rate if session.codec is not None else 0
     outputs = Outputs(_outputs(options, place, rate) if task.audio else [])
-    meter, pieces, told = AnswerMeter(rate), list[str](), list(question.remarks)
+    meter, pieces, warned = AnswerMeter(rate), list[str](), list(question.sound_warnings)
 
     def print_report(figures: Figures, ended: Ended) -> None:
         file = str(place) if outputs.kept else None
-        _print_json(report(task, question, "".join(pieces), file, figures, ended, told))
+        _print_json(report(task, question, "".join(pieces), file, figures, ended, warned))
 
     try:
         with outputs:
-            with remarked() as read:
+            with collect_warnings() as read:
                 asked = question.take()
             meter.restart()
-            with remarked() as heard:
+            with collect_warnings() as heard:
                 events = session.ask(asked, task)
-            told += [*read, *(f"{question.name}: {remark}" for remark in heard)]
-            for remark in told:
+            warned += [*read, *(f"{question.name}: {remark}" for remark in heard)]
+            for remark in warned:
                 print(f"warning: {on_one_line(remark)}", file=sys.stderr, flush=True)
             figures, ended = follow(events, meter, outputs, None if options.json else say, pieces)
             outputs.broken = ended.error is not None
@@ -154,7 +156,8 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
 
 
 def _print_json(turn: TurnReport) -> None:
-    """A turn as a line; what the stream's encoding lacks (and bytes of a name that are not UTF-8) as JSON's escapes."""
+    """Print a turn as one line of JSON; characters that the stream's encoding lacks (and bytes of a name that are not UTF-8)
+    are escaped."""
     line = json.dumps(asdict(turn), ensure_ascii=False)
     try:
         line.encode(sys.stdout.encoding or "ascii")
@@ -174,9 +177,9 @@ def follow(
     events: Iterable[Event], meter: AnswerMeter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
 ) -> tuple[Figures, Ended]:
     """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
-    figures and how it ended.
+    figures and the last event.
 
-    The meter's clock is held while text and sound are being written.
+    The meter's clock is paused while text and sound are being written.
     """
     figures, ended = meter.figures(), Ended("cancelled", Timings())
     try:
@@ -203,7 +206,7 @@ def follow(
 def report(
     task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended, warnings: Sequence[str] = ()
 ) -> TurnReport:
-    """The figures of a turn in round numbers."""
+    """Make the report of a turn, with rounded figures."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds * 1e3, 1)
@@ -239,7 +242,7 @@ def _text_sampling(o: AskOptions) -> Sampling:
 
 
 def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:
-    """All that the sound goes to; where one of them cannot be opened, those before it are ended, and nothing stays."""
+    """Opens all outputs of the sound; where one cannot be opened, those before it are ended, and nothing stays."""
     pace = rate if options.realtime else None
     outputs: list[Output] = []
     with ExitStack() as undo:
@@ -248,7 +251,7 @@ def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]
             outputs.append(output)
             undo.callback(output.end, "failed")
 
-        if options.speaker:  # first: it is the one that may refuse
+        if options.speaker:  # first, because it is the one that may fail
             add(Paced(SpeakerOutput(rate)))
         if place is not None:
             wav = place.suffix.lower() == ".wav"

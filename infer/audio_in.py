@@ -1,8 +1,8 @@
-"""What is asked: sound files (also on standard input), raw PCM on standard input, or texts.
+"""Reads the questions: sound files (also on standard input), raw PCM on standard input, or texts.
 
-What comes through a pipe is known by its first bytes: a sound file is decoded as what it is, text and other files are
-refused by name, and the rest is raw PCM. All of it is read and checked before the model is loaded, except standard
-input: it is drained in the background from the start, so that a recorder that writes into the pipe is never held up, and
+Data from a pipe is identified by its first bytes: a sound file is decoded by its format, text and other files are
+refused by name, and the rest is raw PCM. Everything is read and checked before the model is loaded, except standard
+input: it is drained in the background from the start, so that a recorder that writes into the pipe is never blocked, and
 the question has ended when the pipe ends.
 
 Dimensions: S samples.
@@ -34,20 +34,20 @@ class Pending:
 
     Attributes:
         name: the file, `-`, or the text.
-        spoken: it is sound.
-        take: the text, or the sound [S] at 16 kHz; waits until the question has ended.
-        remarks: what was found doubtful about the sound when it was read.
+        spoken: whether it is sound.
+        take: returns the text, or the sound [S] at 16 kHz; waits until the question has ended.
+        sound_warnings: warnings about the sound from when it was read.
     """
 
     name: str
     take: Callable[[], str | Tensor]
     spoken: bool = True
-    remarks: tuple[str, ...] = ()
+    sound_warnings: tuple[str, ...] = ()
 
 
 @contextmanager
-def remarked() -> Iterator[list[str]]:
-    """Gather what is told as a `SoundWarning` meanwhile, each once; other warnings go their way afterwards."""
+def collect_warnings() -> Iterator[list[str]]:
+    """Collects the texts of `SoundWarning`s of a block, each once; other warnings are issued when the block ends."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SoundWarning)
@@ -62,7 +62,7 @@ def remarked() -> Iterator[list[str]]:
 class PipeReader:
     """Drains raw PCM (s16le, mono, at `rate`) or a sound file from a pipe in the background.
 
-    Half an hour of PCM is the most, and `MAX_STREAM_BYTES` of PCM or of a file; then no more is read.
+    At most half an hour of PCM, and `MAX_STREAM_BYTES` of PCM or of a file, are read.
     """
 
     def __init__(self, pipe: BinaryIO, rate: int, channel: int | Literal["mix"] = "mix") -> None:
@@ -81,7 +81,7 @@ class PipeReader:
                 self._data += block
                 if begins and len(self._data) >= HEAD:
                     self._look()
-        except Exception as error:  # `take` tells of it: nobody listens to this thread
+        except Exception as error:  # `take` raises it: nobody catches errors of this thread
             self._error = error
         if len(self._data) < HEAD:
             self._look()
@@ -99,7 +99,7 @@ class PipeReader:
             raise UserError(f"standard input cannot be read ({reason}); pipe raw PCM or a sound file into it")
         if len(self._data) > self._limit:
             most = f"{self._limit / (2 * self._rate):g} s" if self._kind is None else f"{MAX_STREAM_BYTES >> 20} MiB"
-            raise UserError(f"standard input goes on after {most}, the most that is read; ask in smaller pieces")
+            raise UserError(f"standard input continues after {most}, the most that is read; ask in smaller pieces")
         if not self._data:
             raise UserError("standard input ended without a sample; pipe raw PCM (s16le, mono) or a sound file into it")
         if self._kind is not None:
@@ -110,8 +110,8 @@ class PipeReader:
 
 
 def _reader(pipe: BinaryIO) -> Callable[[int], bytes]:
-    """How to read some bytes of a stream: past Python's buffer where there is a file descriptor, because a thread
-    that waits inside the buffer holds its lock, and the process could not end."""
+    """A function that reads some bytes of a stream. It bypasses Python's buffer where there is a file descriptor, because a
+    thread that waits inside the buffer holds its lock, and the process could not end."""
     try:
         number = pipe.fileno()
     except (OSError, AttributeError):
@@ -120,7 +120,7 @@ def _reader(pipe: BinaryIO) -> Callable[[int], bytes]:
 
 
 def collect(options: AskOptions, stdin: BinaryIO) -> list[Pending]:
-    """The questions in order. `infer.checks` has looked at what was given. UserError: a bad file."""
+    """Reads the questions in order; `infer.checks` has checked the options before. UserError: a bad file."""
     channel: int | Literal["mix"] = "mix" if options.channel is None else options.channel
     written = iter([Pending(text, lambda text=text: text, spoken=False) for text in options.text])  # type: ignore[misc]
     pipe = PipeReader(stdin, options.input_rate, channel) if PIPE in options.files else None
@@ -131,6 +131,6 @@ def collect(options: AskOptions, stdin: BinaryIO) -> list[Pending]:
 def _spoken(name: str, pipe: PipeReader | None, channel: int | Literal["mix"]) -> Pending:
     if name == PIPE and pipe is not None:
         return Pending(name, pipe.take)
-    with remarked() as remarks:
+    with collect_warnings() as sound_warnings:
         sound = read_audio(name, channel=channel)
-    return Pending(name, lambda: sound, remarks=tuple(remarks))
+    return Pending(name, lambda: sound, sound_warnings=tuple(sound_warnings))

@@ -1,4 +1,4 @@
-"""Where an answer's sound goes while it is made: a file, a pipe, the loudspeaker.
+"""Outputs for an answer's sound while it is made: a file, a pipe, the loudspeaker.
 
 Dimensions: S samples.
 """
@@ -21,7 +21,7 @@ from omni.audio.wav import write_audio
 from omni.errors import UserError
 
 How = Literal["done", "stopped", "failed"]
-"""How an answer came to its end: whole, broken off by the user (what was written stays), or by an error (nothing
+"""End of an answer: complete, interrupted by the user (sound written so far stays), or failed by an error (nothing
 stays)."""
 
 
@@ -29,7 +29,7 @@ class Output(Protocol):
     """Takes chunks [S] of one answer as they come.
 
     Attributes:
-        kept: it has ended, and left a file.
+        kept: whether it has ended and left a file.
     """
 
     @property
@@ -41,7 +41,7 @@ class Output(Protocol):
 
 
 class WavOutput:
-    """A WAV file; it appears when it is closed, and only if it holds a sample."""
+    """Writes a WAV file, which appears when it is closed, and only if it holds a sample."""
 
     def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
         self._writer = WavWriter(path, sample_rate)
@@ -59,7 +59,7 @@ class WavOutput:
 
 
 class EncodedOutput:
-    """A FLAC, OGG or MP3 file, which is written at the end, and only if there is a sample."""
+    """Writes a FLAC, OGG or MP3 file at the end, and only if there is a sample."""
 
     def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
         self._path, self._rate = path, sample_rate
@@ -76,7 +76,7 @@ class EncodedOutput:
 
 
 class PipeOutput:
-    """Raw PCM (s16le) into a stream, each chunk at once; answers follow one another, so the stream stays open."""
+    """Writes raw PCM (s16le) to a stream, each chunk at once; answers follow one another, so the stream stays open."""
 
     kept = False
 
@@ -92,7 +92,7 @@ class PipeOutput:
 
 
 class SpeakerOutput:
-    """The default loudspeaker, through the optional package `sounddevice`.
+    """Plays on the default loudspeaker, through the optional package `sounddevice`.
 
     Raises:
         UserError: the package or its PortAudio library is missing, or no loudspeaker plays this rate.
@@ -131,15 +131,14 @@ def load_sounddevice() -> Any:
 
 
 class Paced:
-    """Passes chunks on in a thread of its own, so that what takes time to write (a loudspeaker) never holds up the
-    model.
+    """Passes chunks on to an output in its own thread, so that a slow output (a loudspeaker) never blocks the model.
 
     Args:
-        output: where they go.
+        output: the output.
         sample_rate: where given, a chunk is passed on no earlier than `ahead` seconds before a player that started
             with the first chunk would need it.
 
-    What goes wrong in the thread is raised by the next `write`, or at the end.
+    An error in the thread is raised by the next `write`, or at the end.
     """
 
     def __init__(self, output: Output, sample_rate: int | None = None, ahead: float = 0.1) -> None:
@@ -194,7 +193,7 @@ class Outputs:
     """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them, an error makes them fail.
 
     Attributes:
-        broken: set where the answer was no good, although nothing was raised; they fail then too.
+        broken: set where the answer is broken although nothing was raised; the outputs then fail too.
     """
 
     def __init__(self, outputs: Sequence[Output]) -> None:

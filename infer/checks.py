@@ -1,4 +1,4 @@
-"""What can be refused before anything heavy is imported: numbers out of their bounds, questions that are not there."""
+"""Checks of the options before anything heavy is imported: numbers out of their bounds, missing questions and files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from omni.remote import refuse_remote
 from omni.tasks import Task
 
 THREADS_PER_CORE = 4
-"""More threads than that only wait for each other, and each takes a stack."""
+"""Most threads per core; more would only wait for each other, and each takes a stack."""
 
 SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
-"""Options that the text stream may have of its own, as `text_...`."""
+"""Options that can be set separately for the text stream, as `text_...`."""
 
 BENCH = {
     "seconds": Bound(1e-3, 30, "the longest question", whole=False),
@@ -31,7 +31,7 @@ BENCH = {
 
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
-    """Each question's task and its answer's file; UserError for what is wrong with the options by themselves."""
+    """Checks the options of `ask`; returns each question's task and its answer's file. UserError for the first bad option."""
     _check_numbers(options, {**BOUNDS, **{f"text_{name}": BOUNDS[name] for name in SAMPLED}})
     check_device(options.device)
     check_dtype(options.dtype)
@@ -43,7 +43,7 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
 
 
 def check_bench(options: BenchOptions) -> None:
-    """UserError for what is wrong with the options by themselves."""
+    """Checks the options of `bench`. UserError for the first bad option."""
     _check_numbers(options, BENCH)
     check_device(options.device)
     if options.question is not None:
@@ -56,7 +56,7 @@ def _check_numbers(options: AskOptions | BenchOptions, bounds: Mapping[str, Boun
     cores = os.cpu_count() or 1
     bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
     for name, bound in bounds.items():
-        value = getattr(options, name, None)  # some bounds are of the Python door alone
+        value = getattr(options, name, None)  # some bounds are for the Python interface only
         if value is not None:
             check_number(name, value, bound, f"--{name}")
 
@@ -78,7 +78,7 @@ def check_questions(files: Sequence[str], texts: Sequence[str], chat: bool) -> N
 
 
 def check_file(file: str) -> None:
-    """UserError for a sound file that is not there."""
+    """UserError for a missing sound file."""
     refuse_remote(file, "sound file")
     try:
         os.stat(file)

@@ -1,4 +1,4 @@
-"""From the words of a command line to a command's options; mistakes become one line that names the closest.
+"""Parses a command line into a command's options; a mistake gives one line that names the closest option.
 
 Errors of the parsing library are rewritten here: `error: unknown option --modle; did you mean --model?`
 """
@@ -38,7 +38,7 @@ def build_parser() -> ArgumentParser:
 
 
 def add_options(parser: ArgumentParser, kind: type[Any]) -> None:
-    """One argument per field of a dataclass made with `option`."""
+    """Add one argument per field of a dataclass made with `option`."""
     hints = typing.get_type_hints(kind)
     for f in dataclasses.fields(kind):
         if "help" not in f.metadata:  # no option: `parse` fills it in
@@ -56,12 +56,12 @@ def add_options(parser: ArgumentParser, kind: type[Any]) -> None:
 
 
 def _given(hint: Any) -> Any:
-    """The type of a value that is given: `X` of `X | None`."""
+    """The type of a given value: `X` of `X | None`."""
     return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
 
 
 def parse(words: Sequence[str]) -> Command:
-    """The options of the command that the words name.
+    """Parses the words of a command line into the options of their command.
 
     Raises:
         UserError: an unknown command or option (naming the closest), or a value of the wrong type.
@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> Command:
 
 
 def explain(message: str, words: Sequence[str]) -> str:
-    """An error of the parser as one line in our words."""
+    """Rewrites an error of the parser as one line in our words."""
     if unknown := re.match(r"unrecognized arguments: (\S+)", message):
         return _unknown_option(unknown[1], words)
     if choice := re.search(r"invalid choice: '([^']*)'", message):

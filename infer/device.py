@@ -1,4 +1,4 @@
-"""How many CPU threads a model wants."""
+"""Chooses the number of CPU threads for a model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ too)."""
 
 
 def bytes_of(model: SpeechModel) -> int:
-    """What the weights take."""
+    """Bytes of a model's weights."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 @contextmanager
 def cpu_threads(wanted: int | None, model: SpeechModel) -> Iterator[int]:
-    """Compute with `wanted` CPU threads, or as many as suit the model; the number before is set again afterwards."""
+    """Compute with `wanted` CPU threads, or as many as suit the model; the number from before is restored afterwards."""
     before = torch.get_num_threads()
     count = wanted or (1 if bytes_of(model) < SMALL_MODEL and model.device.type == "cpu" else before)
     torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""The questions on a command line, in their order, wherever they are among the options.
+"""Extracts the questions from a command line, in their order, wherever they are among the options.
 
 Python's parsers take a list of positionals in one piece only, so `ask a.wav --chat b.wav` would have one word too many, and the
 order of sound files and of texts would be lost.
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
     """Take files and texts out of a command's words.
 
-    A text is what follows `--text`, up to the next option; but a word after the first that is the name of a file (or `-`) is
+    Words after `--text`, up to the next option, are texts; but a word after the first that is the name of a file (or `-`) is
     that file, so that `--text "hello" q.wav` asks both.
 
     Args:
@@ -35,7 +35,7 @@ def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tu
     known = {f"--{f.name}" for f in dataclasses.fields(kind)} | {"-h", "--help"}
     rest: list[str] = []
     found: list[tuple[str, str]] = []
-    option, values = "", 0  # the option that the next words may belong to, and how many did
+    option, values = "", 0  # the option that the next words may belong to, and the number of words that did
 
     for at, word in enumerate(words):
         if word == "--":  # files whose names start with a dash
@@ -66,13 +66,13 @@ def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tu
 
 
 def _close(option: str, values: int, rest: list[str]) -> None:
-    """A `--text` without a text is the parser's to refuse."""
+    """Passes a `--text` without a text on to the parser, which refuses it."""
     if option == "--text" and not values:
         rest.append(option)
 
 
 def _is_option(word: str) -> bool:
-    """As argparse has it: a dash starts it, but it is no number, no lone dash and has no space."""
+    """Whether a word is an option by argparse's rule: it starts with a dash, is no number, no lone dash and has no space."""
     return word.startswith("-") and word != "-" and " " not in word and not _NUMBER.fullmatch(word)
 
 

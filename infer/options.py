@@ -1,4 +1,4 @@
-"""What the command line can be told: one dataclass per command, whose fields are its options.
+"""Options of the command line: one dataclass per command, whose fields are its options.
 
 Nothing heavy is imported here, so that `--help` and a mistyped option are answered at once.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from infer.given import SOUND, TEXT
 
 DEFAULT_MODEL = "runs/nano/model"
-"""What `make demo` leaves."""
+"""The model folder that `make demo` writes."""
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -70,7 +70,7 @@ class AskOptions:
     debug: bool = option(False, "show the traceback of an error")
 
     order: str = ""
-    """Not an option: the kind of each question as they were given, `s` for sound and `t` for text; "" for sound first."""
+    """Not an option: the kind of each question in the given order, `s` for sound and `t` for text; "" for sound first."""
 
     @property
     def kinds(self) -> str:

@@ -1,4 +1,4 @@
-"""What each question is asked as, and where its answer goes: known before a model is read."""
+"""Determines the task of each question and the file of its answer, before a model is read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PIPE = "-"
 
 
 def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
-    """The task of each question: that of the name, or the one that answers its kind in text and speech.
+    """The task of each question: the one called `name`, or the one that answers its kind in text and speech.
 
-    Of sound and text together, `name` is the task of one kind, and those of the other are asked for the same answer.
+    For sound and text together, `name` is the task of one kind, and questions of the other kind get the same kind of answer.
 
     Raises:
         UserError: an unknown task, or one that does not fit.
@@ -38,8 +38,8 @@ def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
 
 
 def choose_task(name: str | None, spoken: bool) -> Task:
-    """The task of that name, or the one that answers such questions in text and speech; UserError where it does not
-    fit."""
+    """The task of that name, or the one that answers questions of this kind in text and speech; UserError where it does
+    not fit."""
     task = find_task(name or ("A1A2" if spoken else "T1A2"))
     if (task.question == "audio") != spoken:
         given, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
@@ -67,8 +67,8 @@ def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
 
 
 def check_place(path: str, inputs: Sequence[str]) -> Path:
-    """Where a sound file is to be written; UserError where it is elsewhere, its folder is missing, it cannot be written or
-    replaced, its suffix names no format, or it is one of the inputs."""
+    """Checks the path of a sound file that is to be written; UserError where it is a remote address, its folder is missing, it
+    cannot be written or replaced, its suffix names no format, or it is one of the inputs."""
     refuse_remote(path, "answer", write=True)
     place = Path(path)
     if not os.path.isdir(place.parent):

@@ -1,12 +1,12 @@
-"""How an answer would have played: first audio, real-time factor and underruns.
+"""Measures an answer's first audio, real-time factor and underruns of a simulated player.
 
-The clock starts when the question has ended: all of it is there and the model is loaded. It is held while the
+The clock starts when the question has ended: all of it is there and the model is loaded. It is paused while the
 answer is being written to its file, pipe or loudspeaker, so that a slow reader is not mistaken for a slow model.
 
 - first audio, first text: time until the first exact samples (or characters) were handed out.
 - real-time factor: time until the answer was complete over the length of its sound; below 1 is faster than it plays.
 - underruns: a player that starts with the first chunk has played a chunk's samples `length / rate` seconds after it
-  began with them. Each time the next chunk arrives later than that, the player runs dry once, waits, and goes on
+  started with them. Each time the next chunk arrives later than that, the player underruns once, waits, and continues
   when it comes.
 """
 
@@ -18,15 +18,15 @@ from omni.generate.results import Clock
 
 
 class Player:
-    """A player that exists in numbers only."""
+    """Simulates a player, to count underruns."""
 
     def __init__(self, sample_rate: int) -> None:
         self.sample_rate = sample_rate
         self.underruns = 0
         self._dry_at: float | None = None
 
-    def hear(self, samples: int, at: float) -> None:
-        """A chunk of that many samples arrives `at` seconds."""
+    def receive(self, samples: int, at: float) -> None:
+        """Note a chunk of that many samples that arrives at the time `at`, in seconds."""
         if self._dry_at is None:
             self._dry_at = at
         elif at > self._dry_at:
@@ -37,7 +37,7 @@ class Player:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is said about an answer. Times in seconds; None where there was no text or no sound.
+    """Figures of an answer. Times in seconds; None where there was no text or no sound.
 
     Attributes:
         total: until the answer was complete.
@@ -55,7 +55,7 @@ class Figures:
         return self.total / self.sound if self.sound else None
 
     def line(self) -> str:
-        """One line for people."""
+        """The figures as one line of text."""
         if self.first_audio is None or self.real_time_factor is None:
             text = "no text" if self.first_text is None else f"first text {self.first_text * 1e3:.0f} ms"
             return f"{text}, done after {self.total * 1e3:.0f} ms"
@@ -67,7 +67,7 @@ class Figures:
 
 
 class AnswerMeter:
-    """Takes the figures of one answer; made, or started again, when the question has ended."""
+    """Measures the figures of one answer; made, or restarted, when the question has ended."""
 
     def __init__(self, sample_rate: int) -> None:
         self.clock = Clock()
@@ -77,24 +77,24 @@ class AnswerMeter:
         self._samples = 0
 
     def restart(self) -> None:
-        """The question has ended now."""
+        """Start again, because the question has ended now."""
         self.clock = Clock()
 
     def text(self) -> None:
-        """Some text was handed out just now."""
+        """Note that some text was handed out just now."""
         if self._first_text is None:
             self._first_text = self.clock.seconds
 
     def sound(self, samples: int) -> None:
-        """A chunk of that many samples was handed out just now."""
+        """Note that a chunk of that many samples was handed out just now."""
         now = self.clock.seconds
         if self._first_audio is None:
             self._first_audio = now
         self._samples += samples
-        self.player.hear(samples, now)
+        self.player.receive(samples, now)
 
     def figures(self) -> Figures:
-        """The figures of the answer as far as it has come."""
+        """The figures of the answer so far."""
         return Figures(
             first_text=self._first_text,
             first_audio=self._first_audio,

@@ -1,6 +1,6 @@
-"""Speech language models that hear and talk. `from omni import SpeechLM` is the Python door.
+"""Speech language models that hear and talk. `from omni import SpeechLM` is the Python entry point.
 
-What the library does is told to the logger `omni` (`logging.basicConfig(level="INFO")` shows it); nothing is printed.
+The library logs to the logger `omni` (`logging.basicConfig(level="INFO")` shows it) and prints nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: `import omni` alone stays quick."""
+    """Imports a public name on first access, so that `import omni` alone stays quick."""
     if name == "__version__":
         return _version()
     if name not in _PLACES:
@@ -50,12 +50,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names alone, and what every module has."""
+    """Only the public names, and the attributes that every module has."""
     return sorted([*__all__, "__version__", *(name for name in globals() if name.startswith("__"))])
 
 
 def _version() -> str:
-    """The installed package's; `0+unknown` where the code runs without being installed."""
+    """Version of the installed package; `0+unknown` where the code runs without being installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the rotary frequencies (`rope_type: llama3` in transformers, `modeling_rope_utils.py`)."""
+    """Llama 3's scaling of the rotary frequencies (`rope_type: llama3` in transformers, `modeling_rope_utils.py`)."""
 
     factor: float = 32.0
     low_freq_factor: float = 1.0
@@ -50,7 +50,8 @@ MOST = {
     "width": 1 << 20, "layers": 1000, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "mlp_width": 1 << 24,
     "context": 1 << 31, "post_layers": 1000, "hidden": 1 << 24, "stack": 1000,
 }  # fmt: skip
-"""Largest sizes of a decoder and of what stands before it: far beyond any model, and small enough to be refused in time."""
+"""Largest sizes of a decoder and a projector: far beyond any model, yet small enough that a larger value is refused before
+memory is taken for it."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class ProjectorConfig:
             task: `hard`, `mmoe`, `cgc`, `ple`, `cross_stitch`, `mtan`, `ltb` or
             `dselect_k` (see `omni.model.multitask_projector`).
         hidden: inner size of `mlp` and `gated`.
-        stack: frames joined into one position; a clip's last, unfinished group is filled with zeros.
+        stack: number of frames joined into one position; a clip's last, unfinished group is filled with zeros.
         bias: the linear layers have a bias.
         tasks: of a shared kind, the tasks it has parts for; they ask by speech.
         settings: of a shared kind, such as `experts`; the others keep their defaults.
@@ -200,7 +201,7 @@ class ModelConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as plain data."""
+    """Converts a configuration to plain data (dicts, lists, numbers, strings)."""
     return dataclasses.asdict(config)
 
 
@@ -357,7 +358,7 @@ PRESETS = tuple(_PRESETS)
 
 
 def preset(name: str) -> ModelConfig:
-    """A named configuration; UserError with the closest name where there is none."""
+    """The preset of that name; UserError with the closest name where there is none."""
     if name not in _PRESETS:
         raise UserError(f"preset {name!r} is unknown; {closest(name, PRESETS)}")
     return _PRESETS[name]()

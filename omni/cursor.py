@@ -1,4 +1,4 @@
-"""The cursor: an answer's columns one at a time, while the model is sampled; the online half of `omni.layout`.
+"""Builds an answer one column at a time while the model is sampled: the online counterpart of `omni.layout`.
 
 Dimensions: B batch, K streams, A audio streams (K - 1).
 """
@@ -20,10 +20,10 @@ _NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class Push:
-    """What one step of the cursor gives, all tensors over the rows.
+    """Result of one step of the cursor; all tensors over the rows.
 
     Attributes:
-        column: what is fed next, [B, K].
+        column: ids that are fed to the model next, [B, K].
         frame: the codes of the finished frame, [B, A]; meaningful where `has_frame`.
         has_frame: [B] bool.
         text: the text token written in this column, [B]; meaningful where `has_text`.
@@ -41,10 +41,10 @@ class Push:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where each row is in its answer. Immutable: `push` returns the next cursor; nothing here waits for the device.
+    """Position of each row in its answer. Immutable: `push` returns the next cursor; nothing here waits for the device.
 
     Attributes:
-        step: columns pushed so far, [B].
+        step: number of columns pushed so far, [B].
         text_active, audio_active: streams the row's task answers on, [B] bool.
         text_ended: [B] bool.
         audio_end: index of the frame at which the audio ended (a huge number before), [B].
@@ -122,7 +122,7 @@ class Cursor:
         return self.audio_active & ~self.done & (self.step - self.layout.max_delay <= self.audio_end)
 
     def push(self, sampled: Tensor) -> tuple[Cursor, Push]:
-        """Take what was sampled, [B, K] ids of each stream, and say what is fed next and which frame is finished."""
+        """Take the sampled ids of each stream, [B, K]; return the next cursor, and what is fed next with the finished frame."""
         lay, a = self.layout, self.layout.n_audio
         end, pad, delays, sizes = self._constants
         live = ~self.done
@@ -157,7 +157,7 @@ class Cursor:
 
         audio_done = ~self.audio_active | (newest >= audio_end)
         text_done = ~self.text_active | text_ended
-        if lay.fill == "sampled":  # mini-omni stops with the last audio stream, whatever the text does
+        if lay.fill == "sampled":  # mini-omni stops when the last audio stream has ended, even if the text has not
             text_done = text_done | self.audio_active
         done = self.done | (audio_done & text_done)
 

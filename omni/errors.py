@@ -1,4 +1,4 @@
-"""The one error that a user's mistake raises, a line for every other, and the warning that goes with an answer all the same."""
+"""The error raised for a user's mistake, the warning about doubtful sound, and one-line texts of errors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class UserError(ValueError):
 
 
 class SoundWarning(UserWarning):
-    """Sound that is taken although it may not be what was meant: silent, very short, or perhaps cut; one line that names it.
+    """Warning about sound that is accepted but doubtful: silent, very short, or perhaps cut; one line that names it.
 
     The command lines print it as a line of its own.
     """
 
 
 def closest(word: object, known: Iterable[str]) -> str:
-    """`did you mean 'x'? known: ...`, for messages."""
+    """The hint `did you mean 'x'? known: ...` for error messages."""
     names = list(known)
     close = get_close_matches(str(word), names, n=1, cutoff=0.4)
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names) or 'none'}"
 
 
 def in_one_line(error: BaseException) -> str:
-    """What to tell a user of an error that nobody foresaw, in one line."""
+    """One line that describes an unexpected error to a user."""
     text = " ".join(str(error).split())
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in text:

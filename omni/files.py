@@ -19,9 +19,9 @@ from omni.remote import refuse_remote
 LONGEST = 255
 """Longest file name, in bytes, that file systems accept."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of the system where there is no room for a file."""
+"""System errors that mean that there is no room for a file."""
 LOCK = ".lock"
-"""The file in a folder that one process works in, with who that is."""
+"""Lock file in a folder that a process works in; names that process."""
 
 
 def check_path(path: object, what: str) -> None:
@@ -79,22 +79,23 @@ def write_whole(path: str | os.PathLike[str], data: bytes | str) -> None:
     Half of a surrogate pair, which a path in a text may hold, is written as JSON's escape.
 
     Raises:
-        UserError: no space left, or `path` is a folder or a device.
+        UserError: `path` is a folder or a device.
         OSError: it cannot be written.
     """
-    with writing(path), replacing(path) as part, part.open("wb") as file:
+    with replacing(path) as part, part.open("wb") as file:
         file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = 2) -> None:
-    """Write data as JSON, as `write_whole` does."""
-    write_whole(path, json.dumps(data, indent=indent, ensure_ascii=False) + "\n")
+    """Write data as JSON, as `write_whole` does; a full disk is a UserError."""
+    with writing(path):
+        write_whole(path, json.dumps(data, indent=indent, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """The object in a JSON file; UserError that ends with `otherwise`, what to do, where it is missing or damaged."""
+    """Reads the object in a JSON file; UserError, which ends with the advice `otherwise`, where it is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -106,7 +107,7 @@ def read_json(path: Path, otherwise: str) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around what writes `path`: a full disk is a UserError."""
+    """Context manager around code that writes `path`: turns the error of a full disk into a UserError."""
     try:
         yield
     except OSError as error:
@@ -123,7 +124,7 @@ def part_of(path: Path) -> Path:
 
 
 def publish(path: Path) -> None:
-    """Give the file at `part_of(path)` its own name, after all of it is on the disk."""
+    """Sync the file at `part_of(path)` to the disk and rename it to `path`."""
     flush(part_of(path))
     os.replace(part_of(path), path)
     flush(path.parent)
@@ -131,10 +132,10 @@ def publish(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A context in which this process alone works in `folder`, which is made where it is not there.
+    """Locks `folder`, which is made if missing, for this process while the block runs.
 
     The lock is the operating system's: it ends with the process that holds it, however that ends, so there is nothing to clear
-    up after a crash. Its file, `LOCK`, says who holds it.
+    up after a crash. Its file, `LOCK`, names the holder.
 
     Raises:
         UserError: another process holds it (it is named), or the file system has no locks.
@@ -164,7 +165,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """The process that holds a lock, as far as its file says."""
+    """Describes the process that holds a lock, from the lock file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return f"process {data['pid']} on {data['host']}, since {data['started']},"
@@ -188,7 +189,7 @@ def real_place(folder: str | os.PathLike[str]) -> Path:
 def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]:
     """Yields a new folder to fill, which is renamed to `target` when the block ends well and removed otherwise.
 
-    Where `target` is a symbolic link, what it points at is replaced, on its own disk; the link stays.
+    Where `target` is a symbolic link, its target is replaced, on its own disk; the link stays.
 
     Args:
         needed: bytes that will be written; a disk that is too small is refused before anything is.

@@ -1,5 +1,7 @@
-"""Which device and number format are meant, what a device could do at best (the other side of MFU, model FLOPs utilisation),
-and waiting for it. Names can be checked without importing torch."""
+"""Resolves names of devices and number formats; peak FLOP/s of devices (for model FLOPs utilisation, MFU); synchronising.
+
+Names can be checked without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ DTYPES = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "fp16": "float16",
 }  # fmt: skip
-"""Number formats of weights by the names that people use."""
+"""Number formats of weights, by every name that is accepted."""
 
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -36,13 +38,13 @@ PEAK_FLOPS = {
 
 
 def check_device(name: object) -> None:
-    """UserError for what is no device's name on any machine."""
+    """UserError for a string that names a device on no machine."""
     if not re.fullmatch(r"auto|(cpu|cuda|mps)(:(0|[1-9]\d{0,2}))?", str(name)):
         raise UserError(f"device {str(name)!r} is unknown; use auto, cpu, cuda, cuda:1 or mps")
 
 
 def check_dtype(name: object) -> None:
-    """UserError for an unknown number format; None and `auto` are the stored one."""
+    """UserError for an unknown number format; None and `auto` mean the stored one."""
     if name not in (None, "auto") and str(name).removeprefix("torch.") not in DTYPES:
         raise UserError(f"dtype {str(name)!r} is unknown; use auto, float32, bfloat16 or float16")
 
@@ -65,7 +67,7 @@ def find_device(name: str | int | torch.device) -> torch.device:
 
 
 def find_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """The number format called `name`; None for None and `auto`, as the weights are stored. UserError where it is unknown."""
+    """The number format called `name`; None for None and `auto` (keep the stored one). UserError where it is unknown."""
     import torch
 
     check_dtype(name)
@@ -76,7 +78,7 @@ def find_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it, so that a clock read now is right; nothing but on CUDA."""
+    """Wait for all queued work of a CUDA device, so that times read afterwards are right; does nothing on other devices."""
     if device.type == "cuda":
         import torch
 
@@ -84,10 +86,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def multiplies_bf16(kind: str = "auto") -> bool:
-    """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; else no) multiplies bf16 by itself, hence faster than fp32.
+    """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; False for others) has native bf16 products, faster than fp32.
 
-    Of processors those with AMX, and AMD's with AVX512-BF16. Intel's AVX512-BF16 does as many products a cycle as its fp32: a
-    product of 2048 x 1024 x 1024 took 26 ms in bf16 and 14 in fp32 on a Xeon without AMX.
+    Of CPUs, those with AMX have, and AMD's with AVX512-BF16. Intel's AVX512-BF16 does as many products a cycle as its fp32: a
+    product of 2048 x 1024 x 1024 took 26 ms in bf16 and 14 ms in fp32 on a Xeon without AMX.
     """
     import torch
 

@@ -23,17 +23,17 @@ from omni.errors import UserError
 
 
 class Cache(Protocol):
-    """What the decoder needs of a cache."""
+    """Interface of a cache, as the decoder uses it."""
 
     def attend_to(self, input_pos: Tensor) -> Tensor:
-        """Start a forward at `input_pos` [B, T]; the mask [B, 1, T, S] of what each position may see."""
+        """Start a forward at `input_pos` [B, T]; returns the mask [B, 1, T, S] of the slots that each position may see."""
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v [B, H, T, D] of one layer; all keys and values [B, H, S, D] that the mask speaks of."""
+        """Add k and v [B, H, T, D] of one layer; returns all its keys and values [B, H, S, D], in the order of the mask."""
 
 
 class _Layer(NamedTuple):
-    """Views of one layer's memory: all slots of all rows [B * (S + 1), H, D], and what is looked at [B, H, S, D]."""
+    """Views of one layer's memory: all slots of all rows [B * (S + 1), H, D], and the slots that are read [B, H, S, D]."""
 
     key_slots: Tensor
     value_slots: Tensor
@@ -47,7 +47,7 @@ class KVCache:
     A position of -1 in `input_pos` marks padding or an inactive row: it is written to a spare slot that no mask shows.
     With a sliding window the slots form a ring of `window + chunk - 1`, where `chunk` is the longest piece fed at once.
 
-    A mask alone hides no NaN (0 * NaN is NaN). So a slot that was forgotten is zeroed before it is looked at again, whatever it
+    A mask alone does not hide NaN (0 * NaN is NaN). So a slot that was forgotten is zeroed before it is read again, whatever it
     holds by then: `_clean` counts, on the host, the first slots of each row that were written or zeroed since.
 
     Args:
@@ -93,7 +93,7 @@ class KVCache:
     def select(self, rows: Sequence[int]) -> KVCache:
         """A view of some rows that shares this cache's memory: row i of a batch is row `rows[i]` of the cache.
 
-        Rows that stand side by side are read where they are; others are gathered in every layer.
+        Neighbouring rows are read in place; others are gathered in every layer.
         """
         view = object.__new__(KVCache)
         view.__dict__.update(self.__dict__)
@@ -110,14 +110,14 @@ class KVCache:
         return view
 
     def limit(self, positions: int | None) -> KVCache:
-        """Look at the first `positions` slots only: the caller knows that nothing is kept beyond (saves work; no ring)."""
+        """Read only the first `positions` slots: the caller knows that nothing is kept beyond (saves work; not for a ring)."""
         visible = self.slots if positions is None or self.ring else min(positions, self.slots)
         if visible != self._visible:
             self._visible, self._layers = visible, []
         return self
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
-        """Forget what the rows (all by default) hold."""
+        """Empty the rows (all by default)."""
         index = slice(None) if rows is None else torch.tensor(list(rows), device=self.keys.device)
         self.positions[index] = -1
         for row in range(self.rows) if rows is None else rows:
@@ -145,7 +145,7 @@ class KVCache:
         self._clean[self._numbers[target]] = clean if used.stop is None else min(clean, used.stop)
 
     def clean(self, positions: int | None = None) -> None:
-        """Zero what these rows forgot of the slots that are looked at (of the first `positions`, where that is given).
+        """Zero the forgotten slots of these rows among those that are read (or among the first `positions`, where given).
 
         `attend_to` does it too; a step that runs compiled or as a captured graph needs it done before.
         """
@@ -163,7 +163,7 @@ class KVCache:
         width = input_pos.shape[1]
         if self.ring and width > self.chunk:
             raise UserError(f"a piece of {width} positions was fed to a sliding cache made for {self.chunk}; raise chunk")
-        free = input_pos.device.type == "cpu" and not torch.compiler.is_compiling()  # looking costs no waiting
+        free = input_pos.device.type == "cpu" and not torch.compiler.is_compiling()  # reading values does not synchronise
         if free and not self.ring and int(input_pos.max()) >= self.slots:
             raise UserError(f"position {int(input_pos.max())} does not fit a cache of length {self.slots}; make it longer")
         if not torch.compiler.is_compiling():
@@ -180,7 +180,7 @@ class KVCache:
         mask = (held >= 0) & (held <= now)
         if self.window is not None:
             mask = mask & (held > now - self.window)
-        return mask | (now < 0)  # padding sees everything: its result is not used, but it must not become nan
+        return mask | (now < 0)  # padding attends to everything: its result is not used, but must not become NaN
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -201,7 +201,7 @@ class KVCache:
         return (keys, values) if wanted == dtype else (keys.to(wanted), values.to(wanted))
 
     def _layer(self, layer: int) -> _Layer:
-        """The views of one layer; made once, because a step is short enough for making them to count."""
+        """The views of one layer; made once, because making them would take a noticeable part of a step."""
         if torch.compiler.is_compiling():
             return self._view(layer)
         if not self._layers:

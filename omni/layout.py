@@ -1,4 +1,4 @@
-"""The layout: parallel streams, their ids and delays. Only this file and `cursor.py` know an id or a delay.
+"""The layout: parallel streams, their ids and delays. Only this module and `cursor.py` know ids and delays.
 
 A speech language model reads and writes *columns*: one id per stream and time step. The audio streams come first, the
 text stream last. Every stream has its own vocabulary, and all ids are local to it:
@@ -16,9 +16,9 @@ The answer of the preset `codec2` (4 audio streams with delays 1..4, text "no" a
     audio3    .    .    .    .   d0   d1  end         frame t is finished at column t + 4
     text      n    o  end    .    .    .    .
 
-An answer that its listener cut is written as the whole answer of what was heard: each stream ends right at the cut. The same
-answer, cut after one frame and the text "n" (`delayed(..., cut=True)`; a star marks what is trained, and no end is: a model
-trained on these would stop early):
+An answer that its listener interrupted is laid out as a whole answer of the part that was heard: each stream ends right at the
+cut. The same answer, cut after one frame and the text "n" (`delayed(..., cut=True)`; a star marks cells that are trained, and
+no end is: a model trained on these ends would stop early):
 
     column    0    1    2    3    4    5
     audio0    .   a0*  end   .    .    .
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST, LONGEST_DELAY, MOST_STREAMS = 1 << 28, 10_000, 256
-"""Most ids of a stream, columns of a delay (many minutes of sound), and streams of a layout."""
+"""Upper limits: ids of a stream, time steps of a delay (many minutes of sound), and streams of a layout."""
 
 IGNORE = -100
 """Target of a position that is left out of the loss (the default of `torch.nn.functional.cross_entropy`)."""
@@ -61,10 +61,10 @@ class Stream:
     """One parallel stream.
 
     Attributes:
-        kind: what its ids are.
+        kind: `text` or `audio`, what its ids stand for.
         size: number of ordinary ids.
         specials: number of ids kept after them (at least 5); the table has `size + specials` rows, or `rows`.
-        delay: columns between the start of an answer and the stream's first real token (at most 10,000, and less than the
+        delay: time steps between the start of an answer and the stream's first real token (at most 10,000, and less than the
             decoder's context).
         role: `predicted` by the model, or `given` from outside (a user's stream in a duplex model; for training: `Cursor`
             refuses it).
@@ -115,13 +115,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class Layout:
-    """All streams of a model and what fills them. See the drawing at the top of this module.
+    """All streams of a model, and what fills cells outside of the answer. See the drawing at the top of this module.
 
     Attributes:
         streams: the audio streams, then the text stream.
         features: encoder features `replace` the audio streams' embeddings where they are, or `add` to all.
-        fill: what is on a predicted stream before its delay and after its end. `pad`: forced when serving and left out
-            of the loss. `sampled`: whatever the model says is fed back (mini-omni's weights); the loss then asks for pad. Text
+        fill: ids of a predicted stream before its delay and after its end. `pad`: pad is forced when serving and left out
+            of the loss. `sampled`: the model's own samples are fed back (mini-omni's weights); the loss then trains pad. Text
             after its end is pad in both.
     """
 
@@ -211,7 +211,7 @@ class Layout:
         return max(s.delay for s in self.audio)
 
     def ids(self, name: str) -> Tensor:
-        """One special id per stream, [K]. `asr` and `split` stand for `answer` and `pad` on the streams without them."""
+        """One special id per stream, [K]. Streams without `asr` have `answer` instead, those without `split` have `pad`."""
         import torch
 
         out = []
@@ -243,7 +243,8 @@ class Layout:
         Args:
             text: token ids [T], or None where the text stream is silent.
             codes: frames [A, F], or None where the audio streams are silent.
-            cut: this is what was heard of an answer that was cut: its ends, and what follows them, are not trained.
+            cut: text and codes are the part that was heard of an interrupted answer: its ends, and what follows them, are not
+                trained.
 
         Returns:
             tokens [K, C] and valid [K, C] bool, true where a token is trained.

@@ -1,4 +1,4 @@
-"""Old names in files, and what they are called now: one table.
+"""Maps old names in files to the present ones.
 
 A file keeps the names that it was written with: of tensors in model folders, checkpoints, PEFT folders and edits, and of keys
 in stored configurations. Whoever reads such a file passes its names through here. What a user types is not translated: it is
@@ -16,7 +16,7 @@ from omni.errors import UserError
 T = TypeVar("T")
 
 MODULES = {"adapter": "projector"}
-"""First parts of the names of parameters and modules."""
+"""Old to new first part of the names of parameters and modules."""
 
 KEYS = {
     "ModelConfig.adapter": "projector",
@@ -28,7 +28,7 @@ KEYS = {
     "PackerShard.way": "packer_part",
     "PackerShard.ways": "packer_parts",
 }
-"""Fields of configurations and of a checkpoint's plain state, by the name of their class."""
+"""Old `Class.field` of configurations and of a checkpoint's plain state, to the new field."""
 
 PATTERNS = {
     "FitConfig.trainable",
@@ -52,42 +52,42 @@ OPTIONS = {
     "convert.adapter_hidden": "projector_hidden",
     "convert.adapter_stack": "projector_stack",
 }
-"""Options, by their command."""
+"""Old `command.option`, to the new option."""
 
 _FIRST = {new: old for old, new in MODULES.items()}
 
 _NAME = re.compile(r"((?:re:|model\.|average\.|optimizer\.|mend\.|transforms\.)*)([^.\\#]*)(.*)", re.DOTALL)
-"""What may stand before the first part of a name in a pattern, a checkpoint or an editor; that part; and the rest."""
+"""Splits a name: prefixes that a pattern, a checkpoint or an editor puts before it; its first part; and the rest."""
 
 
 def new_name(name: str) -> str:
-    """The new name of a parameter or module, or a pattern of such names; as it is where it has none."""
+    """The new name of a parameter or module, or a pattern of such names; unchanged where it has no new one."""
     return _renamed(name, MODULES)
 
 
 def first_name(name: str) -> str:
-    """The name that a parameter or module had at first. Checksums and random draws go by it, so that older ones still hold."""
+    """The first name of a parameter or module. Checksums and random draws are keyed by it, so that older ones stay valid."""
     return _renamed(name, _FIRST)
 
 
 def new_names(values: Mapping[str, T]) -> dict[str, T]:
-    """A state dict, or other values by the names of parameters or modules, with new names."""
+    """Renames the keys of a state dict, or of other values by the names of parameters or modules."""
     return {new_name(name): value for name, value in values.items()}
 
 
 def new_key(kind: Any, key: str) -> str:
-    """The new name of a field of `kind`; as it is where it has none."""
+    """The new name of a field of `kind`; unchanged where it has no new one."""
     return KEYS.get(f"{kind.__name__}.{key}", key)
 
 
 def new_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data of `kind` with new keys, and with new names in its patterns."""
+    """Renames the keys of plain data of `kind`, and the names in its patterns."""
     fields = {new_key(kind, key): value for key, value in data.items()}
     return {key: _new_patterns(value) if f"{kind.__name__}.{key}" in PATTERNS else value for key, value in fields.items()}
 
 
 def check_options(command: str, names: Iterable[str], mark: str = "") -> None:
-    """Refuse an option (`mark` stands before it) or key of a command by its old name: UserError with the new one."""
+    """Refuse an option or key of a command by its old name: UserError with the new one; `mark` is printed before it."""
     for name in names:
         given = name.partition("=")[0]
         new = OPTIONS.get(f"{command}.{given.removeprefix(mark)}") if name.startswith(mark) else None

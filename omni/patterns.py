@@ -1,4 +1,4 @@
-"""Choosing parameters and modules by the pattern of their names."""
+"""Selects parameters and modules by patterns of their names."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def match_names(
     Args:
         where: the configuration key the patterns come from, for the error.
         strict: refuse a pattern that matches nothing.
-        what: names are of, for the error.
-        also: second names, with which of `names` each stands for (`omni.model.linears.tied_names`); one that stands for none of
-            them counts for nothing.
+        what: the kind of thing that is named, for the error.
+        also: second names, each with the first name that it means (`omni.model.linears.tied_names`); one whose first name is
+            not in `names` is ignored.
 
     Raises:
         UserError: a pattern matches no name (the closest names are given), or is not a regular expression.

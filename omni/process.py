@@ -1,6 +1,6 @@
-"""What a program owes the process it runs in: whole standard streams, an orderly end by signals, a quick exit.
+"""Sets up the process of a command line: usable standard streams, a clean end on signals, a quick exit.
 
-Both doors (`python -m infer`, `python -m train`) go through `lead`; it knows nothing of commands.
+Both command lines (`python -m infer`, `python -m train`) run through `lead`, which knows nothing of commands.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from omni.errors import in_one_line
 FAILED, BROKEN_PIPE = 1, 128 + signal.SIGPIPE
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals that end a program as an exception does: what it was writing is closed or removed."""
+"""Signals that end a program by an exception, so that files it was writing are closed or removed."""
 
 GRACE = 1.0
-"""Seconds in which another signal of `ENDING` counts as the same: it must not break off what the first one ends."""
+"""Seconds in which a further signal of `ENDING` counts as the same one: it must not interrupt the clean-up of the first."""
 
 
 def lead(main: Callable[[], int]) -> NoReturn:
@@ -40,16 +40,16 @@ def lead(main: Callable[[], int]) -> NoReturn:
         code = done.code
     finally:
         code = last_flush(128 + came[-1] if came else code)
-        gc.freeze()  # the interpreter's last collection would look at every object of torch, which takes half a second
+        gc.freeze()  # the interpreter's last collection would visit every object of torch, which takes half a second
     sys.exit(code)
 
 
 def open_streams() -> None:
-    """Give the program all three standard streams, which take any name.
+    """Opens whichever of the three standard streams is closed, and lets them write any file name.
 
-    One that the caller has closed (`>&-`) leads nowhere: else the next file that is opened would take its number, and
-    get what libraries print. Characters that a stream's encoding lacks (and bytes of a file's name that are not UTF-8)
-    are written as escapes.
+    A stream that the caller has closed (`>&-`) is led to the null device: otherwise the next file that is opened would take its
+    number, and receive what libraries print. Characters that a stream's encoding lacks (and bytes of a file's name that are
+    not UTF-8) are written as escapes.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
@@ -65,13 +65,14 @@ def open_streams() -> None:
 
 
 def end_in_order() -> list[int]:
-    """Leave by an exception when a signal of `ENDING` comes; one that is ignored (`nohup`) stays ignored.
+    """Installs handlers that raise an exception on the signals of `ENDING`; one that is ignored (`nohup`) stays ignored.
 
     While libraries are imported (until `all_imported`), which may swallow the exception, the process ends at once: nothing was
-    written yet. What swallows it later meets the next signal's. Children that are forked later die of it as ever.
+    written yet. If it is swallowed later, the next signal raises again. Children that are forked later end by the signal's
+    default action.
 
     Returns:
-        the signals that an exception was raised for, as they come.
+        a list that grows by each signal that an exception was raised for.
     """
     owner, came, latest = os.getpid(), list[int](), -GRACE
 
@@ -95,10 +96,10 @@ def end_in_order() -> list[int]:
 
 
 def last_flush(code: object = 0) -> int:
-    """Write out what the standard streams still hold, so that the interpreter has nothing to complain of; the exit code.
+    """Flushes the standard streams, so that the interpreter reports no error at exit; returns the exit code.
 
     Args:
-        code: of the program so far, as `SystemExit` has it.
+        code: exit code of the program so far, as `SystemExit` has it.
     """
     if isinstance(code, str):
         say(code)
@@ -119,7 +120,7 @@ def last_flush(code: object = 0) -> int:
 
 
 def forget(number: int) -> None:
-    """Nobody takes what is written to a file descriptor any more: let it go nowhere."""
+    """Points a file descriptor that nobody reads any more to the null device."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
@@ -127,14 +128,16 @@ def forget(number: int) -> None:
 
 
 def say(text: str) -> None:
-    """A text on standard error; where nobody can be told, the exit code tells."""
+    """Prints a text on standard error; errors are ignored, because the exit code says it too."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def all_imported() -> None:
-    """Let the garbage collector work again, which `lead` stops (while large libraries are imported it takes a fifth of the time
-    and finds nothing), on what is made from now on."""
+    """Restarts the garbage collector, for objects made from now on.
+
+    `lead` stops it, because it takes a fifth of the time while large libraries are imported and finds nothing.
+    """
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -142,7 +145,7 @@ def all_imported() -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """The garbage collector rests while large libraries are imported after the command line was read; see `all_imported`."""
+    """Stops the garbage collector while large libraries are imported after the command line was read; see `all_imported`."""
     working = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Memory and time that a piece of work takes on the machine at hand."""
+"""Measures the memory and time of a piece of work on this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from omni.hardware import synchronize
 
 
 class PeakMemory:
-    """Peak memory over what was held at entry, in bytes: of the device on CUDA, of the process elsewhere.
+    """Peak memory above the memory held at entry, in bytes: of the device on CUDA, of the process elsewhere.
 
     On the CPU a thread reads the resident size every few milliseconds: the allocator returns large blocks at once, so the
-    resident size follows what is held.
+    resident size follows the memory in use.
     """
 
     def __init__(self, device: torch.device | str = "cpu", every: float = 0.003) -> None:
@@ -60,7 +60,7 @@ GIB = 1 << 30
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """How long `work` takes, until the device has done it."""
+    """Seconds that `work` takes until the device has finished."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -69,16 +69,16 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def load() -> float | None:
-    """Processes that wanted to run in the last minute, on average; None where the system does not say."""
+    """Load average of the last minute (processes that wanted to run); None where the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 class HighWater:
-    """Peak memory since this was made, in bytes over what was held then: the device's on CUDA, the process's
+    """Peak memory since this object was made, in bytes above the memory held then: of the device on CUDA, of the process
     elsewhere.
 
-    The process's peak is the kernel's own high-water mark, which misses no allocation. It is the mark of the
-    process's whole life: where an earlier peak was higher, the figure is an upper bound.
+    The peak of a process is the kernel's own high-water mark, which misses no allocation. It covers the whole life of the
+    process: where an earlier peak was higher, the figure is an upper bound.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Addresses of stores and servers (`s3://…`, `hf://…`, `https://…`) where a path of this machine belongs: not read yet."""
+"""Refuses addresses of stores and servers (`s3://…`, `hf://…`, `https://…`), which are not read yet, in place of paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from omni.errors import UserError
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", re.IGNORECASE)
-"""How an address starts; `Path` makes one slash of the two."""
+"""Start of an address; one slash is enough, because `Path` makes one of the two."""
 
 COPIES = {
     "s3": "`aws s3 cp`",
@@ -20,16 +20,16 @@ COPIES = {
     "http": "`curl -LO`",
     "https": "`curl -LO`",
 }
-"""What copies from there, by scheme."""
+"""Command that copies from an address, by scheme."""
 
 
 def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.PathLike[str] = ".", write: bool = False) -> None:
-    """UserError where a path is an address elsewhere, and nothing here has that name.
+    """UserError where a path is a remote address, and no local file has that name.
 
     Args:
-        what: it is, for the message.
+        what: kind of file or folder, for the message.
         folder: where relative paths start.
-        write: it is to be written, not read.
+        write: the path is to be written, not read.
     """
     name = os.fspath(path)
     found = ADDRESS.match(name) if isinstance(name, str) else None
@@ -47,7 +47,7 @@ def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.Path
 
 
 def check_there(path: str | os.PathLike[str], what: str, otherwise: str, there: Callable[[Path], bool] = Path.exists) -> None:
-    """UserError where a path is an address elsewhere (see `refuse_remote`), or is not `there`: then `otherwise`."""
+    """UserError where a path is a remote address (see `refuse_remote`), or where `there(path)` is false (`otherwise`)."""
     if not there(Path(path)):
         refuse_remote(path, what)
         raise UserError(otherwise)

@@ -1,4 +1,4 @@
-"""Tasks as rows of a table: what is asked, what is answered, what is trained.
+"""Tasks as rows of a table: the question's kind, the answer's streams, and the streams that are trained.
 
 A task lays out a prompt and says which streams answer it; training and serving build their columns here, so that a training
 example's prompt is the serving prompt, bit for bit (`example() = prompt() + answer`). The prompts are mini-omni's
@@ -7,7 +7,7 @@ example's prompt is the serving prompt, bit for bit (`example() = prompt() + ans
     speech in   input | T x pad, where the T encoder features are   | end | answer      on every stream
     text in     input | the question's tokens                       | end | answer      on text; pad, ..., answer on audio
 
-A system message, which says how the answers of a conversation are to be, comes before its first question. It has the marks of a
+A system message, an instruction for all answers of a conversation, comes before its first question. It has the markers of a
 written question, but no `answer` after its end:
 
     system      input | the message's tokens                        | end            on text; pad on audio
@@ -46,7 +46,7 @@ class Task:
 
     Attributes:
         question: `audio` or `text`.
-        text, audio: the answer is written, is spoken (and the streams are trained).
+        text, audio: whether the answer is written, and whether it is spoken (these streams are trained).
         marker: the text stream's last prompt id, where text answers.
     """
 
@@ -57,7 +57,7 @@ class Task:
     marker: Literal["answer", "asr"] = "answer"
 
     def trained(self, layout: Layout) -> tuple[bool, ...]:
-        """Which streams are supervised, in the layout's order."""
+        """Whether each stream is supervised, in the layout's order."""
         return (*(self.audio and s.role == "predicted" for s in layout.audio), self.text)
 
 
@@ -84,14 +84,14 @@ def find_task(name: str | Task) -> Task:
 
 
 def find_writer(task: Task) -> Task:
-    """The task that is asked in the same way, and answered in text only."""
+    """The task with the same kind of question that is answered in text only."""
     wanted = (task.question, task.marker, True, False)
     return next(t for t in TASKS.values() if (t.question, t.marker, t.text, t.audio) == wanted)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A piece of a sequence.
+    """Consecutive columns of a sequence, with their targets and features.
 
     Attributes:
         tokens: [K, C] ids local to each stream.
@@ -120,8 +120,8 @@ class Turn:
         text: token ids of the answer, without an end.
         codes: frames of the answer, [A, F].
         system: token ids of the system message before the question; only a conversation's first turn has one.
-        cut: text and codes are what was heard of an answer that was cut: its columns are those of an answer that ended there
-            (`omni/layout.py` draws them), but nobody learns to end there.
+        cut: text and codes are the part that was heard of an interrupted answer: its columns are those of an answer that ended
+            there (`omni/layout.py` draws them), but its ends are not trained.
     """
 
     task: Task | str
@@ -199,7 +199,7 @@ def answer(layout: Layout, turn: Turn) -> Columns:
 
 
 def join(pieces: Sequence[Columns]) -> Columns:
-    """One piece after another: indices of features count on. Targets stay with their columns."""
+    """Joins pieces one after another; feature indices are counted over all of them. Targets stay with their columns."""
     import torch
 
     offset, index = 0, []

@@ -1,4 +1,4 @@
-"""Text to ids and back, through the `tokenizers` library."""
+"""Encodes text to ids and decodes ids to text, through the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omni.remote import refuse_remote
 class Tokenizer:
     """A tokenizer in the `tokenizer.json` format of Hugging Face; ids are the text stream's ordinary ids.
 
-    No special token is added to a text: where an answer ends and a question starts is the layout's business.
+    No special token is added to a text: ends and starts of questions and answers are the layout's.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
@@ -39,7 +39,7 @@ class Tokenizer:
             raise UserError(f"tokenizer {path} does not exist; a model folder holds a tokenizer.json")
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises a bare Exception for whatever is wrong with the file
+        except Exception as error:  # the library raises a bare Exception for any error in the file
             raise UserError(f"tokenizer {path} cannot be read ({error}); it must be a Hugging Face tokenizer.json") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:

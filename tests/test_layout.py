@@ -149,7 +149,7 @@ def test_sampled_fill_feeds_back_what_was_said_and_stops_with_the_last_stream():
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_learnt_cells_say_each_end_once(name):
+def test_trained_cells_say_each_end_once(name):
     layout = LAYOUTS[name]
     text, codes = random_answer(layout, 3, 4, seed=5)
     tokens, valid = layout.delayed(text, codes)
@@ -160,7 +160,7 @@ def test_learnt_cells_say_each_end_once(name):
             assert not (trained == s.special("pad")).any()
 
 
-def test_a_given_stream_is_never_learnt():
+def test_a_given_stream_is_never_trained():
     layout = Layout((Stream("audio", 4, 5, 1), Stream("audio", 4, 5, 1, role="given"), Stream("text", 4, 5)))
     _, valid = layout.delayed(torch.tensor([1]), torch.zeros(2, 3, dtype=torch.long))
     assert valid[0].any() and not valid[1].any()
@@ -175,7 +175,7 @@ def test_mini_omni_ids_are_those_of_facts():
     assert layout.delays == (1, 2, 3, 4, 5, 6, 7, 0)
 
 
-def test_drawing_shows_tokens_specials_and_what_is_learnt():
+def test_drawing_shows_tokens_specials_and_what_is_trained():
     layout = Layout.preset("codec2")
     tokens, valid = layout.delayed(torch.tensor([104, 105]), torch.tensor([[1], [2], [3], [4]]))
     drawing = layout.draw(tokens, valid, decode=chr).splitlines()

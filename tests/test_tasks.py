@@ -49,7 +49,7 @@ def test_conversation_prompt_is_history_then_prompt(layout, first):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("task", TASKS)
-def test_targets_are_the_next_column_and_only_on_learnt_streams(layout, task):
+def test_targets_are_the_next_column_and_only_on_trained_streams(layout, task):
     layout = Layout.preset(layout)
     turn = make_turn(layout, task)
     whole, n = example(layout, [turn]), len(prompt(layout, turn))
@@ -96,7 +96,7 @@ def test_mini_omni_prompts_column_by_column():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("task", TASKS)
-def test_a_system_message_comes_first_and_nothing_of_it_is_learnt(layout, task):
+def test_a_system_message_comes_first_and_nothing_of_it_is_trained(layout, task):
     """Law 3 with a system message: what comes before the answer is the message, then the prompt that there is without one."""
     layout = Layout.preset(layout)
     turn = make_turn(layout, task)

@@ -72,7 +72,7 @@ def test_checkpointing_reaches_parameters_behind_frozen_inputs(model):
     assert len(learning) == 2 and all(p.grad is not None and p.grad.any() for p in learning)
 
 
-def test_the_true_end_is_learnt(model):
+def test_the_true_end_is_trained(model):
     """With pad := eos, masking the padding masks every answer's end too, and the model never stops. Here end and pad are two
     ids, and each answer's end is a target on every stream that answers."""
     layout = model.layout
@@ -81,8 +81,8 @@ def test_the_true_end_is_learnt(model):
     for k, s in enumerate(layout.streams):
         assert s.special("end") != s.special("pad")
         assert (columns.targets[k] == s.special("end")).sum() == 1
-        learnt_pads = ((columns.targets[k] == s.special("pad")) & (columns.targets[k] != IGNORE)).sum()
-        assert layout.fill == "sampled" or learnt_pads == 0
+        trained_pads = ((columns.targets[k] == s.special("pad")) & (columns.targets[k] != IGNORE)).sum()
+        assert layout.fill == "sampled" or trained_pads == 0
 
 
 def test_checkpointing_through_a_functional_cache_recomputes_nothing_twice(model):

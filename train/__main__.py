@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    if __package__ in (None, ""):  # started by path: this folder is no place to import from, its parent is
+    if __package__ in (None, ""):  # started by path: import from the parent of this folder
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from omni.process import lead
     from train.cli import main

@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": ("train.commands.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
     "convert": ("train.commands.convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
     "data": ("train.commands.data", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),
-    "eval": ("train.commands.eval", "figures on somebody's questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
+    "eval": ("train.commands.eval", "figures on a set of questions: eval MODEL DATA --out OUT; eval --compare OUT OUT"),
     "edit": ("train.commands.edit", "correct single answers: edit apply MODEL FACTS OUT; also eval, merge, revert, fit"),
     "balance": ("train.commands.balance", "compare methods of balance over seeds: balance configs/nano-balance.yaml"),
     "bench": ("train.commands.bench", "measure the training step and print tables"),
@@ -40,15 +40,15 @@ HELP = """usage: python -m train COMMAND [options]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code.
+    """Runs a command; returns the exit code.
 
-    A user's mistake, and what the system refuses of a file, is one line and 2; any other error one line and 1 (`--debug`: both
-    are raised). An interrupt is 130; 141 where nobody reads what is printed any more.
+    A user's mistake, and a file that the system cannot read or write, is one line and 2; any other error one line and 1
+    (`--debug`: both are raised). An interrupt is 130; 141 where the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
-    if not debug:  # else PyTorch tells of every connection that another process has closed, with addresses in its code
+    if not debug:  # else PyTorch logs every connection that another process closes, with addresses in its code
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())))
@@ -85,10 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _helper() -> bool:
-    """Whether this is another than the first process of a run."""
+    """True in every process of a run but the first."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
 
 
 def _lost(error: Exception) -> bool:
-    """Whether another process of the run could not be reached: it has ended, and said why."""
+    """True where another process of the run could not be reached: it has ended, and reported why."""
     return any(kind.__name__ == "DistError" for kind in type(error).__mro__)

@@ -1,6 +1,6 @@
-"""`python -m infer bench`: streaming on this machine, as tables.
+"""`python -m infer bench`: measures streaming on this machine and prints tables.
 
-All figures of a preset come from one run: what is compared in a ratio has been measured by turns. Weights are
+All figures of a preset come from one run: the two sides of a ratio are measured in alternation. Weights are
 random; on a GPU they are bf16 and the decoder of a step is compiled and captured as a CUDA graph.
 """
 
@@ -38,12 +38,12 @@ TARGETS = {
     ("qwen2-0.5b-omni", "steps / readings"): 0.8,
     ("qwen2-0.5b-omni", "peak beyond the weights"): 1.2,
 }
-"""What the project asks of two CPU cores: at most that (at least, of steps / readings)."""
+"""Targets of the project on two CPU cores: upper limits (for steps / readings a lower one)."""
 
 
 @dataclass(frozen=True)
 class FigureRow:
-    """A line of a table: what was measured, the figure and its unit, and what it is made of."""
+    """A row of a table: name of the figure, its value and unit, and its parts."""
 
     name: str
     value: float
@@ -93,12 +93,12 @@ def _tables(
 def _preset(
     options: BenchOptions, device: torch.device, name: str, config: ModelConfig, sound: Tensor
 ) -> Iterator[FigureTable]:
-    """A preset with random weights."""
+    """Measures a preset with random weights."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     gc.collect()
     memory = HighWater(device)
-    lm = random_lm(_heard_as(config, "variable"), device, dtype, compile=gpu)
+    lm = random_lm(_with_encoder_mode(config, "variable"), device, dtype, compile=gpu)
     with cpu_threads(options.threads, lm.model) as threads:
         precision = "bf16, compiled, CUDA graph" if gpu else f"fp32, {threads} thread{'s' * (threads > 1)}"
         what = f"{name} ({config.codec}, random weights, {precision})"
@@ -129,7 +129,7 @@ def _measured(
 
 
 def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[FigureTable]:
-    """A model folder, as its answers come."""
+    """Measures a model folder, whose answers end by themselves."""
     lm = SpeechLM.from_pretrained(folder, device, codec_folder=options.codec_folder)
     if lm.codec is None:
         raise UserError(
@@ -147,7 +147,7 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
 def _streaming(
     lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, mode: str, assist: bool
 ) -> FigureTable:
-    """First audio and its parts, and the real-time factor of one answer."""
+    """Measures first audio and its parts, and the real-time factor of one answer."""
     seconds = len(sound) / SAMPLE_RATE
     first = first_audio(lm, sound, assist, options.repeat)
     figures = whole_answer(lm, sound, assist, options.answer_seconds, options.repeat)
@@ -176,7 +176,7 @@ def _streaming(
 def _step_table(
     lm: SpeechLM, options: BenchOptions, sound: Tensor, name: str, what: str, assist: bool, compile: bool
 ) -> FigureTable:
-    """Steps per second beside readings of the same weights."""
+    """Measures steps per second beside readings of the same weights."""
     on_cpu = lm.model.device.type == "cpu"
     each = 6 if on_cpu else 50
     rounds = max(options.repeat, 3)
@@ -205,7 +205,7 @@ def _step_table(
 
 
 def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> FigureTable:
-    """How many rows advance together in real time."""
+    """Measures the number of rows that advance together in real time."""
     taken, fits = rows_in_real_time(lm, sound, NANO_BATCHES, compile)
     rows = [FigureRow(f"step of {n} rows", s * 1e3, "ms", "with the codec") for n, s in taken.items()]
     more = " or more" if fits == NANO_BATCHES[-1] else ""
@@ -214,13 +214,13 @@ def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> FigureTa
     return FigureTable(f"sessions: {what}", rows)
 
 
-def _heard_as(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
+def _with_encoder_mode(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
     return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, mode=mode))
 
 
 def _with_mode(lm: SpeechLM, config: ModelConfig, mode: EncoderMode, compile: bool) -> SpeechLM:
-    """The same weights behind an encoder that hears in another mode."""
-    model = type(lm.model).from_state(_heard_as(config, mode), lm.model.state_dict()).to(lm.model.device).eval()
+    """The same weights with the encoder in another mode."""
+    model = type(lm.model).from_state(_with_encoder_mode(config, mode), lm.model.state_dict()).to(lm.model.device).eval()
     return SpeechLM(model.requires_grad_(False), lm.tokenizer, lm.codec, compile=compile)
 
 

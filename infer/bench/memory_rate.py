@@ -1,7 +1,7 @@
-"""Measuring on the machine at hand: medians, peak memory, and how fast weights can be read.
+"""Measures the rate at which weights are read from memory on this machine.
 
-A step of a language model at small batch is bound by reading its weights from memory; so the rate of a plain
-reading of the same tensors, by the same threads, in the same run, is what its speed is compared with.
+A step of a language model at small batch is bound by reading its weights from memory; so its speed is compared with the
+rate of a plain reading of the same tensors, by the same threads, in the same run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda w: torch.linalg.vector_norm(w),
     "matrix-vector": lambda w: torch.mv(w, w[0]),
 }
-"""Ways to pass over a matrix once. Which is fastest depends on the processor; each reads every element and writes
-next to none."""
+"""Ways to read a matrix once. The fastest depends on the processor; each reads every element and writes next to
+none."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WeightReading:
 
 
 class WeightReader:
-    """Reads matrices in every way it knows; `fastest` is the way with the least median.
+    """Reads matrices in every way of `_READERS`; `fastest` is the way with the least median.
 
     On CUDA each way is captured as a graph, so that the launches of many small kernels do not count.
     """

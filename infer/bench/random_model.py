@@ -1,7 +1,7 @@
-"""Models of random weights that take the time and the memory of trained ones, and answers that do not end.
+"""Models of random weights that take the time and memory of trained ones, and whose answers do not end.
 
-The rows of the heads that would say `end` are zero, so their logits are zero and the largest of thousands of random
-ones is always another: an answer goes on until its limit, and text and speech last equally long.
+The heads' rows for `end` are zero, so their logits are zero and the largest of thousands of random
+ones is always another: an answer continues until its limit, and text and speech last equally long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
 
 
 def _fill(name: str, shape: torch.Size, block: Tensor) -> Tensor:
-    """Norms are 1, biases 0, and everything else is pieces of the random block."""
+    """Fills a parameter: norms with 1, biases with 0, everything else with pieces of the random block."""
     if len(shape) == 1:
         value = 0.0 if name.endswith("bias") else 1.0
         return torch.full(shape, value, dtype=block.dtype, device=block.device)
@@ -92,7 +92,7 @@ class TimedCodec(AudioCodec):
         def timed(*args: Any) -> Tensor:
             synchronize(self.inner.device)  # steps that are still under way are not the codec's
             start = time.perf_counter()
-            samples: Tensor = method(*args).cpu()  # on the host, so that the device has done its work
+            samples: Tensor = method(*args).cpu()  # copied to the host, so that the device has finished
             self.seconds += time.perf_counter() - start
             return samples
 

@@ -1,4 +1,4 @@
-"""The figures of the bench: first audio and its parts, real-time factor, steps against readings, rows in real
+"""Measures the figures of the bench: first audio and its parts, real-time factor, steps against readings, rows in real
 time."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONG = 8.0  # seconds of answering after which an answer is not repeated
 
 
 def noise(seconds: float) -> Tensor:
-    """Noise at the level of speech, [S] at 16 kHz: what is said does not change what hearing costs."""
+    """Noise at the level of speech, [S] at 16 kHz: the content of a question does not change the cost of encoding it."""
     return 0.1 * torch.randn(round(seconds * SAMPLE_RATE), generator=torch.Generator().manual_seed(0))
 
 
@@ -47,10 +47,10 @@ class FirstAudio:
 
     Attributes:
         total: until the first samples were handed out; the sum of the parts.
-        encode, prefill, steps, codec: the encoder; the question into the cache; the decoder's steps, sampling and
-            what lies between; the codec.
-        columns: how many steps.
-        frame: until a whole frame was handed out: all of the codec's lookahead has been there.
+        encode, prefill, steps, codec: the encoder; the prefill of the question; the decoder's steps with sampling and
+            everything between; the codec.
+        columns: number of steps.
+        frame: until a whole frame was handed out, after all of the codec's lookahead.
     """
 
     total: float
@@ -63,7 +63,7 @@ class FirstAudio:
 
 
 def first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool, repeat: int) -> FirstAudio:
-    """The run with the median total, of `repeat` after one to warm up."""
+    """The run with the median total, of `repeat` runs after one to warm up."""
     runs = [_first_audio(lm, sound, text_assist) for _ in range(repeat + 1)][1:]
     return sorted(runs, key=lambda run: run.total)[len(runs) // 2]
 
@@ -102,7 +102,7 @@ def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> FirstAudio:
 
 
 def _columns_until_sound(lm: SpeechLM) -> int:
-    """Steps after the prefill (which writes the first column) until the codec has the frames for its first sample."""
+    """Number of steps after the prefill (which writes the first column) until the codec has the frames for its first sample."""
     codec = lm.codec
     assert codec is not None
     frames = next(n for n in range(1, 100) if codec.exact_samples(n) > 0)
@@ -110,7 +110,7 @@ def _columns_until_sound(lm: SpeechLM) -> int:
 
 
 def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float, repeat: int) -> Figures:
-    """The answer of (at most) `seconds` with the median real-time factor, of `repeat`, or fewer where they take long."""
+    """Of `repeat` answers of (at most) `seconds`, or fewer where they take long, the one with the median real-time factor."""
     runs = [_whole_answer(lm, sound, text_assist, seconds)]
     while len(runs) < repeat and sum(run.total for run in runs) < _LONG:
         runs.append(_whole_answer(lm, sound, text_assist, seconds))
@@ -140,8 +140,8 @@ class Steps:
     Attributes:
         seconds: of a step, without the codec; median.
         reading: seconds of the fastest reading; median.
-        how: its name.
-        bytes: what is read.
+        how: name of the fastest reading.
+        bytes: number of bytes that are read.
     """
 
     seconds: float
@@ -164,10 +164,10 @@ def weights_of_a_step(lm: SpeechLM) -> list[Tensor]:
 
 
 def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: bool, rounds: int, each: int) -> Steps:
-    """Steps and readings by turns, so that whatever else the machine does weighs on both alike.
+    """Measures steps and readings in alternation, so that other load of the machine affects both alike.
 
     Args:
-        rounds: how often a few steps and a reading follow each other.
+        rounds: number of times that a few steps and a reading follow each other.
         each: steps at a time.
     """
     warm_up = 3
@@ -187,7 +187,7 @@ def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: 
 
 
 def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile: bool) -> tuple[dict[int, float], int]:
-    """How many sessions one machine serves: seconds of a step at several batch sizes, the codec's included (a frame
+    """Measures how many sessions one machine serves: seconds of a step at several batch sizes, including the codec (a frame
     per row), and the largest size at which a step takes no longer than a frame plays (0: none)."""
     codec = lm.codec
     assert codec is not None
@@ -207,8 +207,8 @@ def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile
 
 
 def _answering(lm: SpeechLM, sound: Tensor, rows: int, text_assist: bool, room: int, compile: bool) -> Runner:
-    """A runner whose rows have heard the question and can answer for `room` steps; with text assist, row 1 writes for
-    row 0. UserError where the model's context is too short for that."""
+    """A runner whose rows have been prefilled with the question and can answer for `room` steps; with text assist, row 1
+    writes for row 0. UserError where the model's context is too short for that."""
     model = lm.model
     turn = Turn(TASK, features=model.config.features(len(sound)))
     (features,) = encode_questions(model, [Asked(turn, sound)])
@@ -233,7 +233,7 @@ def _answering(lm: SpeechLM, sound: Tensor, rows: int, text_assist: bool, room: 
 
 
 def _step_aloud(runner: Runner, streams: Sequence[CodecStream], frame: Tensor) -> None:
-    """A step, and a frame through every row's codec."""
+    """Runs one step, and one frame through every row's codec."""
     _steps(runner, 1)
     for stream in streams:
         stream.push(frame)

@@ -1,10 +1,9 @@
-"""Sound in: files, bytes and raw PCM to mono tensors `[S]` float32 at the rate the caller asks for.
+"""Reads sound files, bytes and raw PCM as mono tensors `[S]` float32 at the rate the caller asks for.
 
 Everything a person may hand over by mistake (a folder, a text file, half a download, three hours, eight
 channels, NaN, `/dev/zero`) is refused here with one line that names the source, the value and the way out, so
-that nothing behind this door has to look again; and before memory is taken for it. What is taken all the same
-but may not be what was meant is told as a `SoundWarning`. WAV files are written by `omni.audio.wav`, whose names are
-exported here too.
+that no caller has to check again; and before memory is taken for it. Sound that is accepted but may not be what was
+meant gives a `SoundWarning`. WAV files are written by `omni.audio.wav`, whose names are exported here too.
 
 S samples, C channels.
 """
@@ -49,13 +48,13 @@ __all__ = [
 ]
 
 SAMPLE_RATE = 16_000
-"""Samples per second of everything the encoder hears."""
+"""Samples per second of the encoder's input."""
 
 MAX_SECONDS = 1800.0
 """Longest file read unless the caller says otherwise: half an hour, 115 MB of float32 at 16 kHz."""
 
 MAX_STREAM_BYTES = 1 << 28
-"""Most that is read of what has no end that could be seen before (pipes, devices), and of an OGG or MP3: 256 MiB."""
+"""Most bytes read of a source whose length is not known before (pipes, devices), and of an OGG or MP3: 256 MiB."""
 
 RATES = (100, 1_000_000)
 """Sample rates that a file may have."""
@@ -64,7 +63,8 @@ AudioSource = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 """A path, the bytes of a file, or an open binary file."""
 
 _FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "MP3", "NIST")
-"""libsndfile guesses some twenty more, from as little as four zero bytes, and of those nothing says whether they are whole."""
+"""libsndfile guesses some twenty further formats, from as little as four zero bytes; whether such a file is whole cannot be
+checked."""
 
 _MOST = 1800 * 96_000  # samples a channel, whatever the rate: 691 MB of float32
 _BLOCK = 1 << 18  # samples decoded at a time, so that no header can ask for memory that the data does not fill
@@ -72,7 +72,7 @@ _BLOCK = 1 << 18  # samples decoded at a time, so that no header can ask for mem
 
 @dataclass(frozen=True)
 class AudioInfo:
-    """What the header of a sound file says; nothing is decoded."""
+    """The header of a sound file, read without decoding anything."""
 
     sample_rate: int
     samples: int
@@ -141,8 +141,8 @@ def read_audio(
 
 
 def audio_info(source: AudioSource, *, name: str | None = None) -> AudioInfo:
-    """Read the header of a sound file. UserError: missing, a folder, empty, not a sound file, truncated as far as its size
-    tells, a stream without end."""
+    """Read the header of a sound file. UserError: missing, a folder, empty, not a sound file, a stream without end, or
+    truncated (as far as its size shows)."""
     name = name or _name(source)
     sound, _ = _open(source, name, bounded=False, ends=False)
     with sound as file:
@@ -150,7 +150,8 @@ def audio_info(source: AudioSource, *, name: str | None = None) -> AudioInfo:
 
 
 def read_stream(source: BinaryIO, name: str) -> bytearray:
-    """All of a pipe, device or socket that gives a sound file. UserError: its beginning is of none, or it does not end."""
+    """Reads a pipe, device or socket that gives a sound file to its end. UserError: its first bytes are of none, or it does not
+    end."""
     head = bytes(_some(source, HEAD))
     if head and container(head) is None:
         kind = foreign(head)
@@ -162,13 +163,13 @@ def read_stream(source: BinaryIO, name: str) -> bytearray:
     data = _some(source, MAX_STREAM_BYTES + 1 - len(head), bytearray(head))
     if len(data) > MAX_STREAM_BYTES:
         raise UserError(
-            f"{name} goes on after {MAX_STREAM_BYTES >> 20} MiB, the most that is read of a stream: write it to a file"
+            f"{name} continues after {MAX_STREAM_BYTES >> 20} MiB, the most that is read of a stream: write it to a file"
         )
     return data
 
 
 def _some(source: BinaryIO, count: int, data: bytearray | None = None) -> bytearray:
-    """Up to that many bytes more, behind `data`; fewer only at the end."""
+    """Reads up to `count` further bytes and appends them to `data`; fewer only at the end."""
     data = bytearray() if data is None else data
     most = len(data) + count
     while len(data) < most and (piece := source.read(min(most - len(data), 1 << 20))):
@@ -199,21 +200,23 @@ def from_pcm16(data: bytes | bytearray, source_rate: int, sample_rate: int = SAM
 
 
 def _name(source: AudioSource) -> str:
-    """What an error calls the source."""
+    """Name of the source in error messages."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         return f"sound of {len(source)} bytes"
     return shorten(os.fspath(source) if isinstance(source, (str, os.PathLike)) else getattr(source, "name", "open file"))
 
 
 def shorten(value: object) -> str:
-    """A value in one line of bounded length."""
+    """Text of a value in one line of bounded length."""
     text = repr(value[:300] if isinstance(value, str) else value)
     return text if len(text) <= 200 else f"{text[:160]}...{text[-30:]}"
 
 
 def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> tuple[soundfile.SoundFile, str | None]:
-    """Open for decoding, after the checks that libsndfile does not make (`ends`: also those that read to the end); and what
-    may be wrong with it all the same."""
+    """Opens a source for decoding, after checks that libsndfile does not make (`ends`: also those that read to the end).
+
+    The second value describes what may be wrong with the file although it is accepted, None for nothing.
+    """
     if isinstance(source, (str, os.PathLike)):
         try:
             mode = os.stat(source).st_mode
@@ -252,7 +255,7 @@ def _open(source: AudioSource, name: str, bounded: bool, ends: bool = True) -> t
 def _checked(
     file: BinaryIO, place: bytes | BinaryIO, name: str, bounded: bool, ends: bool
 ) -> tuple[soundfile.SoundFile, str | None]:
-    """Refuse what is empty, no sound, cut, or too large to be looked at; then open it at `place`."""
+    """Refuses a file that is empty, no sound, cut, or too large to be checked; then opens it at `place`."""
     start = file.tell()
     head = bytes(_some(file, HEAD))
     if not head and start:
@@ -304,8 +307,8 @@ def _sound_file(file: bytes | BinaryIO, name: str, kind: str | None) -> soundfil
 def _decode(
     file: soundfile.SoundFile, name: str, most: int | None, channel: int | Literal["mix"]
 ) -> tuple[np.ndarray, int | None]:
-    """All samples `[S]` float32 of the chosen channel, block by block; and the channel to take instead where the mixed ones
-    cancel each other."""
+    """Decodes all samples `[S]` float32 of the chosen channel, block by block; also returns the channel to take instead where
+    mixed channels cancel each other."""
     import numpy as np
     import soundfile
 

@@ -1,4 +1,4 @@
-"""How loud sound is, and what can be said of a clip in which hardly anything can be heard.
+"""Measures the level of sound, and describes clips that are silent, very short, or cancelled by opposite channels.
 
 Dimensions: S samples.
 """
@@ -17,14 +17,14 @@ QUIET_DBFS = -60.0
 """Below this level a clip counts as silent."""
 
 SHORT_SECONDS = 0.1
-"""Nothing is said in less."""
+"""Shortest clip in which anything can be said."""
 
-_CANCELLED = 0.01  # of the louder channel's energy: what is left of opposite channels when they are averaged
+_CANCELLED = 0.01  # share of the louder channel's energy that is left when opposite channels are averaged
 
 
 def level(clip: Tensor, sample_rate: int) -> float:
-    """Decibels of `[S]`, S at least 1, relative to full scale: the RMS of its loudest 100 ms without their mean (a constant is
-    not heard); -inf for silence."""
+    """Level of `[S]`, S at least 1, in decibels relative to full scale: the RMS of its loudest 100 ms without their mean (a
+    constant is not heard); -inf for silence."""
     import torch
 
     window = max(1, round(SHORT_SECONDS * sample_rate))
@@ -34,8 +34,8 @@ def level(clip: Tensor, sample_rate: int) -> float:
     return 10 * math.log10(power) if power > 1e-20 else -math.inf
 
 
-def remarks(clip: Tensor, sample_rate: int) -> list[str]:
-    """What makes it doubtful that anything is said in `[S]`, S at least 1: the ends of sentences about it."""
+def sound_warnings(clip: Tensor, sample_rate: int) -> list[str]:
+    """Reasons to doubt that anything is said in `[S]`, S at least 1, as ends of sentences about it."""
     found = []
     if (seconds := len(clip) / sample_rate) < SHORT_SECONDS:
         found.append(f"lasts {seconds * 1e3:.3g} ms, and nothing can be said in under {SHORT_SECONDS * 1e3:.0f} ms")
@@ -53,5 +53,5 @@ def cancelled(mixed: float, channels: Sequence[float]) -> int | None:
 
 
 def heard_alone(channel: int) -> str:
-    """What is told where `cancelled` names a channel: the end of a sentence about the sound."""
-    return f"two channels are of opposite phase and cancel each other; channel {channel} is heard alone"
+    """Text of the warning for the channel that `cancelled` names: the end of a sentence about the sound."""
+    return f"two channels are of opposite phase and cancel each other; channel {channel} is used alone"

@@ -40,10 +40,10 @@ def mel_frames(samples: int, hop: int = HOP) -> int:
 def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int = HOP) -> Tensor:
     """Features `[..., M, F]` float32 of 16 kHz sound `[..., S]`, F = `mel_frames(S, hop)`.
 
-    floor: "clip" bounds the features at 8 below the clip's loudest band, as Whisper does (for a batch: each
-    clip's own, so that company changes nothing): the features of a beginning then depend on the end.
-    "fixed" bounds them at `FIXED_FLOOR`: the features of a beginning are final as soon as the sound under
-    their window is there (all frames but the last).
+    floor: "clip" bounds the features at 8 below the clip's loudest band, as Whisper does (in a batch each
+    clip has its own, so that other clips change nothing): the first features then depend on the end of the clip.
+    "fixed" bounds them at `FIXED_FLOOR`: features are final as soon as the sound under their window is there
+    (all frames but the last).
     n_mels: 80 or 128, the banks that Whisper ships. hop: samples between frames, 160 for Whisper.
     UserError: no samples, or a value that is none of these.
     """

@@ -1,5 +1,5 @@
-"""Frames of MPEG audio (ISO/IEC 11172-3 and 13818-3, layers I to III), as far as it takes to know that data is MP3 and
-whether it ends inside a frame. Decoding is libsndfile's.
+"""Parses frame headers of MPEG audio (ISO/IEC 11172-3 and 13818-3, layers I to III): is data MP3, and does it end inside a
+frame? Decoding is libsndfile's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JUNK = 1 << 16  # bytes behind tags in which the first frame is looked for
 
 
 class Frame(NamedTuple):
-    """A frame's length in bytes, and what all frames of a stream share: version, layer and sample rate."""
+    """Length of a frame in bytes, and the fields that all frames of a stream share: version, layer and sample rate."""
 
     length: int
     stream: tuple[int, int, int]
@@ -55,7 +55,7 @@ def frame(data: bytes, at: int) -> Frame | None:
     return Frame(samples // 8 * bits // hertz + padding, (version, layer, hertz))
 
 
-def begins(data: bytes, at: int = 0, *, whole: bool) -> bool:
+def starts_frame(data: bytes, at: int = 0, *, whole: bool) -> bool:
     """Whether two frames of one stream follow each other from `at`; one is enough where the data is `whole` and ends with
     it (or with an ID3v1 tag behind it)."""
     first = frame(data, at)
@@ -69,14 +69,14 @@ def begins(data: bytes, at: int = 0, *, whole: bool) -> bool:
 
 
 def first_frame(data: bytes) -> int | None:
-    """Where the first of two frames in a row starts, behind ID3v2 tags and what follows them; None if there are none."""
+    """Offset of the first of two frames in a row, behind ID3v2 tags and what follows them; None if there are none."""
     at = 0
     while data[at : at + 3] == b"ID3" and len(data) >= at + 10:
         size = data[at + 6] << 21 | data[at + 7] << 14 | data[at + 8] << 7 | data[at + 9]  # seven bits a byte
         at += 10 + size + (10 if data[at + 5] & 0x10 else 0)
     last = min(len(data), at + (_JUNK if at else 1))
     while at < last:
-        if begins(data, at, whole=True):
+        if starts_frame(data, at, whole=True):
             return at
         at = data.find(b"\xff", at + 1, last)
         if at < 0:
@@ -85,7 +85,7 @@ def first_frame(data: bytes) -> int | None:
 
 
 def ends_inside(data: bytes, at: int) -> bool:
-    """Whether the last of the frames from `at` is cut. What is no frame (tags, damage) ends the walk."""
+    """Whether the last of the frames from `at` is cut. Bytes that are no frame (tags, damage) end the walk."""
     while found := frame(data, at):
         at += found.length
     return at > len(data)
@@ -93,9 +93,11 @@ def ends_inside(data: bytes, at: int) -> bool:
 
 @contextmanager
 def quiet_decoder(kind: str | None) -> Iterator[None]:
-    """Keep from standard error what libmpg123, which libsndfile decodes MP3 with, writes there by itself; nothing is done
-    for other kinds than `MP3`. It writes past Python, so the descriptor is led elsewhere meanwhile; what others write is
-    passed on afterwards."""
+    """Suppresses the messages that libmpg123, libsndfile's MP3 decoder, writes to standard error; other kinds than `MP3` are
+    left alone.
+
+    It bypasses Python, so the file descriptor is redirected meanwhile; what others write is passed on afterwards.
+    """
     if kind != "MP3":
         yield
         return

@@ -1,4 +1,4 @@
-"""From one sample rate to another.
+"""Resamples sound from one sample rate to another.
 
 Dimensions: S samples.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FRAMES = 1 << 17  # frames of a resampling product done at a time
 _MAX_KERNEL = 1 << 24  # elements of a resampling kernel; only rates without a common divisor come near
-_CLOSE = 1 << 22  # elements of the kernel that then stands for theirs
+_CLOSE = 1 << 22  # elements of the kernel that is then used in their place
 
 
 def resample(audio: Tensor, source_rate: int, sample_rate: int, *, name: str = "audio") -> Tensor:
@@ -55,7 +55,7 @@ def resample(audio: Tensor, source_rate: int, sample_rate: int, *, name: str = "
 
 
 def _taps(ratio: Fraction) -> int:
-    """Samples that a filter reaches over."""
+    """Number of samples that a filter spans."""
     return ratio.numerator + 12 * ceil(ratio)
 
 

@@ -1,4 +1,4 @@
-"""What data is, by its first bytes: a container of sound that is read here, something else with a name, or neither.
+"""Identifies data by its first bytes: a sound container that is read here, another known format, or neither.
 
 Raw PCM has no header, so only marks of at least three bytes count, and MP3 and AAC, whose frames start with eleven
 and twelve set bits (as UTF-16 text and quiet PCM do), must show two frames in a row.
@@ -11,7 +11,7 @@ import codecs
 from omni.audio import mp3
 
 HEAD = 4096
-"""Bytes that are looked at: enough for two frames of MP3."""
+"""Bytes that are examined: enough for two frames of MP3."""
 
 _MARKS = {
     b"fLaC": "FLAC",
@@ -52,7 +52,7 @@ _LAYOUT = "\t\n\v\f\r\x1b"
 
 
 def container(head: bytes) -> str | None:
-    """The container of sound that data with this beginning is (`WAV`, `FLAC`, `OGG`, `MP3`, ...), or None."""
+    """Sound container (`WAV`, `FLAC`, `OGG`, `MP3`, ...) whose data starts with `head`, or None."""
     if form := _FORMS.get(head[:4] + head[8:12]):
         return form
     if head[:3] == b"ID3" and head[3:4] in (b"\2", b"\3", b"\4"):
@@ -60,11 +60,11 @@ def container(head: bytes) -> str | None:
     for mark, name in _MARKS.items():
         if head.startswith(mark):
             return name
-    return "MP3" if mp3.begins(head, whole=len(head) < HEAD) else None
+    return "MP3" if mp3.starts_frame(head, whole=len(head) < HEAD) else None
 
 
 def foreign(head: bytes) -> str | None:
-    """What data with this beginning is, in words of a sentence, if it is known not to be sound that is read here."""
+    """Description, as part of a sentence, of data that starts with `head` and is known not to be sound that is read here."""
     if container(head):
         return None
     if head[4:8] == b"ftyp":
@@ -88,7 +88,7 @@ def foreign(head: bytes) -> str | None:
 
 
 def _text(head: bytes) -> str | None:
-    """The beginning as text where all of it is printable; UTF-16 also without its mark."""
+    """`head` decoded as text where all of it is printable, else None; UTF-16 also without its mark."""
     encoding = next((name for mark, name in _BOMS.items() if head.startswith(mark)), "utf-8")
     if encoding == "utf-8" and len(head) >= 4:
         if not any(head[1::2]) and all(head[::2]):

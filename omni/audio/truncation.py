@@ -1,8 +1,8 @@
-"""Whether the file of a sound is all there, and its bit depth exists. libsndfile plays what it finds and says nothing.
+"""Detects truncated sound files and impossible bit depths, which libsndfile plays without an error.
 
-What is certainly cut is refused: a chunk of samples that is shorter than its header says (WAV, RF64, W64, AIFF, AU, CAF,
-NIST), an OGG that ends inside a page, and (in `omni.audio.io`) fewer samples than a FLAC or MP3 promises. What may be cut
-is told (a `SoundWarning`): an OGG without its end mark, an MP3 that ends inside a frame.
+A file that is certainly cut is refused: a chunk of samples that is shorter than its header says (WAV, RF64, W64, AIFF, AU, CAF,
+NIST), an OGG that ends inside a page, and (in `omni.audio.io`) fewer samples than a FLAC or MP3 promises. One that may be cut
+gives a `SoundWarning`: an OGG without its end mark, an MP3 that ends inside a frame.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = (8, 12, 16, 20, 24, 32, 64)  # per sample of a WAV; libsndfile rounds an
 
 
 class Extent(NamedTuple):
-    """Bytes of samples that a header promises, and those that are there."""
+    """Bytes of samples that a header promises, and bytes that the file has."""
 
     promised: int
     held: int
@@ -32,8 +32,10 @@ class Extent(NamedTuple):
 
 
 def extent(file: BinaryIO, kind: str | None, name: str) -> Extent | None:
-    """Of a file at its beginning; None where the header does not say. The file's position changes. UserError: a bit
-    depth that no WAV has."""
+    """The extent of a file whose position is at its start; None where the header does not say. The position changes.
+
+    UserError: a bit depth that no WAV has.
+    """
     start = file.tell()
     size = file.seek(0, os.SEEK_END) - start
     file.seek(start)
@@ -48,7 +50,7 @@ def extent(file: BinaryIO, kind: str | None, name: str) -> Extent | None:
 
 
 def _again(file: BinaryIO, start: int, count: int) -> bytes:
-    """The first bytes, zeros behind a file that is shorter."""
+    """Reads `count` bytes from `start`, filled up with zeros where the file is shorter."""
     file.seek(start)
     return file.read(count).ljust(count, b"\0")
 
@@ -62,9 +64,9 @@ def _nist(head: bytes, size: int) -> Extent | None:
 
 
 def _chunks(file: BinaryIO, start: int, size: int, source: str) -> Extent | None:
-    """Walk the chunks to the samples."""
+    """Walks the chunks of a file up to the chunk of samples."""
     mark = _again(file, start, 4)
-    form, at, own, align = {  # a chunk's header; where the first starts; whether lengths include it; what they are padded to
+    form, at, own, align = {  # a chunk's header; offset of the first; whether lengths include it; their alignment
         b"RIFF": ("<4sI", 12, 0, 2),
         b"RF64": ("<4sI", 12, 0, 2),
         b"RIFX": (">4sI", 12, 0, 2),
@@ -96,8 +98,10 @@ def _chunks(file: BinaryIO, start: int, size: int, source: str) -> Extent | None
 
 
 def check_end(file: BinaryIO, kind: str | None, name: str) -> str | None:
-    """Look at the end of an OGG or MP3, which have no chunks; a sentence where it may be cut. UserError: it is cut, or what
-    should be MP3 has no two frames in a row. The file's position stays."""
+    """Checks the end of an OGG or MP3, which have no chunks; returns a sentence where it may be cut.
+
+    UserError: it is cut, or what should be MP3 has no two frames in a row. The file's position stays.
+    """
     start, doubt = file.tell(), None
     if kind == "OGG":
         size = file.seek(0, os.SEEK_END)

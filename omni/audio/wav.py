@@ -1,4 +1,4 @@
-"""Sound out: 16-bit PCM bytes, and sound files that appear under their name only when they are complete.
+"""Writes sound: 16-bit PCM bytes, and sound files that appear under their name only when they are complete.
 
 A file is written beside its place (`.NAME.part-…`) and renamed when it is closed, so a reader never sees
 half of one. Format: RIFF WAVE, a `fmt ` and a `data` chunk, little-endian (Microsoft and IBM, Multimedia
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 Encoding = Literal["pcm16", "float32"]
 
 FORMATS = {".wav": "WAV", ".flac": "FLAC", ".ogg": "OGG", ".mp3": "MP3"}
-"""What `write_audio` writes, by the file's suffix."""
+"""Formats that `write_audio` writes, by the file's suffix."""
 
-_UNKNOWN = 0xFFFFFFFF  # the size that stands in the header until the writer closes: players then read to the end
+_UNKNOWN = 0xFFFFFFFF  # the size in the header until the writer closes: players then read to the end
 _BLOCK = 1 << 16  # samples that are encoded at a time
 _LIMIT = 0xFFFFFF00  # bytes of data that a RIFF header can count
 
@@ -112,7 +112,7 @@ class WavWriter:
 
     @property
     def seconds(self) -> float:
-        """Length written so far."""
+        """Seconds of sound written so far."""
         return self.samples / self.sample_rate
 
     def append(self, audio: Tensor) -> None:
@@ -144,11 +144,11 @@ class WavWriter:
         return self.path
 
     def abort(self) -> None:
-        """Throw away what was written; what stood at the path before stays."""
+        """Discard what was written; a file that was at the path before stays."""
         if self._file is not None:
             file, self._file = self._file, None
             try:
-                file.close()  # flushes, so a full disk may speak up once more
+                file.close()  # flushes, so a full disk may raise once more
             except OSError:
                 pass
             finally:
@@ -179,7 +179,7 @@ def _refused(path: str | os.PathLike[str], reason: str) -> UserError:
 
 
 def _samples(audio: Tensor) -> Tensor:
-    """`[S]` float32 on the host, checked."""
+    """Checks samples and returns them as `[S]` float32 on the host."""
     import numpy as np
     import torch
 
@@ -192,7 +192,7 @@ def _samples(audio: Tensor) -> Tensor:
 
 
 def _header(data_bytes: int, samples: int, sample_rate: int, encoding: Encoding) -> bytes:
-    """Everything before the samples: 44 bytes for PCM, 58 for float32."""
+    """The header, all bytes before the samples: 44 bytes for PCM, 58 for float32."""
     pcm = encoding == "pcm16"
     width = 2 if pcm else 4
     form = struct.pack("<HHIIHH", 1 if pcm else 3, 1, sample_rate, sample_rate * width, width, 8 * width)

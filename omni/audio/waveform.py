@@ -1,4 +1,4 @@
-"""Sound that Python holds (tensors, arrays, lists, and what data sets and user interfaces wrap them in) as one mono waveform.
+"""Converts sound held in Python (tensors, arrays, lists, and the wrappers of data sets and user interfaces) to mono waveforms.
 
 Dimensions: S samples, C channels.
 """
@@ -20,7 +20,8 @@ from omni.audio.level import cancelled, heard_alone
 from omni.errors import SoundWarning, UserError
 
 LOUDEST = 100.0
-"""Largest sample that is taken for sound. Full scale is 1; sound counted in integers (32768) is far beyond, by mistake."""
+"""Largest sample that is accepted. Full scale is 1; samples far beyond it are usually integers (32768) given as floats by
+mistake."""
 
 _SCALES = {"int8": 1 << 7, "int16": 1 << 15, "int32": 1 << 31}
 _WAY = "give numbers as a tensor, an array or a list: [S], [1, S], [2, S] or [S, 2]"
@@ -37,7 +38,7 @@ def read_sound(
     """Samples, or a sound file (see `AudioSource`), as mono `[S]` float32 at `target` samples per second.
 
     Args:
-        sound: without what `unwrap` takes off.
+        sound: without the wrappers that `unwrap` removes.
         sample_rate: of samples; a file knows its own.
         name: what messages call samples and open files.
 
@@ -52,7 +53,7 @@ def read_sound(
     rate, samples = whole_rate(sample_rate, name), as_waveform(sound, name)
     if len(samples) / rate > max_seconds:  # before a rate of 1 Hz makes sixteen thousand samples of each
         raise UserError(
-            f"{name} lasts {len(samples) / rate:.1f} s at {rate} Hz, and at most {max_seconds:g} s are heard; cut it into "
+            f"{name} lasts {len(samples) / rate:.1f} s at {rate} Hz, and at most {max_seconds:g} s are taken; cut it into "
             "pieces, or correct the sample rate"
         )
     check_level(samples, name)  # before resampling, which adds samples up
@@ -72,8 +73,8 @@ def check_level(clip: Tensor, name: str = "the question") -> None:
 
 
 def unwrap(sound: Any, sample_rate: Any, name: str = "the question") -> tuple[Any, Any]:
-    """The sound itself and its sample rate, out of `(rate, samples)` in either order, `{"array", "sampling_rate"}`,
-    `{"bytes"}`, `{"path"}`, and any of them under `"audio"`; other things come back as they are. UserError: a mapping
+    """Extracts the sound itself and its sample rate from `(rate, samples)` in either order, `{"array", "sampling_rate"}`,
+    `{"bytes"}`, `{"path"}`, and any of them under `"audio"`; other values are returned unchanged. UserError: a mapping
     without sound."""
     if isinstance(sound, Mapping):
         keys = sound.keys()
@@ -97,7 +98,7 @@ def unwrap(sound: Any, sample_rate: Any, name: str = "the question") -> tuple[An
 
 
 def is_waveform(sound: Any) -> bool:
-    """Whether it is something that holds numbers: a tensor, an array, or a list or tuple."""
+    """Whether `sound` holds samples as numbers: a tensor, an array, or a list or tuple."""
     return isinstance(sound, (Tensor, np.ndarray, list, tuple)) or (
         hasattr(sound, "__array__") and not isinstance(sound, (str, bytes))
     )
@@ -117,7 +118,7 @@ def whole_rate(sample_rate: Any, name: str = "the question") -> int:
 
 
 def as_waveform(samples: Any, name: str = "the question") -> Tensor:
-    """Numbers as mono `[S]` float32 on the host, full scale being 1.
+    """Converts numbers to mono `[S]` float32 on the host, full scale being 1.
 
     Integers are divided by the range of their type (uint8 is centred at 128); those of 64 bits, as in lists, count as 16-bit
     samples. Two channels are averaged, or the louder is taken where they cancel each other (SoundWarning).
@@ -149,7 +150,7 @@ def _is_samples(value: Any) -> bool:
 
 
 def _array(samples: Any, name: str) -> np.ndarray:
-    """Anything that holds numbers as an array on the host."""
+    """Converts anything that holds numbers to an array on the host."""
     if isinstance(samples, Tensor):
         if samples.layout != torch.strided or samples.is_meta:
             raise UserError(f"{name} is a sparse tensor, or one without values (meta); give dense samples")
@@ -162,14 +163,14 @@ def _array(samples: Any, name: str) -> np.ndarray:
 
 
 def _channels(array: np.ndarray, name: str) -> np.ndarray:
-    """`[S]`, or `[2, S]`, of what has one or two channels in either order."""
+    """Brings an array of one or two channels, in either order, to `[S]` or `[2, S]`."""
     shape = list(array.shape)
     if array.ndim == 2 and 1 in shape:
         return array.reshape(-1)
     if array.ndim == 2 and 0 not in shape and shape.count(2) == 1:
         return array if shape[0] == 2 else array.T
     if array.ndim == 2 and 0 not in shape and shape != [2, 2]:
-        raise UserError(f"{name} has shape {shape}, {min(shape)} channels, and only one or two are heard; give one, [samples]")
+        raise UserError(f"{name} has shape {shape}, {min(shape)} channels, and only one or two are taken; give one, [samples]")
     if array.ndim != 1 and array.size:
         raise UserError(f"{name} has shape {shape}; {_WAY}")
     return array.reshape(-1)

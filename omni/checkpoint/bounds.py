@@ -1,5 +1,5 @@
-"""What a model folder claims, looked at before memory is taken for it: how deep its JSON is, whether the weights' header has
-the tensors that the configuration asks for, whether a file it lists lies inside of it, and whether its weights are numbers.
+"""Checks of a model folder before memory is taken for it: the depth of its JSON, the tensors in the weights' header against the
+configuration, paths of listed files (inside of the folder), and finite weights.
 
 A header of safetensors: https://github.com/huggingface/safetensors#format (8 bytes of length, then JSON).
 """
@@ -18,13 +18,13 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 
 DEEPEST = 100
-"""Levels of nested JSON."""
+"""Most levels of nested JSON."""
 
 LONGEST = 100_000_000
-"""Bytes of a JSON file, and of a safetensors header (as the reference implementation has it)."""
+"""Most bytes of a JSON file, and of a safetensors header (the reference implementation's limit)."""
 
 CONFIG_LONGEST = 16_000_000
-"""Bytes of a `config.json` of ours."""
+"""Most bytes of a `config.json` of ours."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -32,7 +32,7 @@ AGAIN = "fetch or save the folder again"
 
 
 def load_json(path: Path, longest: int = LONGEST) -> Any:
-    """What a JSON file holds.
+    """Reads a JSON file.
 
     Raises:
         ValueError: it is no JSON, longer than `longest` bytes, or nested more than `DEEPEST` deep.
@@ -56,7 +56,7 @@ def load_json(path: Path, longest: int = LONGEST) -> Any:
 
 
 def check_header(config: ModelConfig, path: Path) -> None:
-    """Compare what makes a model large with the shapes in the header of its weights, in milliseconds and without building it.
+    """Compare the sizes that make a model large with the shapes in its weights' header, in milliseconds, without building it.
 
     Raises:
         UserError: the header cannot be read, or has other layers, tables or widths than the configuration.
@@ -72,7 +72,7 @@ def check_header(config: ModelConfig, path: Path) -> None:
                 "another configuration"
             )
     for name, wanted in _key_shapes(config).items():
-        if name in shapes and shapes[name] != wanted:  # what is missing is named when all tensors are compared
+        if name in shapes and shapes[name] != wanted:  # a missing tensor is named when all tensors are compared
             raise UserError(
                 f"{path}: tensor {name} has shape {shapes[name]}, the configuration asks for {wanted}; the weights belong to "
                 "another configuration"
@@ -89,7 +89,7 @@ def _stacks(config: ModelConfig) -> dict[str, int]:
 
 
 def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
-    """Shapes in which every size of decoder, encoder and layout takes part."""
+    """Shapes of tensors that together depend on every size of decoder, encoder and layout."""
     d, e, layout = config.decoder, config.encoder, config.layout
     first = "decoder.blocks.0"
     return {
@@ -104,10 +104,10 @@ def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
 
 
 def read_header(path: Path, most: int = LONGEST) -> tuple[int, dict[str, tuple[str, Any, Any]]]:
-    """Bytes of the header of a safetensors file, and type, shape and place of each tensor as it has them.
+    """Size in bytes of the header of a safetensors file, and type, shape and place of each tensor as the header states them.
 
     Args:
-        most: bytes of a header with the tensors that are asked for.
+        most: most bytes that a header with the expected tensors can have.
 
     Raises:
         UserError: the file is missing, truncated, a pickle, or its header is none.
@@ -154,7 +154,7 @@ def check_inside(folder: Path, name: str, where: Path) -> None:
 
 
 def finite(piece: Tensor) -> bool:
-    """Whether all numbers of a tensor are finite; makes no copy of it, and takes a quarter to a half of its checksum's time."""
+    """Whether all values of a tensor are finite; makes no copy of it, and takes a quarter to a half of its checksum's time."""
     if piece.dtype not in FLOATS or not piece.numel():
         return True
     return all(bool(end.isfinite()) for end in torch.aminmax(piece))
@@ -164,7 +164,7 @@ def check_finite(model: nn.Module, where: Path, dtype: torch.dtype | None) -> No
     """Refuse a model with weights that are not finite numbers (UserError naming the first tensor).
 
     Args:
-        dtype: what the weights were converted to, None where they were not.
+        dtype: type that the weights were converted to, None where they were not.
     """
     for name, tensor in model.state_dict().items():
         if not finite(tensor):

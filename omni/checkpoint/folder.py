@@ -1,8 +1,8 @@
-"""A model as a folder: `config.json`, `model.safetensors`, `tokenizer.json`, and `codec/` where the codec has weights.
+"""Saves and loads model folders: `config.json`, `model.safetensors`, `tokenizer.json`, `codec/` where the codec has weights.
 
 Nothing in it can run code. A folder is written beside its name and renamed when it is whole; `config.json` holds the size and
-the CRC-32 of every other file, so a truncated or mixed-up folder is refused. What it claims is compared with the header of the
-weights before a model is built (`omni.checkpoint.bounds`).
+the CRC-32 of every other file, so a truncated or mixed-up folder is refused. The configuration is compared with the header of
+the weights before a model is built (`omni.checkpoint.bounds`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from omni.text import Tokenizer
 
 @dataclass(frozen=True)
 class LoadedFolder:
-    """What a model folder holds.
+    """Contents of a model folder.
 
     Attributes:
         codec: None where there are no weights of it.
@@ -61,8 +61,9 @@ def save_folder(
     codec_folder: str | os.PathLike[str] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model folder beside its name, then rename; an older folder of that name is replaced only then. Where the name is
-    a symbolic link, what it points at is replaced.
+    """Write a model folder beside its name, then rename it, which replaces an older folder of that name.
+
+    Where the name is a symbolic link, its target is replaced.
 
     Args:
         state: the `state_dict` of a `SpeechModel` (tied tensors once).
@@ -106,7 +107,7 @@ def load_folder(
     """Read a model folder.
 
     Args:
-        dtype: convert the weights on the way.
+        dtype: type that the weights are converted to while they are read.
         codec_folder: the codec's weights, where they are not in the folder.
 
     Raises:
@@ -137,7 +138,8 @@ def load_folder(
         raise
     except (RuntimeError, AssertionError) as error:  # PyTorch raises either for a device that is not there
         reason = str(error).partition("\n")[0]
-        raise UserError(f"device {device} cannot be had here ({reason}); use cpu, or cuda on a machine with a GPU") from error
+        otherwise = "use cpu, or cuda on a machine with a GPU"
+        raise UserError(f"device {device} is not available here ({reason}); {otherwise}") from error
     check_finite(model, path / WEIGHTS, dtype)
     tokenizer = Tokenizer.from_file(path / TOKENIZER)
     if len(tokenizer) > config.layout.text.size:
@@ -165,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def stored_extra(data: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The plain data that the configuration at `place` holds."""
+    """The plain data (`extra`) of the configuration at `place`."""
     extra = data.get("extra", {})
     if not isinstance(extra, dict):
         raise UserError(f"{place}: extra is {extra!r}; it must be an object; fetch or save the folder again")

@@ -1,4 +1,4 @@
-"""Names in a model folder, and what can be said of its place before anything is read."""
+"""File names in a model folder, and checks of its path before anything is read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from omni.remote import refuse_remote
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
 
 PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
-"""Second bytes of a pickle."""
+"""Second byte of a pickle, by protocol."""
 
 
 def no_folder(path: Path) -> str:
-    """Why there is no folder of that name, and what to do."""
+    """Error text: why there is no folder of that name, and what to do."""
     refuse_remote(path, "model folder")
     wanted = f"a folder with {CONFIG} and {WEIGHTS}"
     if path.is_file():

@@ -1,7 +1,7 @@
-"""Weights in files, read lazily and written as a stream; nothing in a file is ever run.
+"""Reads weights lazily and writes them as a stream; no code in a file is ever run.
 
-Reading: safetensors (one file, or shards listed in an index) row by row with plain reads, so that no more memory is used than
-is asked for; files of `torch.save` mapped into memory under `weights_only`, which refuses whatever could run code.
+Reading: safetensors (one file, or shards listed in an index) row by row with plain reads, so that memory is used only for the
+rows that are asked for; files of `torch.save` mapped into memory under `weights_only`, which refuses whatever could run code.
 
 Writing: header first, then each tensor in pieces of a few megabytes, its CRC-32 taken on the way. Files are written into a
 folder beside the wanted one, which is renamed when everything is on the disk.
@@ -31,7 +31,7 @@ from omni.convert.lazy import Lazy, WriteCallback
 from omni.errors import UserError
 
 PIECE = 8 << 20
-"""Bytes that are held at once."""
+"""Bytes of a tensor that are held in memory at once."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -109,7 +109,7 @@ def _read(handle: BinaryIO, offset: int, count: int) -> bytearray:
 
 
 def read_torch(path: Path) -> Any:
-    """What `torch.save` wrote, tensors mapped, not read. Only tensors and plain containers: nothing is run.
+    """Reads a file of `torch.save`, its tensors mapped, not read. Only tensors and plain containers: no code is run.
 
     Raises:
         UserError: missing, truncated, or a pickle that asks for anything else.
@@ -209,16 +209,16 @@ class FileStamp:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Lazy], watch: WriteCallback | None = None, notes: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, Lazy], on_progress: WriteCallback | None = None, notes: Mapping[str, str] | None = None
 ) -> FileStamp:
     """Write a file of tensors, never holding more than a piece of one; it is on the disk when this returns.
 
     Args:
-        watch: called with the bytes written so far and in all.
-        notes: kept in the file's metadata.
+        on_progress: called with the bytes written so far and the total.
+        notes: stored in the file's metadata.
 
     Raises:
-        OSError: as the disk has it; see `omni.files.replacing_folder`.
+        OSError: from the file system; see `omni.files.replacing_folder`.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
@@ -248,8 +248,8 @@ def write_safetensors(
                     odd[name] = None
                 put(piece.contiguous().view(-1).view(torch.uint8).numpy())
                 done += piece.nbytes
-                if watch is not None:
-                    watch(done, end)
+                if on_progress is not None:
+                    on_progress(done, end)
         os.fsync(handle.fileno())
     return FileStamp(8 + len(text) + end, crc, tuple(odd))
 
@@ -266,7 +266,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, 
 
 
 def pieces(tensor: Lazy) -> Iterator[Tensor]:
-    """A tensor in groups of rows of at most `PIECE` bytes (or of one row)."""
+    """Splits a tensor into groups of rows of at most `PIECE` bytes (or of one row)."""
     if not tensor.nbytes:
         return
     step = max(1, PIECE * tensor.length // tensor.nbytes)
@@ -279,7 +279,7 @@ def pieces(tensor: Lazy) -> Iterator[Tensor]:
 
 
 def write_file(path: Path, data: bytes) -> FileStamp:
-    """Write a small file through to the disk."""
+    """Write a small file and sync it to the disk."""
     with path.open("wb") as handle:
         handle.write(data)
         handle.flush()
@@ -288,7 +288,7 @@ def write_file(path: Path, data: bytes) -> FileStamp:
 
 
 def copy_file(source: Path, target: Path) -> FileStamp:
-    """Copy a file through to the disk."""
+    """Copy a file and sync it to the disk."""
     crc = size = 0
     with source.open("rb") as reader, target.open("wb") as writer:
         while block := reader.read(PIECE):

@@ -1,7 +1,7 @@
 """The contract of an audio codec: frames of K parallel codes in, sound out, whole or as a stream.
 
 Dimensions: K stream (codebook), F frame, S sample. The model sees `[K, F]` codes and never asks which codec
-they belong to. Whoever turns codes into sound opens a `stream()`, pushes frames as they are produced, and
+they belong to. Code that turns codes into sound opens a `stream()`, pushes frames as they are produced, and
 gets exactly the samples that `decode` of all frames would give, as early as they can be known.
 """
 
@@ -18,7 +18,7 @@ from omni.errors import UserError
 
 
 class AudioCodec(ABC):
-    """What every codec offers. Constants are set by the subclass, per class or per instance.
+    """Interface of every codec. Constants are set by the subclass, per class or per instance.
 
     Attributes:
         name: its name in the registry and in checkpoints.
@@ -54,7 +54,7 @@ class AudioCodec(ABC):
     def encode(self, audio: Tensor, sample_rate: int | None = None) -> Tensor:
         """Codes `[K, F]` (int64) of mono sound `[S]` (floating point, nominally in [-1, 1]).
 
-        `sample_rate` is what `audio` has, in Hz, and must be the codec's own; None vouches for it. Raises
+        `sample_rate` is the rate of `audio` in Hz, and must be the codec's own; None means that it is. Raises
         UserError for another rate, another shape or type, or samples that are not finite.
         """
         if sample_rate is not None and sample_rate != self.sample_rate:
@@ -94,7 +94,7 @@ class AudioCodec(ABC):
         if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
             raise UserError(f"{self.name} takes integer codes, not {codes.dtype}: convert them first")
         codes = codes.to(torch.long)
-        # Looked at where they are: on the codec's device the answer would wait for all that is queued there.
+        # Compared on their own device: on the codec's, the result would wait for all queued work.
         bad = (codes < 0) | (codes >= torch.tensor(sizes, device=codes.device)[:, None])
         if bool(bad.any()):
             frame, stream = bad.t().nonzero()[0].tolist()
@@ -106,7 +106,7 @@ class AudioCodec(ABC):
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """No gradients, and full precision whatever precision the caller's model runs in."""
+        """Turns gradients off, and full precision on, whatever precision the caller's model runs in."""
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             yield
 

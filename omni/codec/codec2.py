@@ -1,12 +1,12 @@
-"""Codec2 in mode 700C: speech at 8 kHz as 25 frames a second of four codes, without weights.
+"""Codec2 in mode 700C: codes speech at 8 kHz as 25 frames a second of four codes; has no weights.
 
 A frame of 320 samples is 28 bits; in their order, most significant first: spectrum 9 + 9, energy 4, pitch 6
 (pitch 0: unvoiced). Format: codec2 1.2, `codec2_encode_700c`. The C library comes with the wheel of
-`pycodec2` (LGPL-2.1). Decoded sound lags what was encoded by about 30 ms.
+`pycodec2` (LGPL-2.1). Decoded sound lags the encoded sound by about 30 ms.
 
 The library draws the phases of unvoiced frames from one random state per process, so its decoders disturb
-each other and no decoding repeats an earlier one. Here every stream loads its own copy of the library, whose
-state starts afresh: 1.3 ms and 2.4 MB to open, then 0.2 ms for a push of one frame, 0.06 ms for each further
+each other and no decoding can be repeated exactly. Here every stream loads its own copy of the library, with a
+fresh state: 1.3 ms and 2.4 MB to open, then 0.2 ms for a push of one frame, 0.06 ms for each further
 one; encoding a frame takes 0.2 ms (one core of 2.5 GHz). A frame's samples depend on no later frame: the
 lookahead is 0.
 """
@@ -29,7 +29,7 @@ MODE_700C = 8  # codec2.h
 FRAME_SAMPLES = 320
 FRAME_BYTES = 4  # 28 bits, and 4 of padding at the end
 FIELD_BITS = (9, 9, 4, 6)
-NOISES = 1024  # how many noise sequences the seeds tell apart
+NOISES = 1024  # number of different noise sequences, chosen by the seed
 
 _SHIFTS = np.array([23, 14, 10, 4], dtype=np.uint32)[:, None]  # of each field in the big-endian 32-bit word
 _MASKS = np.array([2**bits - 1 for bits in FIELD_BITS], dtype=np.uint32)[:, None]
@@ -48,7 +48,7 @@ class Codec2Codec(AudioCodec):
     codebook_sizes = tuple(2**bits for bits in FIELD_BITS)
 
     def __init__(self) -> None:
-        library_path()  # to fail here rather than at the first sound
+        library_path()  # so that a missing package raises here, not at the first sound
 
     def stream(self, seed: int = 0) -> CodecStream:
         """A new decoder; `seed` modulo 1024 chooses the noise of its unvoiced frames."""
@@ -59,7 +59,7 @@ class Codec2Codec(AudioCodec):
         samples = (audio * 32768).round().clamp(-32768, 32767).to(torch.int16)
         pcm.reshape(-1)[: audio.numel()] = samples.numpy()
         packed = np.zeros((len(pcm), FRAME_BYTES), dtype=np.uint8)
-        library = _shared_library()  # encoding draws nothing
+        library = _shared_library()  # encoding draws no random numbers
         state = library.codec2_create(MODE_700C)
         try:
             for frame in range(len(pcm)):
@@ -70,7 +70,7 @@ class Codec2Codec(AudioCodec):
 
 
 class _Codec2Stream(CodecStream):
-    """One decoder in a copy of the library of its own."""
+    """One decoder, in its own copy of the library."""
 
     def __init__(self, codec: Codec2Codec, seed: int) -> None:
         super().__init__(codec)

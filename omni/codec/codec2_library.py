@@ -1,4 +1,4 @@
-"""A private copy of a C library, so that its static variables belong to one user.
+"""Loads private copies of a C library, so that its static variables belong to one user.
 
 The dynamic loader knows a library by its file: opening the same file twice gives the same memory. A copy of
 the file is another library, with fresh static state. The copy's file is removed as soon as it is loaded.
@@ -44,17 +44,17 @@ def library_of(extension: str, symbol: str) -> str:
 
 
 def load_private(path: str) -> ctypes.CDLL:
-    """Loads a fresh copy of the shared library `path`; give it back with `unload`.
+    """Loads a fresh copy of the shared library `path`; release it with `unload`.
 
     Raises UserError when the folder for temporary files cannot hold the copy.
     """
-    # Deep binding: the copy calls itself even where somebody has loaded the original into the global scope.
+    # Deep binding: the copy calls itself even where the original was loaded into the global scope.
     mode = os.RTLD_LOCAL | os.RTLD_NOW | getattr(os, "RTLD_DEEPBIND", 0)
     copy = None
     try:
         descriptor, copy = tempfile.mkstemp(prefix="omni-", suffix=f"-{os.path.basename(path)}")
         with open(descriptor, "wb") as file:
-            # Plain writing: what the kernel copies from file to file takes ten times as long to unmap again.
+            # Written from memory: a file that the kernel copies from the original takes ten times as long to unmap.
             file.write(_contents(path))
         return ctypes.CDLL(copy, mode=mode)
     except OSError as error:

@@ -1,15 +1,14 @@
-"""Mimi: the causal speech codec of Moshi, 24 kHz, 12.5 frames/s, decoded as an exact stream without lookahead.
+"""Mimi, the causal speech codec of Moshi: 24 kHz, 12.5 frames/s, decoded as an exact stream without lookahead.
 
 A frame of 1,920 samples (80 ms) is one code of each codebook in the file's order: stream 0 is the semantic codebook, streams
 1 and up are the acoustic ones, coarse to fine. kyutai/mimi has 32 codebooks of 2,048 codes and may be used with fewer: the
 first 8 are Moshi's (`load_codec("mimi")`), and `mimi-16` and `mimi-32` use more.
 
-Decoding a frame takes about 32 ms on one core of 2.5 GHz (kyutai/mimi's size), half of it for the transformer's weights to
-pass through the processor once; keys, values and contexts of a stream take 8 MB. Encoding is about six times as fast as
-the sound.
+Decoding a frame takes about 32 ms on one core of 2.5 GHz (kyutai/mimi's size), half of it for reading the transformer's weights
+once; keys, values and contexts of a stream take 8 MB. Encoding is about six times faster than real time.
 
-Nothing here needs another package: the network is built of the tensors in `config.json` and `model.safetensors`, as Hugging
-Face's `kyutai/mimi` has them, and its tests hold it against transformers' `MimiModel`.
+No other package is needed: the network is built from `config.json` and the tensors of `model.safetensors`, as Hugging
+Face's `kyutai/mimi` has them, and its tests compare it with transformers' `MimiModel`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from omni.codec.mimi_stream import run
 from omni.errors import UserError
 
 CODEBOOKS = 8
-"""Codebooks of the codec that is called just "mimi": those of Moshi."""
+"""Number of codebooks of the codec named "mimi": Moshi's."""
 
 ENCODE_FRAMES = 25
 """Frames that are encoded at once, 2 s of sound: memory stays flat, and larger pieces are hardly faster."""
@@ -40,12 +39,12 @@ class MimiCodec(AudioCodec):
     """Mimi behind the `AudioCodec` contract.
 
     Frames are decoded one at a time, whatever the pushes, so that every split gives the same bits. transformers' `decode`
-    agrees to 1e-5 where it stays in [-1, 1]; what goes beyond is cut off. `encode` gives the codes of transformers' `encode`
+    agrees to 1e-5 where it stays in [-1, 1]; samples beyond are clipped. `encode` gives the codes of transformers' `encode`
     for sound whose last frame is filled up with silence.
     """
 
     def __init__(self, config: MimiConfig, take: Take, codebooks: int = CODEBOOKS) -> None:
-        """Builds the codec with its first `codebooks` codebooks of the tensors that `take` gives, which also say the device.
+        """Builds the codec, with its first `codebooks` codebooks, from the tensors that `take` gives, on their device.
 
         Raises UserError for a number of codebooks that the model does not have.
         """
@@ -84,9 +83,9 @@ class MimiCodec(AudioCodec):
 
     @classmethod
     def random(cls, seed: int = 0, device: str | torch.device = "cpu", codebooks: int = CODEBOOKS, **config: Any) -> MimiCodec:
-        """A codec of random weights: it sounds like noise but costs what a real one costs.
+        """A codec with random weights: it sounds like noise, but takes the time and memory of a real one.
 
-        `config` are fields of `MimiConfig`. The global random state is left alone.
+        `config` are fields of `MimiConfig`. The global random state is not changed.
         """
         generator = torch.Generator().manual_seed(seed)
         return cls(MimiConfig(**config), functools.partial(_random, generator, torch.device(device)), codebooks)
@@ -120,7 +119,7 @@ class _MimiStream(CodecStream):
 
 
 class _Stored:
-    """Gives the tensors of an open safetensors file and remembers which."""
+    """Gives the tensors of an open safetensors file and remembers the names that were asked for."""
 
     def __init__(self, file: Any, path: Path, device: torch.device) -> None:
         self._file, self._path, self._device = file, path, device
@@ -139,14 +138,14 @@ class _Stored:
         return tensor.to(self._device, torch.float32)
 
     def check_rest(self) -> None:
-        """UserError for a tensor that no part of the codec has asked for; codebooks may be left out."""
+        """UserError for a tensor of the file that no part of the codec has asked for; codebooks may be left out."""
         rest = sorted(name for name in self._rest if not name.startswith("quantizer."))
         if rest:
             raise UserError(f"{self._path} has a tensor {rest[0]} that its config.json does not ask for: fetch both again")
 
 
 def _random(generator: torch.Generator, device: torch.device, name: str, *shape: int) -> Tensor:
-    """A tensor under which signals roughly keep their size."""
+    """A random weight scaled so that signals roughly keep their size."""
     if name.endswith(("norm.weight", "cluster_usage")):
         return torch.ones(shape, dtype=torch.float32, device=device)
     inputs = 1 if name.endswith("embed_sum") else math.prod(shape[1:]) if len(shape) > 1 else 100

@@ -1,4 +1,4 @@
-"""Mimi's encoder, quantizer and decoder, built of the tensors of its file.
+"""Builds Mimi's encoder, quantizer and decoder from the tensors of its file.
 
     sound -> encoder: convolutions, transformer, downsampling -> latents [F, D] -> quantizer -> codes [K, F]
     codes -> quantizer -> latents [F, D] -> decoder: upsampling, transformer, convolutions -> sound
@@ -7,9 +7,9 @@ The quantizer is split: the first codebook (the semantic one, distilled from a s
 after it each start from the same latent; decoded, both parts are summed. Names of tensors are those of kyutai/mimi's
 `model.safetensors`.
 
-Its sizes are read from the `config.json` of a Hugging Face folder (model_type "mimi"), whose field names are kept. Entries
-that only matter to training or to the file's own loader are left out; entries whose other values would make a codec that
-looks ahead, or another network, are checked and refused.
+Sizes are read from the `config.json` of a Hugging Face folder (model_type "mimi"), whose field names are kept. Entries
+that only matter to training or to the file's own loader are ignored; entries that would make a codec with lookahead, or
+another network, are checked and refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from omni.codec.mimi_stream import Elu, MimiBlock, MimiConv, MimiLayer, MimiResi
 from omni.errors import UserError
 
 SMALLEST_USAGE = 1e-5
-"""Codes that training never used are divided by this."""
+"""Least usage that a codebook's sums are divided by, for codes that training never used."""
 
 
 class Take(Protocol):
-    """Gives the tensor `name`, which must have `shape`: float32, where the codec computes."""
+    """Gives the tensor `name`, which must have `shape`, as float32 on the codec's device."""
 
     def __call__(self, name: str, *shape: int) -> Tensor: ...
 
@@ -45,7 +45,7 @@ class Codebooks(NamedTuple):
     project_out: Tensor | None
 
     def encode(self, latents: Tensor) -> Tensor:
-        """Codes `[n, F]` of latents `[F, D]`: each codebook's entry nearest to what those before it leave over."""
+        """Codes `[n, F]` of latents `[F, D]`: in each codebook the entry nearest to the residual of those before it."""
         rest = latents if self.project_in is None else F.linear(latents, self.project_in)
         codes = []
         for table in self.tables:
@@ -84,7 +84,7 @@ def quantizer(config: MimiConfig, take: Take, codebooks: int) -> Quantizer:
 
 
 def encoder(config: MimiConfig, take: Take, chunk: int) -> list[MimiLayer]:
-    """Sound `[S, 1]` to latents `[F, D]`; `chunk` is the most frames that one call brings."""
+    """Layers from sound `[S, 1]` to latents `[F, D]`; `chunk` is the largest number of frames of one call."""
     filters = config.num_filters
     layers: list[MimiLayer] = [_conv(config, take, "encoder.layers.0", 1, filters, config.kernel_size)]
     for ratio in reversed(config.upsampling_ratios):
@@ -104,7 +104,7 @@ def encoder(config: MimiConfig, take: Take, chunk: int) -> list[MimiLayer]:
 
 
 def decoder(config: MimiConfig, take: Take) -> list[MimiLayer]:
-    """Latents `[F, D]` to sound `[S, 1]`, one frame a call."""
+    """Layers from latents `[F, D]` to sound `[S, 1]`, one frame a call."""
     size, stride = config.hidden_size, config.latent_stride
     weight = take("upsample.conv.weight", size, size // config.upsample_groups, 2 * stride)
     before: list[MimiLayer] = [
@@ -334,7 +334,7 @@ def _of_entries(entries: dict[str, Any]) -> MimiConfig:
     if isinstance(chosen.get("upsampling_ratios"), list):
         chosen["upsampling_ratios"] = tuple(chosen["upsampling_ratios"])
     if chosen.get("frame_rate") is None:
-        chosen["frame_rate"] = entries.get("_frame_rate")  # where transformers 5 keeps what a file stated
+        chosen["frame_rate"] = entries.get("_frame_rate")  # where transformers 5 keeps the file's value
     return MimiConfig(**chosen)
 
 

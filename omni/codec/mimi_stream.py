@@ -1,8 +1,8 @@
-"""Mimi's layers as streams: every layer is causal, keeps its left context, and computes no position twice.
+"""Streams Mimi's layers: every layer is causal, keeps its left context, and computes no position twice.
 
 A convolution of kernel k and stride r has k - r positions of context, zeros at the start: each r inputs give one output at
 once. A transposed convolution of kernel 2 r keeps one input and gives r outputs for each. A transformer keeps the keys and
-values of its sliding window. So a frame costs the same work and memory however long the stream is.
+values of its sliding window. So a frame takes the same work and memory however long the stream is.
 
 A *layer* holds weights, shared by all streams; `layer.step()` makes a *step*, which holds the contexts of one stream. Tensors
 are `[T, C]`, T positions by C channels, T above 0 and a multiple of the strides. Matrices are stored [out, in]: products with
@@ -22,14 +22,14 @@ from torch import Tensor
 from omni.kv_cache import KVCache
 
 Step = Callable[[Tensor], Tensor]
-"""One layer within one stream: the next inputs to their outputs."""
+"""One layer within one stream: maps the next inputs to their outputs."""
 
 
 class MimiLayer(Protocol):
     """The weights of one layer."""
 
     def step(self) -> Step:
-        """This layer in a new stream."""
+        """Starts this layer in a new stream."""
 
 
 def run(steps: Sequence[Step], x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class MimiConv(NamedTuple):
     def of(
         cls, weight: Tensor, bias: Tensor | None, stride: int = 1, dilation: int = 1, *, replicate: bool = False
     ) -> MimiConv:
-        """The layer of a stored weight [Cout, C, k]."""
+        """Makes the layer from a stored weight [Cout, C, k]."""
         matrix = weight.transpose(1, 2).flatten(1).contiguous()
         return cls(matrix, bias, weight.shape[2], stride, dilation, replicate)
 
@@ -90,7 +90,7 @@ class _ConvStep:
             self._context = x[:1].expand(padding, -1) if layer.replicate else x.new_zeros(padding, x.shape[1])
         if padding:
             x = torch.cat([self._context, x])
-            self._context = x[x.shape[0] - padding :].clone()  # alone: a view would keep all of x alive
+            self._context = x[x.shape[0] - padding :].clone()  # a copy: a view would keep all of x alive
         windows = x.unfold(0, layer.span, layer.stride)[:, :, :: layer.dilation]  # [T, C, k]
         return F.linear(windows.transpose(1, 2).flatten(1), layer.weight, layer.bias)
 
@@ -108,7 +108,7 @@ class MimiUpsample(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, groups: int = 1) -> MimiUpsample:
-        """The layer of a stored weight [C, Cout / groups, 2 r]; groups are laid out as blocks among zeros."""
+        """Makes the layer from a stored weight [C, Cout / groups, 2 r]; groups become the blocks of a block-diagonal matrix."""
         rate = weight.shape[2] // 2
         dense = weight.new_zeros(groups, weight.shape[0] // groups, groups, weight.shape[1], 2 * rate)
         every = torch.arange(groups, device=weight.device)
@@ -137,7 +137,7 @@ class _UpsampleStep:
 
 
 class MimiResidual(NamedTuple):
-    """x through `shortcut` (itself where None), plus x through `inner`."""
+    """`shortcut(x) + inner(x)`; None as `shortcut` is the identity."""
 
     inner: tuple[MimiLayer, ...]
     shortcut: MimiConv | None
@@ -158,7 +158,7 @@ class _ResidualStep:
 
 
 class MimiBlock(NamedTuple):
-    """Attention and a GELU network, each behind a layer norm and with its layer scale folded into its last matrix.
+    """Attention and a GELU MLP, each after a layer norm and with its layer scale folded into its last matrix.
 
     Matrices are [out, in]; `qkv` has the queries' rows first, then the keys', then the values'. A norm is (gain, offset).
     """
@@ -174,9 +174,9 @@ class MimiBlock(NamedTuple):
 
 
 class Transformer(NamedTuple):
-    """Causal blocks with a sliding window and rotary positions (halves turned against each other).
+    """Causal blocks with a sliding window and rotary positions (the two halves of a head are the coordinates).
 
-    `chunk` is the largest number of positions that one call brings.
+    `chunk` is the largest number of positions of one call.
     """
 
     blocks: tuple[MimiBlock, ...]
@@ -200,7 +200,7 @@ class _TransformerStep:
         self._cache = KVCache(
             len(layer.blocks),
             rows=1,
-            length=2**62,  # without end: the window makes it a ring
+            length=2**62,  # unbounded: the window makes the cache a ring
             heads=layer.key_heads,
             head_dim=2 * len(layer.inverse_frequencies),
             window=layer.window,

@@ -1,4 +1,4 @@
-"""Audio codecs by name. Names can be asked for without importing what a codec computes with."""
+"""Registry of audio codecs by name. Names can be listed without importing what a codec computes with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
 
 CodecLoader = Callable[["Path | None", "torch.device"], "AudioCodec"]
-"""Makes a codec of a folder of weights (None where none was given) and the device to compute on."""
+"""Makes a codec from a folder of weights (None where none was given) and the device to compute on."""
 _loaders: dict[str, CodecLoader] = {}
 
 
@@ -31,7 +31,7 @@ def codec_names() -> list[str]:
 
 
 def check_codec_name(name: str, where: str = "") -> None:
-    """UserError, naming the closest, where no codec of that name is registered; `where` is what the error starts with."""
+    """UserError, naming the closest, where no codec of that name is registered; the message starts with `where`."""
     if name not in _loaders:
         place = f"{where}: " if where else ""
         raise UserError(f"{place}unknown codec {name!r}: {closest(name, codec_names())}")

@@ -1,4 +1,4 @@
-"""SNAC: neural speech and music coding at several time scales, decoded as an exact stream.
+"""SNAC, the neural codec of speech and music at several time scales, decoded as an exact stream.
 
 A frame is one code of the coarsest level and the codes of the finer levels within it. The model sees them as
 K parallel streams, each code followed by those within it (mini-omni's order). In the 24 kHz model:
@@ -9,9 +9,9 @@ K parallel streams, each code followed by those within it (mini-omni's order). I
 
 so a frame of 2,048 samples is [c0, c1a, c2a, c2b, c1b, c2c, c2d]. (Others store c0 c1a c1b c2a c2b c2c c2d.)
 
-The decoder's convolutions look both ways. A stream of the 24 kHz model is exact up to 4,757 samples (198 ms)
-before the end of its last frame: the first sample comes with the third frame, a frame's last with the third
-frame after it (lookahead 3), and every frame from the fourth on brings 2,048 samples.
+The decoder's convolutions have context on both sides. A stream of the 24 kHz model is exact up to 4,757 samples (198 ms)
+before the end of its last frame: the first sample is known at the third frame, the last sample of a frame at the third
+frame after it (lookahead 3), and every frame from the fourth on gives 2,048 samples.
 
 A pushed frame (85 ms of sound) takes 28 ms on one core of 2.5 GHz and 20 ms on two, no more than the package
 needs for each frame of a long recording decoded at once; the finish takes about twice as long.
@@ -67,7 +67,7 @@ class SnacCodec(AudioCodec):
     name = "snac"
 
     def __init__(self, model: Any, device: str | torch.device = "cpu") -> None:
-        """Takes over a package `SNAC` model: folds its weight norms and puts a streamed decoder in place."""
+        """Takes over a `SNAC` model of the package: folds its weight norms and replaces its decoder by a streamed one."""
         for module in list(model.modules()):
             if parametrize.is_parametrized(module, "weight"):
                 parametrize.remove_parametrizations(module, "weight")
@@ -80,7 +80,7 @@ class SnacCodec(AudioCodec):
         self.frame_samples = int(self._model.hop_length) * self.strides[0]
         self.latent_channels = int(self._model.latent_dim)
         self.codebook_sizes = (int(self._model.codebook_size),) * len(stream_levels(self.strides))
-        # The lag is constant, so the first frame speaks for all.
+        # The lag is constant, so the first frame gives it for all.
         self.lookahead = next(n for n in itertools.count() if self.exact_samples(1 + n) >= self.frame_samples)
 
     @classmethod
@@ -100,9 +100,9 @@ class SnacCodec(AudioCodec):
 
     @classmethod
     def random(cls, seed: int = 0, device: str | torch.device = "cpu", **config: Any) -> SnacCodec:
-        """A codec of random weights: it sounds like noise but costs what a real one costs.
+        """A codec with random weights: it sounds like noise, but takes the time and memory of a real one.
 
-        `config` overrides entries of `SNAC_24KHZ`. The global random state is left alone.
+        `config` overrides entries of `SNAC_24KHZ`. The global random state is not changed.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -159,7 +159,7 @@ def stream_levels(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_levels(codes: Tensor, strides: Sequence[int] = (4, 2, 1)) -> list[Tensor]:
-    """Codes `[K, F]` as one sequence per level in order of time: `[F]`, `[2 F]` and `[4 F]` for (4, 2, 1)."""
+    """Splits codes `[K, F]` into one sequence per level in order of time: `[F]`, `[2 F]` and `[4 F]` for (4, 2, 1)."""
     of_stream = stream_levels(strides)
     if codes.ndim != 2 or codes.shape[0] != len(of_stream):
         raise UserError(f"SNAC codes are [{len(of_stream)} streams, frames], not {list(codes.shape)}: pass one row per stream")
@@ -180,7 +180,7 @@ def from_levels(levels: Sequence[Tensor], strides: Sequence[int] = (4, 2, 1)) ->
 
 
 def _build(config: dict[str, Any]) -> nn.Module:
-    """A package model of `config`, randomly initialised; UserError names the entry that does not fit."""
+    """Builds the package's model of `config`, randomly initialised; UserError names the entry that does not fit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch.jit.script, which the package uses
         try:

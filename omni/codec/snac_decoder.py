@@ -1,6 +1,6 @@
-"""The `snac` package's decoder, taken apart into the layers of `snac_steps`, and its run over frames.
+"""Converts the `snac` package's decoder to the layers of `snac_stream`, and runs it over frames.
 
-Weight normalisation is folded and every weight brought into the order of its matrix product once, when the
+Weight normalisation is folded, and every weight brought into the order of its matrix product, once, when the
 codec is loaded; the package does both at every call, which costs more than the arithmetic of a frame.
 """
 
@@ -22,7 +22,7 @@ SLICE = 2**18
 
 
 class SnacDecoder:
-    """Latents `[T, C]` to sound, streamed. Built of a package decoder, whose weights it copies or shares.
+    """Streams latents `[T, C]` to sound. Built from a decoder of the package, whose weights it copies or shares.
 
     Raises UserError for a decoder with attention, which mixes windows of frames and has no exact stream.
     """
@@ -31,25 +31,25 @@ class SnacDecoder:
         self._layers = [_layer(module, number) for number, module in enumerate(_flat(decoder.model))]
 
     def steps(self, seed: int) -> list[SnacStep]:
-        """The steps of a new stream."""
+        """Starts the layers in a new stream; `seed` keys their noise."""
         return [layer.step(seed) for layer in self._layers]
 
     def ready(self, positions: int) -> int:
-        """Samples that are exact after `positions` latents in all, without a flush."""
+        """Number of samples that are exact after `positions` latents in all, without a flush."""
         for step in self.steps(seed=0):
             positions = step.ready(positions)
         return max(0, positions)
 
 
 def run(steps: list[SnacStep], x: Tensor, last: bool = False) -> Tensor:
-    """Passes latents `[T, C]` through the steps: the samples `[S]` that became exact."""
+    """Passes latents `[T, C]` through the steps; returns the samples `[S]` that became exact."""
     for step in steps:
         x = step(x, last)
     return x[:, 0]
 
 
 def _flat(model: Any) -> Iterator[nn.Module]:
-    """The package's modules in order, the blocks of the upsampling stages taken apart."""
+    """The package's modules in order, with the blocks of the upsampling stages flattened."""
     from snac.layers import DecoderBlock
 
     for module in model:
@@ -57,7 +57,7 @@ def _flat(model: Any) -> Iterator[nn.Module]:
 
 
 def _layer(module: Any, number: int) -> SnacLayer:
-    """The layer with the weights of one of the package's modules."""
+    """Converts one of the package's modules to a layer with its weights."""
     from snac.layers import NoiseBlock, ResidualUnit, Snake1d
 
     if isinstance(module, Snake1d):

@@ -1,7 +1,7 @@
-"""The layers of SNAC's decoder as streams: each keeps its left context, no position is computed twice.
+"""Streams the layers of SNAC's decoder: each keeps its left context, and no position is computed twice.
 
-A convolution of kernel k and dilation d looks (k - 1) d / 2 positions to each side. Streamed, it answers late
-by that much, and is given at the end the zeros with which the whole decoder pads:
+A convolution of kernel k and dilation d sees (k - 1) d / 2 positions on each side. As a stream, its outputs lag
+by that much, and at the end it is fed the zeros with which the whole decoder pads:
 
     in:   0 0 0 | x0 x1 x2 x3 | x4 x5 x6 x7 | 0 0 0         k = 7, d = 1, two pushes of four
     out:        |          y0 | y1 y2 y3 y4 | y5 y6 y7
@@ -11,10 +11,10 @@ one stream. Tensors are `[T, C]`, T positions by C channels; T may be 0 everywhe
 are then contiguous, and neither transposed nor depthwise convolutions reorder memory.) Network: Siuzdak and
 others, "SNAC: Multi-Scale Neural Audio Codec" (2024), as the package `snac` 1.2 builds it.
 
-Noise is normal and a function of (seed, layer, position): the same however it is cut, on every device. A counter-based
-generator: keys from (seed, layer) hash each position into two 32-bit words, which give one normal by the Box-Muller
-transform. The 32-bit mix is C. Wellons' `lowbias32` (https://nullprogram.com/blog/2018/07/31/). Positions repeat after 2**32,
-two days of sound at 24 kHz.
+Noise is normal and a function of (seed, layer, position): the same for every split into pushes and on every device. It comes
+from a counter-based generator: keys from (seed, layer) hash each position into two 32-bit words, which give one normal number
+by the Box-Muller transform. The 32-bit mix is C. Wellons' `lowbias32` (https://nullprogram.com/blog/2018/07/31/). Positions
+repeat after 2**32, two days of sound at 24 kHz.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class SnacStep(Protocol):
     """One layer within one stream."""
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
-        """Outputs that became exact with the next inputs `x`; `last`: nothing follows, so flush."""
+        """Takes the next inputs `x`; returns the outputs that became exact. `last`: nothing follows, so flush."""
 
     def ready(self, positions: int) -> int:
-        """How many outputs in all are exact after `positions` inputs, without a flush (below 0: none)."""
+        """Number of outputs in all that are exact after `positions` inputs, without a flush (below 0: none)."""
 
 
 class SnacLayer(Protocol):
     """The weights of one layer."""
 
     def step(self, seed: int) -> SnacStep:
-        """This layer in a new stream; `seed` keys its noise."""
+        """Starts this layer in a new stream; `seed` keys its noise."""
 
 
 class Pointwise(NamedTuple):
@@ -108,7 +108,7 @@ class SnacConv(NamedTuple):
 
 
 class ConvStep:
-    """Streams a `SnacConv`."""
+    """Streams a `SnacConv`: outputs lag by its padding."""
 
     def __init__(self, layer: SnacConv) -> None:
         self._layer = layer
@@ -125,7 +125,7 @@ class ConvStep:
             self._context = x
             return x.new_empty(0, weight.shape[0])
         self._context = x[count:]
-        image = x[None, None].permute(0, 3, 1, 2)  # [1, C, 1, T] in channels-last order, as it lies in memory
+        image = x[None, None].permute(0, 3, 1, 2)  # [1, C, 1, T] in channels-last order, as it is in memory
         return F.conv2d(image, weight, bias, dilation=(1, dilation), groups=groups)[0, :, 0].t()
 
     def ready(self, positions: int) -> int:
@@ -145,7 +145,7 @@ class SnacResidual(NamedTuple):
 
 
 class ResidualStep:
-    """Streams a `SnacResidual`: its input waits for the convolution."""
+    """Streams a `SnacResidual`: its input is delayed by the lag of the convolution."""
 
     def __init__(self, layer: SnacResidual) -> None:
         self._layer = layer
@@ -182,11 +182,11 @@ class SnacUpsample(NamedTuple):
 
 
 class UpsampleStep:
-    """Streams an `SnacUpsample`: r outputs an input, of which the last `cut` come with the flush."""
+    """Streams a `SnacUpsample`: r outputs an input, of which the last `cut` come with the flush."""
 
     def __init__(self, layer: SnacUpsample) -> None:
         self._layer = layer
-        self._cut = layer.cut  # what is still to be dropped
+        self._cut = layer.cut  # outputs that are still to be dropped
         self._previous = layer.weight.new_zeros(1, layer.weight.shape[1] // 2)
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
@@ -210,7 +210,7 @@ class UpsampleStep:
 
 
 class Noise(NamedTuple):
-    """Adds noise in proportion to a projection of the signal; `number` tells the layers' noise apart."""
+    """Adds noise in proportion to a projection of the signal; `number` keys the noise of the layer."""
 
     linear: Pointwise
     number: int
@@ -257,7 +257,7 @@ class KeyedNoise:
 
 
 def mix32(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words, held in int64, in which every input bit stirs every output bit."""
+    """A bijection of 32-bit words, held in int64, in which every input bit affects every output bit."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)

@@ -1,7 +1,7 @@
-"""Codecs from the hub's folders: hubertsiuzdak/snac_24khz and kyutai/mimi, kept under their own names, as safetensors.
+"""Converts codecs from the hub's folders, hubertsiuzdak/snac_24khz and kyutai/mimi, to safetensors with the original names.
 
-Weights are not renamed, because the codecs of `omni.audio` read the originals' names. What is written is opened once by the
-codec itself before it gets its name, so that a folder which does not fit is refused.
+Weights are not renamed, because the codecs of `omni.codec` read the originals' names. A written folder is opened once by the
+codec itself before it is renamed, so that one which does not fit is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omni.files import replacing_folder
 
 
 def recognise_snac(path: Path) -> bool:
-    """SNAC's `config.json` names no model: it is known by its keys."""
+    """Whether this is a SNAC folder: its `config.json` names no model, so its keys are compared."""
     return (path / CONFIG).is_file() and {"vq_strides", "codebook_size"} <= set(read_json(path / CONFIG))
 
 
@@ -29,12 +29,12 @@ def recognise_mimi(path: Path) -> bool:
 
 
 def read_snac(path: Path) -> Foreign:
-    """A SNAC folder: `config.json` and `pytorch_model.bin` or `model.safetensors`."""
+    """Opens a SNAC folder: `config.json` and `pytorch_model.bin` or `model.safetensors`."""
     return _read("snac", path)
 
 
 def read_mimi(path: Path) -> Foreign:
-    """A Mimi folder: `config.json` and `model.safetensors`."""
+    """Opens a Mimi folder: `config.json` and `model.safetensors`."""
     return _read("mimi", path)
 
 
@@ -47,28 +47,28 @@ def _read(name: str, path: Path) -> Foreign:
     return Foreign(name, path, CodecConfig(name, settings), tensors)
 
 
-def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
+def write(source: Foreign, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write a codec's folder, opened by the codec before it is renamed; UserError where anything does not fit."""
     if not isinstance(source.config, CodecConfig):
         raise UserError(f"{source.place} is no codec")
     with replacing_folder(target, source.nbytes) as folder:
-        files = fill(folder, source, watch)
+        files = fill(folder, source, on_progress)
         check(source, folder)
     return files
 
 
-def fill(folder: Path, source: Foreign, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
+def fill(folder: Path, source: Foreign, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write a codec's `config.json` and `model.safetensors` into an existing folder."""
     assert isinstance(source.config, CodecConfig)
     settings = json.dumps(dict(source.config.settings), indent=2) + "\n"
     return {
-        WEIGHTS: write_safetensors(folder / WEIGHTS, source.tensors, watch),
+        WEIGHTS: write_safetensors(folder / WEIGHTS, source.tensors, on_progress),
         CONFIG: write_file(folder / CONFIG, settings.encode()),
     }
 
 
 def check(source: Foreign, folder: Path, name: str = "") -> AudioCodec:
-    """The codec called `name`, made of a folder of its weights; UserError (naming the source) where they do not fit it."""
+    """Make the codec called `name` from a folder of its weights; UserError (naming the source) where they do not fit it."""
     assert isinstance(source.config, CodecConfig)
     name = name or source.config.name
     if name not in codec_names():

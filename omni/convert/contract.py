@@ -1,25 +1,26 @@
-"""The contract between other projects' weights and ours: what stands in their files, under our names, nothing read yet.
+"""The interface of checkpoint formats: an external checkpoint as lazily read tensors under our names.
 
-A checkpoint on its way in or out is a `Foreign`: a configuration of ours and a mapping from the names of our `state_dict` to
-`Lazy` tensors. A `Lazy` knows shape and type and reads rows when asked, so tables are split, joined, grown and converted
-without one of them ever standing whole in memory; `safe.write_safetensors` streams the result piece by piece.
+A checkpoint that is imported or exported is a `Foreign`: a configuration of ours and a mapping from the names of our
+`state_dict` to `Lazy` tensors. A `Lazy` knows shape and type and reads rows when asked, so tables are split, joined, grown and
+converted without holding any of them whole in memory; `omni.checkpoint.tensors.write_safetensors` streams the result piece by
+piece.
 
 A format is a module that offers (see `formats.py`, which lists them):
 
     recognise(path) -> bool            cheap: looks at names of files and at config.json, reads no weights
     read(path) -> Foreign              opens the files; everything that does not fit is a `UserError` naming the tensor
-    write(source, target, watch)       optional: a whole model (`source.config` is a `ModelConfig`) as their files
+    write(source, target, on_progress)       optional: writes a whole model (`source.config` is a `ModelConfig`) as their files
 
-What `Foreign.config` is says what `tensors` holds:
+The type of `Foreign.config` determines the contents of `tensors`:
 
     ModelConfig      a whole model: every name of `SpeechModel(config).state_dict()`
     TextConfig       a language model: `decoder.text_embedding.weight`, `decoder.blocks.*`, `decoder.norm.weight` and, where
                      it is not tied, `decoder.text_head.weight`; tables have the original vocabulary's rows
     EncoderConfig    a speech encoder: `encoder.*`
-    CodecConfig      a codec: its own names, as `omni.audio` reads them
+    CodecConfig      a codec: its own names, as `omni.codec` reads them
 
-A reader makes a table of our names to theirs, then `match` gives the tensors and refuses what is missing, left over or of
-another shape or type. Tables that theirs joins are cut by `Lazy.rows`, and `joined` is the way back.
+A reader makes a table of our names to theirs, then `match` gives the tensors and refuses any that are missing, left over or of
+another shape or type. Tables that the other format joins are split by `Lazy.rows`, and joined again by `joined`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from omni.text import Tokenizer
 
 @dataclass(frozen=True)
 class TextConfig:
-    """A language model without sound: the decoder, and the rows of its table."""
+    """Configuration of a language model without sound: the decoder, and the rows of its table."""
 
     decoder: DecoderConfig
     size: int
@@ -67,8 +68,8 @@ class Foreign:
         kind: the format's name in `formats.FORMATS`.
         place: the file or folder, for messages.
         names: our names to theirs, for messages.
-        extra: plain data worth keeping (it goes into `extra` of our `config.json`, and back out).
-        codec_folder: weights of the codec that stand beside the model's.
+        extra: plain data to keep (stored under `extra` of our `config.json`, and written again on export).
+        codec_folder: folder of the codec's weights beside the model's.
     """
 
     kind: str
@@ -86,7 +87,7 @@ class Foreign:
 
 
 def kept_files(source: Foreign, kind: str) -> dict[str, dict[str, Any]]:
-    """The files of a format that a model has kept in `extra` since it came in; UserError where they are no objects."""
+    """The format's JSON files that were kept in `extra` when the model was imported; UserError where they are no objects."""
     kept = source.extra.get(kind, {})
     if not isinstance(kept, dict) or not all(isinstance(data, dict) for data in kept.values()):
         raise UserError(
@@ -105,13 +106,13 @@ def match(
     where: str | Path,
     ignore: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Lazy]:
-    """Their tensors under our names.
+    """Renames another project's tensors to our names and checks that they are complete.
 
     Args:
-        found: what the files hold, under their names.
+        found: the tensors of the files, under their names.
         names: our name to theirs.
         shapes: our name to the shape it must have.
-        ignore: their tensors that are known and not needed.
+        ignore: whether a name of theirs is known and not needed.
 
     Raises:
         UserError: the first tensor that is missing, of another shape, no floating-point weights, or not known.
@@ -138,7 +139,7 @@ def match(
 
 
 def check_float(name: str, tensor: Lazy, where: str | Path) -> None:
-    """Refuse weights that are no plain floating-point numbers (UserError)."""
+    """Refuse a tensor whose type is not plain floating point (UserError)."""
     if tensor.dtype not in FLOATS:
         known = ", ".join(kinds.FLOATS)
         raise UserError(
@@ -148,7 +149,7 @@ def check_float(name: str, tensor: Lazy, where: str | Path) -> None:
 
 
 def one_dtype(source: Foreign) -> torch.dtype:
-    """The type that all tensors have; UserError naming the first that differs from most."""
+    """The common type of all tensors; UserError naming the first that differs from most."""
     count: dict[torch.dtype, int] = {}
     for tensor in source.tensors.values():
         count[tensor.dtype] = count.get(tensor.dtype, 0) + 1

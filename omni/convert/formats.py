@@ -1,4 +1,4 @@
-"""The table of formats: what a path holds, and who reads and writes it. A new format is one module and one line here."""
+"""The table of checkpoint formats: recognises, reads and writes them. A new format is one module and one line here."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from omni.remote import refuse_remote
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of files; see `foreign.py` for the three functions.
+    """One checkpoint format; see `contract.py` for the three functions.
 
     Attributes:
-        what: what it is, for help and messages.
-        write: a whole model of ours as these files, where that is possible.
-        loses: what of a whole model these files do not hold.
+        what: description, for help and messages.
+        write: writes a whole model of ours in this format, where that is possible.
+        loses: parts of a whole model that this format does not hold.
     """
 
     what: str
@@ -55,7 +55,7 @@ FORMATS: dict[str, Format] = {
         "all but its text part: encoder, projector, audio tables and heads, the codec's weights",
     ),
 }
-"""By the name that `--kind` takes, in the order in which a path is tried: the particular before the general."""
+"""Formats by the name that `--kind` takes, in the order in which they are tried on a path: specific before general."""
 
 
 def kind_of(path: Path) -> str:
@@ -79,7 +79,7 @@ def _check_there(path: Path) -> None:
 
 
 def refuse_file(path: Path, kind: str | None = None) -> None:
-    """Refuse a file where `kind` has folders (UserError naming the file's)."""
+    """Refuse a file where `kind` is a format of folders (UserError naming the file's folder)."""
     if path.is_file() and kind != "whisper":
         raise UserError(f"{path} is a file, and only a Whisper may be one; give the folder that it is in: {path.parent}")
 

@@ -1,11 +1,11 @@
-"""A speech language model grown from a language model: its weights, an encoder, and new rows, tables and heads.
+"""Grows a language model into a speech language model: its weights, an encoder, and new rows, tables and heads.
 
-The text table keeps the original's rows and gets the layout's special ids behind them. How new rows start is a rule with a
-name (`RULES`); all draws are keyed by the seed and the tensor's name, so that a rule gives the same weights on any machine and
+The text table keeps the original's rows, followed by rows for the layout's special ids. New rows are initialised by a named
+rule (`RULES`); all draws are keyed by the seed and the tensor's name, so that a rule gives the same weights on any machine and
 in any order.
 
-The audio streams' pad ids always start at zero. With `combine: sum` a column without sound is then the text's embedding alone,
-and before any training the grown model reads and writes text exactly as the original did.
+The audio streams' pad ids always start at zero. With `combine: sum` the embedding of a column without sound is then that of its
+text alone, and before any training the grown model reads and writes text exactly as the original did.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from omni.old_names import first_name
 AUDIO_EMBEDDING, AUDIO_HEAD = "decoder.audio_embedding.weight", "decoder.audio_head.weight"
 
 NOISE = 0.1
-"""Deviation of the rule `mean`, in that of the table's own rows: new ids start close to an average word, but apart."""
+"""Noise of the rule `mean`, in standard deviations of the table's rows: new ids start near an average token, yet distinct."""
 
 
 class RowStatistics(NamedTuple):
@@ -59,11 +59,11 @@ def _zero(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
 
 
 RULES: dict[str, Rule] = {"mean": _mean, "normal": _normal, "zero": _zero}
-"""How new rows start, measured on the rows of the text table (for heads: of the text head) that stand for known tokens:
+"""Initialisation of new rows, from statistics of the text table's rows (for heads: the text head's) of known tokens:
 
-mean: the mean row, and a tenth of each dimension's deviation as noise (new ids take no probability from known ones).
+mean: the mean row, plus noise of a tenth of each dimension's deviation (new ids take no probability from known ones).
 normal: noise around zero with the table's overall deviation.
-zero: nothing.
+zero: zeros.
 
 Under `combine: sum` the rows of the audio embedding are drawn for their sum over A streams: means are divided by A, noise by
 its root.
@@ -72,11 +72,11 @@ its root.
 
 @dataclass(frozen=True)
 class Growth:
-    """What a language model is grown into.
+    """Settings of growing a language model.
 
     Attributes:
         layout: its text stream has as many ids as the language model's table has rows.
-        rule: how new rows start (`RULES`).
+        rule: initialisation of new rows (`RULES`).
         combine: how embeddings of streams become one, as in `DecoderConfig`.
     """
 
@@ -89,7 +89,7 @@ class Growth:
 
 
 def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype: torch.dtype) -> Foreign:
-    """A whole model around a language model.
+    """Build a whole model around a language model.
 
     Args:
         encoder: a speech encoder's weights, or a size whose weights are drawn.
@@ -130,7 +130,7 @@ def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype:
 
 
 def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
-    """A whole model with another encoder's weights, in the model's type; its mode, floor and splitting stay as they are.
+    """Replace a whole model's encoder weights, in the model's type; its mode, floor and splitting stay unchanged.
 
     Raises:
         UserError: the encoder has another shape than the model's.
@@ -145,7 +145,7 @@ def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
                 f"encoder.{key} is {found} in {encoder.place} and {wanted} in {model.place}: the weights do not fit"
             )
     if ours.encoder.hop != theirs.hop:
-        raise UserError(f"{model.place} hears every {ours.encoder.hop} samples, a Whisper every {theirs.hop}: they do not fit")
+        raise UserError(f"{model.place} has a hop of {ours.encoder.hop} samples, a Whisper of {theirs.hop}: they do not fit")
     dtype = model.tensors[EMBEDDING].dtype
     tensors = {name: t.to(dtype, name) for name, t in encoder.tensors.items()}
     return replace(model, tensors={**model.tensors, **tensors})
@@ -183,7 +183,7 @@ def _silent(table: Lazy, layout: Layout) -> Lazy:
 
 
 def fresh(kind: type[nn.Module], arguments: tuple[object, ...], prefix: str, seed: int, dtype: torch.dtype) -> dict[str, Lazy]:
-    """New weights for a module, drawn when they are read.
+    """Makes new weights for a module, drawn when they are read.
 
     Linear layers and convolutions start as PyTorch's do (uniform within 1 / sqrt(fan in)), norms at one and zero, Whisper's
     positions at its sinusoids.

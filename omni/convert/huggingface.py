@@ -1,8 +1,8 @@
-"""Language models of Hugging Face folders, in and out: Qwen2, Qwen2.5, Qwen3, Llama 3.x and Mistral.
+"""Reads and writes Hugging Face folders of language models: Qwen2, Qwen2.5, Qwen3, Llama 3.x and Mistral.
 
 Sources: `config.json` as transformers writes it (4.x: `rope_theta`, `rope_scaling`; 5.x: `rope_parameters`) and the parameter
 names of its `modeling_qwen2.py`, `modeling_qwen3.py`, `modeling_llama.py` and `modeling_mistral.py`. Our decoder has their
-layout of weights, so tensors are renamed and never reshuffled.
+layout of weights, so tensors are renamed and never permuted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from omni.files import replacing_folder
 
 @dataclass(frozen=True)
 class Family:
-    """What a family leaves unsaid in `config.json`; `windows`: whether it has them, where asked only for some."""
+    """Properties of a model family that its `config.json` leaves out.
+
+    `windows`: sliding windows exist `always`, `never`, or where `use_sliding_window` is true (`asked`).
+    """
 
     architecture: str
     qkv_bias: bool = False
@@ -44,10 +47,10 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", windows="never"),
     "mistral": Family("MistralForCausalLM", windows="always"),
 }
-"""By `model_type`; Qwen2.5 calls itself qwen2, Llama 3.x llama."""
+"""Families by `model_type`; Qwen2.5's is qwen2, Llama 3.x's llama."""
 
 WINDOW, FULL_LAYERS = 4096, 28
-"""What transformers takes where `sliding_window` and `max_window_layers` are left out."""
+"""Transformers' defaults of `sliding_window` and `max_window_layers`."""
 
 EMBEDDING, HEAD = "decoder.text_embedding.weight", "decoder.text_head.weight"
 
@@ -61,7 +64,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, tokenizer: Path | None = None) -> Foreign:
-    """A language model's folder.
+    """Reads the folder of a language model.
 
     Args:
         tokenizer: another tokenizer.json than the folder's.
@@ -93,7 +96,7 @@ def read(path: Path, tokenizer: Path | None = None) -> Foreign:
 
 
 def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: bool = False) -> TextConfig:
-    """Their `config.json` as ours.
+    """Converts their `config.json` to ours.
 
     Args:
         tied: whether the head is the embedding where the settings do not say.
@@ -142,7 +145,7 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
 
 
 _USUAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
-"""Settings that have one value here."""
+"""Settings for which only one value is supported."""
 
 
 def _whole(settings: Mapping[str, Any], key: str, where: Path | str, least: int = 1) -> int:
@@ -208,7 +211,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _layer_kinds(settings: Mapping[str, Any], family: Family, where: Path | str) -> list[str]:
-    """How each layer attends, in a model that has a window."""
+    """Kind of attention of each layer, in a model that has a window."""
     layers = _whole(settings, "num_hidden_layers", where)
     kinds = settings.get("layer_types")
     if kinds is None and family.windows == "always":
@@ -260,7 +263,7 @@ def their_name(ours: str) -> str:
 
 
 def our_name(theirs: str) -> str:
-    """The way back."""
+    """Our name of one of their tensors: the inverse of `their_name`."""
     for a, b in _RENAMED:
         theirs = theirs.replace(b, a)
     return theirs
@@ -269,12 +272,12 @@ def our_name(theirs: str) -> str:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
+def write(source: Foreign, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write the text part of a whole model as a folder that transformers loads.
 
-    The rows of our special ids are left out, so the vocabulary is the tokenizer's model's again. What the audio streams' pad
-    ids add to a column of text, and the mean over streams, are folded into the embedding (which then stands apart from a tied
-    head): logits of text are those of the whole model while it is silent.
+    The rows of our special ids are left out, so the vocabulary is the original language model's again. The contribution of the
+    audio streams' pad ids to a column of text, and the mean over streams, are folded into the embedding (which is then untied
+    from the head): logits of text are those of the whole model while it is silent.
 
     Raises:
         UserError: no family has this decoder, or the place cannot be written.
@@ -296,7 +299,7 @@ def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> 
     settings["dtype"] = str(head.dtype).removeprefix("torch.")
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
     with replacing_folder(target, sum(t.nbytes for t in weights.values())) as folder:
-        files = {WEIGHTS: write_safetensors(folder / WEIGHTS, weights, watch)}
+        files = {WEIGHTS: write_safetensors(folder / WEIGHTS, weights, on_progress)}
         files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
         for name, data in {CONFIG: settings, **{n: kept[n] for n in COMPANIONS if n in kept}}.items():
             files[name] = write_file(folder / name, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
@@ -306,10 +309,10 @@ def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> 
 def their_config(
     decoder: DecoderConfig, size: int, tied: bool, where: str = "decoder", kind: str | None = None
 ) -> dict[str, Any]:
-    """Our decoder as their `config.json`, in the keys that versions 4 and 5 of transformers both read.
+    """Converts our decoder's configuration to their `config.json`, in keys that transformers 4 and 5 both read.
 
     Args:
-        kind: the family that the model came from, which is kept where the decoder still fits it.
+        kind: the family that the model was imported from, which is kept where the decoder still fits it.
 
     Raises:
         UserError: no family has both biases and norms on queries and keys.
@@ -358,7 +361,7 @@ def _fits(family: Family, decoder: DecoderConfig) -> bool:
 
 
 def _silent_embedding(source: Foreign, config: ModelConfig, size: int) -> tuple[Lazy, bool]:
-    """The text table as a column without sound has it, and whether that differs from the table as it stands."""
+    """The text table with the contribution of silent audio streams folded in, and whether that changes it."""
     table, audio = source.tensors[EMBEDDING].rows(0, size), source.tensors["decoder.audio_embedding.weight"]
     pads, offset = [], 0
     for stream in config.layout.audio:

@@ -1,4 +1,4 @@
-"""The kinds of files that weights come in, by name; `omni.convert.formats` reads and writes them."""
+"""Names of the checkpoint formats; `omni.convert.formats` reads and writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = {
     "mimi": "a Mimi codec's folder",
     "hf": "a language model's Hugging Face folder",
 }
-"""What each kind is, for help and messages; in the order in which a path is tried: the particular before the general."""
+"""Descriptions of the formats, for help and messages, in the order in which a path is tried: specific before general."""
 
 FLOATS = ("float32", "bfloat16", "float16")
 """Types that weights may have."""

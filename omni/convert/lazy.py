@@ -1,4 +1,4 @@
-"""Tensors in files, read when they are needed."""
+"""Lazy tensors, which are read from files when they are needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni.convert import kinds
 from omni.errors import UserError
 
 WriteCallback = Callable[[int, int], None]
-"""Told how many bytes are written, and of how many."""
+"""Progress callback: called with the bytes written and the total."""
 
 
 FLOATS: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in kinds.FLOATS)
@@ -22,7 +22,7 @@ FLOATS: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in kinds.F
 
 
 BLOCK = 256
-"""Rows that are drawn at once: a drawn tensor is the same however it is read."""
+"""Rows per block of random numbers, so that a drawn tensor is the same however it is read."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Lazy:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Lazy:
-        """A tensor that is already there (or mapped)."""
+        """Wraps a tensor that is in memory (or mapped)."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda a, b: tensor[a:b] if tensor.ndim else tensor)
 
     @classmethod
     def drawn(
         cls, shape: Sequence[int], dtype: torch.dtype, draw: Callable[[torch.Generator, int], Tensor], key: str, seed: int
     ) -> Lazy:
-        """Random rows: `draw(generator, rows)` makes a block of them, keyed by (seed, key, block)."""
+        """A tensor of random rows: `draw(generator, rows)` makes a block of them, keyed by (seed, key, block)."""
 
         def block(number: int, total: int) -> Tensor:
             digest = hashlib.blake2b(f"{seed}/{key}/{number}".encode(), digest_size=7).digest()
@@ -64,16 +64,16 @@ class Lazy:
 
     @classmethod
     def filled(cls, shape: Sequence[int], dtype: torch.dtype, value: float = 0.0) -> Lazy:
-        """One value everywhere."""
+        """A tensor filled with one value."""
         return cls(tuple(shape), dtype, lambda a, b: torch.full((b - a, *shape[1:]), value, dtype=dtype))
 
     def __call__(self) -> Tensor:
-        """The whole tensor."""
+        """Reads the whole tensor."""
         return self.read(0, self.length)
 
     @property
     def length(self) -> int:
-        """Rows: size of the first dimension, 1 for a scalar."""
+        """Number of rows: size of the first dimension, 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -81,11 +81,11 @@ class Lazy:
         return prod(self.shape) * self.dtype.itemsize
 
     def rows(self, start: int, stop: int) -> Lazy:
-        """Some rows, as a tensor of their own."""
+        """Rows `[start, stop)` as a lazy tensor."""
         return Lazy((stop - start, *self.shape[1:]), self.dtype, lambda a, b: self.read(start + a, start + b))
 
     def to(self, dtype: torch.dtype, name: str = "") -> Lazy:
-        """In another type; UserError (when read) where a finite value does not fit it."""
+        """Converts to another type; UserError (when read) where a finite value does not fit it."""
         if dtype == self.dtype:
             return self
 
@@ -102,7 +102,7 @@ class Lazy:
 
 
 def joined(parts: Sequence[Lazy]) -> Lazy:
-    """Tensors of one width and type, one behind the other in the first dimension."""
+    """Concatenates tensors of one width and type in the first dimension."""
     kinds = {(part.shape[1:], part.dtype) for part in parts}
     if len(kinds) != 1:
         raise ValueError(f"tensors of {kinds} cannot be joined: widths and types must agree")
@@ -122,7 +122,7 @@ def joined(parts: Sequence[Lazy]) -> Lazy:
 
 
 def cast(tensors: Mapping[str, Lazy], dtype: torch.dtype) -> dict[str, Lazy]:
-    """All tensors in one type."""
+    """Converts all tensors to one type."""
     return {name: tensor.to(dtype, name) for name, tensor in tensors.items()}
 
 

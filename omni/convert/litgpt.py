@@ -1,7 +1,7 @@
-"""The tensors of mini-omni's checkpoints (its copy of litgpt), cut into ours and joined back.
+"""Splits the tensors of mini-omni's checkpoints (its copy of litgpt) into ours, and joins them again.
 
-Theirs joins what stands apart here: queries, keys and values of a block in one matrix, grouped by key/value head; text and
-audio ids in one table and in one head. One table, `pieces`, says of which rows of ours each tensor of theirs is made; reading
+Theirs join tensors that are separate here: queries, keys and values of a block in one matrix, grouped by key/value head; text
+and audio ids in one table and in one head. One table, `pieces`, lists the rows of ours that make each tensor of theirs; reading
 and writing both follow it, so that they are inverse to each other.
 
 Source: gpt-omni/mini-omni @ 26c31d5, `litgpt/model.py` (`GPT`, `CausalSelfAttention.forward`, `whisperMLP`).
@@ -26,11 +26,11 @@ THEIR_AUDIO_HEAD = "transformer.post_adapter_audio_lm_head.weight"
 TABLES = (EMBEDDING, AUDIO_EMBEDDING, HEAD, AUDIO_HEAD)
 
 Piece = tuple[str | None, int]
-"""The next rows of one of our tensors, and how many; None for rows that theirs has and never reads."""
+"""Name of one of our tensors and the number of its next rows; None for rows that theirs has and never reads."""
 
 
 def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
-    """Of what each tensor of theirs is made, from the first row to the last."""
+    """The pieces of ours that make each tensor of theirs, from the first row to the last."""
     shapes = our_shapes(config)
     decoder = config.decoder
     size, group = decoder.head_size, decoder.heads // decoder.kv_heads
@@ -61,7 +61,7 @@ def their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def split(found: Mapping[str, Lazy], config: ModelConfig) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Decoder and projector under our names, and the names of the tensors that they come from.
+    """Split their tensors into decoder and projector under our names; also returns the names of the tensors they come from.
 
     Args:
         found: tensors of the shapes that `their_shapes` asks for.
@@ -78,7 +78,7 @@ def split(found: Mapping[str, Lazy], config: ModelConfig) -> tuple[dict[str, Laz
 
 
 def join(tensors: Mapping[str, Lazy], config: ModelConfig) -> dict[str, Lazy]:
-    """Their tensors, made of ours; zeros in rows that theirs never reads."""
+    """Join our tensors to theirs; rows that theirs never reads are zero."""
     out = {}
     for theirs, made in pieces(config).items():
         width, dtype = tensors[str(made[0][0])].shape[1:], tensors[str(made[0][0])].dtype
@@ -119,7 +119,7 @@ _RENAMED = (
 
 
 def their_name(ours: str) -> str:
-    """The name in their file of a tensor that stands there alone, or starts the one that it is joined into."""
+    """The name in their file of a tensor that is not joined with others, or is the first part of the joined one."""
     for a, b in _RENAMED:
         ours = ours.replace(a, b)
     return ours

@@ -1,11 +1,11 @@
-"""Checkpoints of mini-omni, in and out, and of mini-omni2 in: `lit_model.pth`, `model_config.yaml` and `tokenizer.json`.
+"""Reads and writes checkpoints of mini-omni, and reads mini-omni2's: `lit_model.pth`, `model_config.yaml`, `tokenizer.json`.
 
 Their code has its ids and their order built in (`inference.py`, `utils/snac_utils.py`), so the layout is the preset
-`mini-omni` and nothing else. The encoder is a Whisper of its own: `small.pt` beside the weights (as mini-omni2 has it), or a
+`mini-omni` and nothing else. The encoder is a separate Whisper: `small.pt` beside the weights (as in mini-omni2), or a
 file that is named.
 
 Sources: gpt-omni/mini-omni @ 26c31d5, `inference.py` (`load_model`); gpt-omni/mini-omni2 @ 6efd5bf, `litgpt/model.py` (its
-vision adapter). The tensors are cut and joined by `litgpt.py`, the settings read and written by `mini_omni_config.py`.
+vision adapter). The tensors are split and joined by `litgpt.py`, the settings read and written by `mini_omni_config.py`.
 
 `.pth` files are written as `torch.save` writes them, streamed: no tensor is ever whole in memory. The format, which
 `torch.load` reads, mapped or not: a zip archive without compression. `data.pkl` is the pickled object, in which a tensor is
@@ -71,7 +71,7 @@ POST = "transformer.post_adapter."
 
 
 def recognise(path: Path) -> bool:
-    """Whether this is a folder of litgpt's (`read` names what makes it none of mini-omni's)."""
+    """Whether this is a litgpt folder (`read` says why one is not mini-omni's)."""
     return (path / WEIGHTS).is_file() or (path / SETTINGS).is_file()
 
 
@@ -82,14 +82,14 @@ def read(
     tokenizer: Path | None = None,
     drop_vision: bool = False,
 ) -> Foreign:
-    """A speech checkpoint of mini-omni or mini-omni2: the whole model.
+    """Reads the whole model of a checkpoint of mini-omni or mini-omni2.
 
-    Where parts have different types all become the smallest that holds each exactly (a Whisper is float16 on the disk).
+    Where parts have different types, all become the smallest that holds each exactly (a Whisper is float16 on the disk).
 
     Args:
         encoder: a Whisper's weights, or a size whose weights are drawn, instead of the folder's `small.pt`.
         tokenizer: another tokenizer.json than the folder's.
-        drop_vision: leave the vision adapter of a mini-omni2 aside; what remains hears and speaks as before.
+        drop_vision: drop the vision adapter of a mini-omni2; the rest hears and speaks as before.
 
     Raises:
         UserError: a setting that our decoder does not have, a tensor that is missing, extra, or does not fit, a pickle that
@@ -138,7 +138,7 @@ def _post(found: Mapping[str, Lazy]) -> bool:
 def _whisper(path: Path) -> Foreign:
     if not (path / WHISPER).is_file():
         raise UserError(
-            f"{path} has no {WHISPER}, and mini-omni hears through Whisper small: give OpenAI's {WHISPER} (or a Hugging Face "
+            f"{path} has no {WHISPER}, and mini-omni's encoder is Whisper small: give OpenAI's {WHISPER} (or a Hugging Face "
             "folder of it) with --encoder"
         )
     return whisper_weights.read(path / WHISPER)
@@ -147,7 +147,7 @@ def _whisper(path: Path) -> Foreign:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> dict[str, FileStamp]:
+def write(source: Foreign, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write a whole model as a folder of mini-omni's, with the encoder as `small.pt`.
 
     That file is one that openai-whisper loads, with a text decoder of no layers (theirs never runs it); the first mini-omni
@@ -158,7 +158,7 @@ def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> 
         size and CRC-32 of each file.
 
     Raises:
-        UserError: the model has something that mini-omni has not, its type is mixed, or the place cannot be written.
+        UserError: the model has a part that mini-omni lacks, its types are mixed, or the place cannot be written.
     """
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
@@ -174,7 +174,7 @@ def write(source: Foreign, target: Path, watch: WriteCallback | None = None) -> 
     settings = their_settings(config, tied, kept.get(SETTINGS, {}))
     whisper = _openai(source, config.encoder)
     total = sum(t.nbytes for t in (*weights.values(), *whisper.values()))
-    progress = WriteProgress(total, watch)
+    progress = WriteProgress(total, on_progress)
     with replacing_folder(target, total) as folder:
         files = {WEIGHTS: _save(folder / WEIGHTS, weights, lambda state: state, progress)}
         dims = _dims(config.encoder)
@@ -205,15 +205,15 @@ def _dims(encoder: EncoderConfig) -> dict[str, int]:
 
 
 class WriteProgress:
-    """Bytes written over several files."""
+    """Counts the bytes written over several files, for one progress callback."""
 
-    def __init__(self, total: int, watch: WriteCallback | None) -> None:
-        self.total, self.watch, self.done = total, watch, 0
+    def __init__(self, total: int, on_progress: WriteCallback | None) -> None:
+        self.total, self.on_progress, self.done = total, on_progress, 0
 
     def add(self, count: int) -> None:
         self.done = min(self.done + count, self.total)  # headers come on top of the tensors
-        if self.watch is not None:
-            self.watch(self.done, self.total)
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
 
 
 def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], progress: WriteProgress) -> FileStamp:
@@ -225,7 +225,7 @@ def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any
 
 
 ALIGNED = 64
-"""What the bytes of a storage start at a multiple of."""
+"""The offset of a storage's bytes is a multiple of this."""
 
 
 _CLASSES = {
@@ -237,7 +237,7 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class _Storage:
-    """The elements of a tensor, under a key."""
+    """A storage in the archive: the elements of a tensor, under a key."""
 
     key: str
     tensor: Lazy
@@ -245,7 +245,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What is pickled in place of a tensor."""
+    """Placeholder that is pickled instead of a tensor."""
 
     storage: _Storage
 
@@ -264,10 +264,10 @@ class _Pickler(pickle.Pickler):
 
 
 class _Out(io.RawIOBase):
-    """A file that is written from its beginning to its end: takes size and CRC-32 on the way."""
+    """A file that is written sequentially; computes its size and CRC-32 meanwhile."""
 
-    def __init__(self, handle: BinaryIO, told: Callable[[int], None]) -> None:
-        self.handle, self.told = handle, told
+    def __init__(self, handle: BinaryIO, on_write: Callable[[int], None]) -> None:
+        self.handle, self.on_write = handle, on_write
         self.bytes = self.crc32 = 0
 
     def writable(self) -> bool:
@@ -277,24 +277,24 @@ class _Out(io.RawIOBase):
         view = memoryview(data).cast("B")
         self.handle.write(view)
         self.crc32, self.bytes = zlib.crc32(view, self.crc32), self.bytes + len(view)
-        self.told(len(view))
+        self.on_write(len(view))
         return len(view)
 
 
 def write_archive(
-    handle: BinaryIO, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], told: Callable[[int], None]
+    handle: BinaryIO, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], on_write: Callable[[int], None]
 ) -> FileStamp:
     """Write `wrap(tensors)` as `torch.save` would, piece by piece.
 
     Args:
         tensors: of floating-point types.
-        wrap: makes the object that is pickled of a mapping from names to tensors, which it must not look into.
-        told: called with the bytes of each piece.
+        wrap: makes the object to pickle from a mapping of names to tensors, which it must not read.
+        told: called with the number of bytes of each piece.
 
     Raises:
-        OSError: as the disk has it.
+        OSError: from the file system.
     """
-    out = _Out(handle, told)
+    out = _Out(handle, on_write)
     storages = {name: _Storage(str(key), tensor) for key, (name, tensor) in enumerate(tensors.items())}
     odd: dict[str, None] = {}
     pickled = io.BytesIO()
@@ -317,7 +317,7 @@ def write_archive(
 
 
 def _padding(start: int, name: str) -> bytes:
-    """The extra field that brings the bytes behind a header at `start` to a multiple of `ALIGNED`."""
-    sizes = 20  # the field of zip64, which stands before it
+    """The extra field of a zip header at `start` that aligns the bytes behind it to a multiple of `ALIGNED`."""
+    sizes = 20  # bytes of the zip64 field, which comes before it
     header = start + 30 + len(name) + sizes + 4
     return struct.pack("<2sH", b"FB", -header % ALIGNED) + b"\0" * (-header % ALIGNED)

@@ -1,4 +1,4 @@
-"""mini-omni's `model_config.yaml` and our configuration, each from the other.
+"""Converts between mini-omni's `model_config.yaml` and our configuration.
 
 Source: gpt-omni/mini-omni @ 26c31d5, `litgpt/config.py` (the keys, and what an absent one means); mini-omni2 @ 6efd5bf has one
 more. Ids and their order are built into their `inference.py` and `utils/snac_utils.py`: the layout is our preset `mini-omni`.
@@ -21,14 +21,14 @@ _TEXT, _AUDIO = Layout.preset("mini-omni").text.vocabulary, [s.vocabulary for s 
 _ROWS = _TEXT + sum(_AUDIO)
 
 _SIZES = {"text_vocab_size": _TEXT, "audio_vocab_size": _AUDIO[0], "cat_audio_vocab_size": sum(_AUDIO)}
-"""What their inference has built in."""
+"""Values that are built into their inference code."""
 
 _ONE = {
     "scale_embeddings": False, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "lm_head_bias": False,
     "shared_attention_norm": False, "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "rope_condense_ratio": 1,
     "n_expert": 0,
 }  # fmt: skip
-"""Settings that have one value here."""
+"""Settings for which only one value is supported."""
 
 _ABSENT: dict[str, Any] = {
     "name": "", "hf_config": {}, "scale_embeddings": False, "block_size": 4096, "vocab_size": 50254, "padding_multiple": 512,
@@ -41,11 +41,11 @@ _ABSENT: dict[str, Any] = {
     "cat_audio_vocab_size": 29120, "audio_vocab_size": 4160, "whisper_adapter_dim": 768, "vision_adapter_dim": 512,
     "post_adapter": False, "post_adapter_layers": 6, "asr_adapter": "llamamlp",
 }  # fmt: skip
-"""The keys that theirs knows, and what an absent one means to it."""
+"""The keys of their configuration, with their defaults."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Their `model_config.yaml`, absent keys filled in as theirs does; UserError where it is none, or has an unknown key."""
+    """Reads their `model_config.yaml`, with their defaults for absent keys; UserError where it is none or a key is unknown."""
     if not path.is_file():
         raise UserError(f"{path} is missing; fetch the folder again")
     try:
@@ -61,10 +61,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, post: bool = False) -> ModelConfig:
-    """Their settings (whole, see `read_settings`) and an encoder as our configuration.
+    """Converts their settings (complete, see `read_settings`) and an encoder to our configuration.
 
     Args:
-        post: the file holds a post-adapter. The released one has none whatever its settings say, and is loaded so.
+        post: the file holds a post-adapter. The released one has none, whatever its settings say, and is loaded without.
 
     Raises:
         UserError: a setting that our decoder does not have, or an encoder of another width.
@@ -125,7 +125,7 @@ def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, p
 
 
 def check_fits(config: ModelConfig, where: Path | str) -> None:
-    """Refuse a model that has something mini-omni has not (UserError naming it)."""
+    """Refuse a model with a part or setting that mini-omni lacks (UserError naming it)."""
     layout, decoder, projector, encoder = config.layout, config.decoder, config.projector, config.encoder
     wanted = Layout.preset("mini-omni")
     gated = projector.kind == "gated"
@@ -161,11 +161,11 @@ def check_fits(config: ModelConfig, where: Path | str) -> None:
 
 
 def their_settings(config: ModelConfig, tied: bool, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Our configuration (one that `check_fits`) as their `model_config.yaml`.
+    """Converts our configuration (checked by `check_fits`) to their `model_config.yaml`.
 
     Args:
         tied: the head is the embedding, for text and audio.
-        before: the settings that the model came with; what says nothing about its shape is kept.
+        before: the settings that the model was imported with; those that do not concern its shape are kept.
     """
     decoder = config.decoder
     base = decoder.rope_base

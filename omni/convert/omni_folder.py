@@ -1,4 +1,4 @@
-"""Our own model folder (see `folder.py`), opened without reading its weights and written without holding them."""
+"""Opens our own model folders (see `folder.py`) without reading their weights, and writes them without holding the weights."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Foreign:
-    """A model folder as it stands; UserError where a file is missing, truncated, or does not fit the configuration.
+    """Open a model folder; UserError where a file is missing, truncated, or does not fit the configuration.
 
-    The checksum of the weights is not taken here (that would read them twice); every size is compared.
+    The checksum of the weights is not computed here (that would read them twice); every size is compared.
     """
     config = read_config(path)
     data = read_json(path / CONFIG)
@@ -55,7 +55,7 @@ def read(path: Path) -> Foreign:
 
 
 def write(
-    source: Foreign, target: Path, watch: WriteCallback | None = None, *, codec: Foreign | None = None
+    source: Foreign, target: Path, on_progress: WriteCallback | None = None, *, codec: Foreign | None = None
 ) -> dict[str, FileStamp]:
     """Write a whole model as a model folder: beside its name, then renamed.
 
@@ -77,7 +77,7 @@ def write(
     check_tokenizer(source.tokenizer, config.layout.text.size, source.place)
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
-        files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, watch)
+        files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, on_progress)
         files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
         if codec is not None:
             (folder / CODEC).mkdir()
@@ -85,7 +85,7 @@ def write(
             opened = codec_weights.check(codec, folder / CODEC, config.codec)
             if opened.name != config.codec or tuple(opened.codebook_sizes) != config.layout.codebook_sizes:
                 raise UserError(
-                    f"{codec.place} is {opened.name} with codebooks {tuple(opened.codebook_sizes)}, the model speaks "
+                    f"{codec.place} is {opened.name} with codebooks {tuple(opened.codebook_sizes)}, the model's codec is "
                     f"{config.codec} with {config.layout.codebook_sizes}; give the codec that fits"
                 )
         elif source.codec_folder is not None:

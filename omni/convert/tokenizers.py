@@ -1,4 +1,4 @@
-"""The tokenizer beside somebody's weights: refused where the other files say that it is another model's.
+"""Reads the tokenizer beside external weights; refuses one that, by the other files, belongs to another model.
 
 Sources: `tokenizer_config.json` (`added_tokens_decoder`, `eos_token`, `bos_token`), `config.json` and `generation_config.json`
 (`eos_token_id`, `bos_token_id`) as transformers writes them.
@@ -18,10 +18,10 @@ from omni.text import Tokenizer
 WORDS, GENERATION = "tokenizer_config.json", "generation_config.json"
 
 COMPANIONS = (GENERATION, WORDS, "special_tokens_map.json")
-"""Small files that are kept with a model (under `extra`) and handed out again with it."""
+"""Small files that are kept with an imported model (under `extra`) and written again on export."""
 
 SPARE_ROWS, SPARE_SHARE = 1024, 20
-"""Rows of a table that may have no token: so many, or a twentieth of it.
+"""Rows of a table that may be without a token: this number, or a twentieth of the table.
 
 Tables are filled up to multiples of 64 to 1,024 (128 for each of eight devices; Qwen2.5 leaves 271 or 399 of about 152,000
 empty), and a few families keep some for later (DeepSeek's Llamas 2,385 of 102,400). Other families' tokenizers are further
@@ -37,8 +37,8 @@ def read_tokenizer(
     Args:
         path: a tokenizer.json.
         folder: the model's, for messages.
-        files: its `config.json` and `COMPANIONS`, as far as they are there.
-        named: the user has named this file, which may then leave most of the table unused.
+        files: its `config.json` and `COMPANIONS`, those that exist.
+        named: the user has named this file explicitly; it may then leave most of the table unused.
 
     Raises:
         UserError: the file is missing or broken, or it is another model's by what the other files say.
@@ -60,7 +60,7 @@ def read_tokenizer(
 
 
 def _check_added(words: Tokenizer, path: Path, where: Path, said: Mapping[str, Any]) -> None:
-    """UserError for an added token that the tokenizer has under another id, or not at all."""
+    """UserError for an added token that the tokenizer lacks or has under another id."""
     added = said.get("added_tokens_decoder") or {}
     if not isinstance(added, dict) or not all(number.isascii() and number.isdigit() for number in added):
         raise UserError(f"{where}: added_tokens_decoder does not go from ids to tokens; fetch the file again")
@@ -93,7 +93,7 @@ def _check_special(
             f"{folder / WORDS} calls {content!r} the {what} ({key}_token), and {path} has no such token: they are of two "
             "models; fetch both again"
         )
-    # A model that was trained further often names its ends in generation_config.json alone.
+    # A model that was fine-tuned often names its end tokens in generation_config.json alone.
     if settings and named not in {*settings, *_ids(files.get(GENERATION, {}).get(f"{key}_token_id"))}:
         shown = ", ".join(f"{i} ({_token(words, i)!r})" for i in settings)
         raise UserError(
@@ -103,7 +103,7 @@ def _check_special(
 
 
 def _content(token: Any, where: Path, key: str) -> str:
-    """The text of a token, which is written as it is or as `{"content": ...}`."""
+    """The text of a token, which is stored as a string or as `{"content": ...}`."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise UserError(f"{where}: {key} holds {token!r}, which is no token; fetch the file again")

@@ -1,4 +1,4 @@
-"""Whisper's encoder out of OpenAI's `.pt` files and Hugging Face's folders; the rest of a Whisper is left where it is.
+"""Reads Whisper's encoder from OpenAI's `.pt` files and Hugging Face's folders; the rest of a Whisper is not read.
 
 Sources: `whisper/__init__.py` (`load_model`: a `torch.save` of `dims` and `model_state_dict`) and `whisper/model.py` of
 openai-whisper; transformers' `modeling_whisper.py`. Convolutions and linear layers are laid out alike in both; Hugging Face
@@ -29,7 +29,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Foreign:
-    """The encoder of a Whisper, in `mode: padded`, as released checkpoints were trained.
+    """Reads the encoder of a Whisper, in `mode: padded`, as released checkpoints were trained.
 
     Raises:
         UserError: no Whisper, a pickle that asks for more than tensors, or a tensor that does not fit.

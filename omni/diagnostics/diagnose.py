@@ -1,4 +1,4 @@
-"""From an error of autograd to its cause."""
+"""Diagnoses errors of autograd: finds the cause and its line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VERSION = re.compile(
     r"\[(?:torch\.)?(?:\w+\.)?(?:CPU|CUDA)?(\w+?)(?:Tensor|Type) \[([\d, ]*)\]\].*?is at version (\d+); expected version (\d+)",
     re.DOTALL,
 )
-"""Autocast's tensors are called CPUBFloat16Type, others torch.FloatTensor."""
+"""Matches tensor types in messages: CPUBFloat16Type under autocast, torch.FloatTensor and the like otherwise."""
 _ERRORS = {
     "inplace": ("modified by an inplace operation", "is being used in an in-place operation"),
     "freed": ("through the graph a second time", "second backward through one forward"),
@@ -42,13 +42,13 @@ INPLACE = (
 )
 CARRY = "cut it where a step starts: {name} = {name}.detach(); backward through several steps needs them in one loss"
 ONE_BACKWARD = (
-    "add the losses and call backward once; where two parts are to learn apart, detach what passes between them on the side "
-    "that is not to learn"
+    "add the losses and call backward once; where two parts are to be trained apart, detach what passes between them on the "
+    "side that is not to be trained"
 )
 
 
 def kind_of(error: BaseException) -> str | None:
-    """Which mistake an error speaks of; None where it is none of autograd's."""
+    """Kind of mistake that an error reports; None where it is not from autograd."""
     text = str(error)
     return next((kind for kind, parts in _ERRORS.items() if any(part in text for part in parts)), None)
 
@@ -117,7 +117,7 @@ def _changed(changed: Changed, held: HeldTensor | None, scene: Scene) -> Finding
 
 
 def _guess(scene: Scene, message: str) -> list[Finding]:
-    """Without a trace: tensors of the shape and version that the message names, and lines that write them."""
+    """Guesses without a trace: tensors of the shape and version in the message, and lines that write them."""
     match = _VERSION.search(message)
     if match is None:
         return [Finding("inplace", message.strip().split("\n")[0], INPLACE)]
@@ -141,12 +141,12 @@ def _guess(scene: Scene, message: str) -> list[Finding]:
 
 
 def _in_place(places: Iterable[Place]) -> list[Place]:
-    """Lines that change a tensor, not those that bind a name to another one."""
+    """Lines that change a tensor in place, without those that bind a name to another one."""
     return [p for p in places if re.search(r"\w_\(|\] *[-+*/|&]?= |[-+*/|&]= ", p.code)]
 
 
 def from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
-    """Who holds the part of a graph that is older than the step; nothing where there is none."""
+    """Findings about holders of a part of a graph that is older than the step; none where there is no such part."""
     old = {node for node in nodes if is_older(node, scene.first)}
     if not old:
         return []
@@ -159,14 +159,14 @@ def from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
     others = tuple(place for place in (place_of(line) for _, line in used) if place is not None)
     if holders:
         v = holders[0]
-        learns = some(scene.learns(v.tensor)) or "what made it"
-        what = f"the variable {v.name} keeps a graph from before this step, which goes through {learns}"
+        trained = some(scene.trainable_of(v.tensor)) or "what made it"
+        what = f"the variable {v.name} keeps a graph from before this step, which goes through {trained}"
         return [
             Finding("freed", what, OUTSIDE, f"{v.name} {shape_of(v.tensor)}", "", v.places[0] if v.places else None, others)
         ]
     around = [(v, p) for v in scene.variables() if v.tensor.grad_fn is not None for p in v.places if _reads_itself(v.name, p)]
     carried = [pair for pair in around if pair[0].tensor.grad_fn in nodes]
-    # A recurrent layer's state is no part of the loss, but comes of the same old one.
+    # A recurrent layer's state is no part of the loss, but depends on the same old state.
     carried = carried or [pair for pair in around if nodes_of([pair[0].tensor]) & old]
     if carried:
         v, line = min(carried, key=lambda pair: pair[0].tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
@@ -180,7 +180,7 @@ def from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
 
 
 def _reads_itself(name: str, place: Place) -> bool:
-    """Whether a line binds a name (of an attribute: in whatever variable its owner is) to what is computed from it."""
+    """Whether a line binds a name (an attribute: of any variable) to a value computed from it."""
     owner, _, last = name.partition("[")[0].rpartition(".")
     word = (r"\." if owner else r"(?<!\.)\b") + re.escape(last) + r"\b"
     for part in place.code.split(";"):
@@ -191,7 +191,7 @@ def _reads_itself(name: str, place: Place) -> bool:
 
 
 def _twice(scene: Scene, nodes: set[Node]) -> Finding:
-    """Two backward calls of one step that share a graph: by what a module holds from one to the next, or by one loss."""
+    """The finding for two backward calls of one step that share a graph, through a tensor that a module holds or one loss."""
     for held in scene.now():
         node = held.tensor.grad_fn
         if held.owner is None or node is None or is_view_of_leaf(held.tensor) or not nodes_of([held.tensor]) & nodes:

@@ -1,4 +1,4 @@
-"""What the guard reports: findings with a place and a remedy, and the error that carries them."""
+"""Findings of the guard, with a place and a remedy, and the error that carries them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ KINDS = {
     "recompute": "a checkpointed part runs differently the second time",
     "patch": "a patch takes no part in forward",
     "label_end": "labels mask the true end of a sequence",
-    "no_target": "nothing to learn from in this batch",
+    "no_target": "nothing to train on in this batch",
 }
-"""Kind of a finding to what it means."""
+"""Kinds of findings with their meaning."""
 
 
 _ADVICE = re.compile(r"\s*Specify retain_graph=True if [^.]*\.")
-"""Torch's own remedy for a graph that is walked twice: it hides the mistake, or turns it into another error."""
+"""Torch's own advice for a graph that backward walks twice: it hides the mistake, or turns it into another error."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of source: path (below the working folder a relative one), number from 1, the code itself and its function."""
+    """A line of source: path (relative below the working folder), line number from 1, the code itself and its function."""
 
     file: str
     line: int
@@ -58,11 +58,11 @@ class Finding:
 
     Attributes:
         kind: a key of `KINDS`.
-        what: what is wrong, in a sentence.
+        what: the mistake, in a sentence.
         tensor: name and shape of the tensor, or names of the parameters.
         module: path of the module that holds it, empty where none does.
         place: the line that is to be changed, where it is known.
-        remedy: what to write instead.
+        remedy: advice on what to write instead.
         others: further lines that take part.
     """
 
@@ -86,7 +86,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What makes two findings the same mistake."""
+        """Key by which two findings are the same mistake."""
         return self.kind, self.module, self.tensor, self.place
 
 
@@ -95,7 +95,7 @@ class GraphError(RuntimeError):
 
     Args:
         message: the original error's; its advice to keep the graph is left out.
-        hint: what to do for more, where little is known.
+        hint: how to get more information, where little is known.
     """
 
     def __init__(self, message: str, findings: Sequence[Finding], hint: str = "") -> None:
@@ -110,6 +110,6 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def some(names: Sequence[str], most: int = 6) -> str:
-    """The first names and how many more there are."""
+    """The first `most` names as text, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

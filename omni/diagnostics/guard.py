@@ -1,4 +1,4 @@
-"""The guard: watches steps of any PyTorch training for mistakes with graphs, gradients and caches."""
+"""The guard, which watches steps of any PyTorch training for mistakes with graphs, gradients and caches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from omni.diagnostics.checks.gradients import at_start, is_left, loose, missing_gradients, owned_by, unowned, written_caches
-from omni.diagnostics.checks.labels import unlearnt_ends
+from omni.diagnostics.checks.gradients import at_start, is_zeroed, loose, missing_gradients, owned_by, unowned, written_caches
+from omni.diagnostics.checks.labels import untrained_ends
 from omni.diagnostics.checks.patches import Expectation, foreign_forwards
 from omni.diagnostics.diagnose import diagnose, kind_of, traced_changes
 from omni.diagnostics.findings import Finding, GraphError, report
@@ -23,12 +23,12 @@ from omni.diagnostics.trace.held import held_by, held_in, version_of
 from omni.diagnostics.trace.recompute import watch_checkpoints
 from omni.diagnostics.trace.scene import Scene
 from omni.diagnostics.trace.sharded import alone, end_step, gathered
-from omni.diagnostics.trace.snapshot import Snapshot, undone
+from omni.diagnostics.trace.snapshot import Snapshot, restored
 from omni.diagnostics.trace.state import Doubt
 from omni.diagnostics.trace.trace import Trace
 
 PATIENCE = 32
-"""Steps for which a parameter that did receive gradients may go without."""
+"""Number of steps that a parameter which has received gradients may go without one."""
 
 HINT = "For the line of each culprit, repeat the step: guard.rerun(step), where step() does what failed."
 
@@ -44,22 +44,22 @@ class Guard:
                 optimizer.step()
         print(guard.report())
 
-    What is looked at in every step is cheap. The full trace, which knows the line of each write, sees every operation: it
-    repeats one step (`rerun`, or `run`, which does so when the step fails). Nothing stays behind between steps. In steps 1, 2,
-    4, 8 and so on, state of checkpointed parts is compared when backward repeats them; where it differs, which may do no harm,
+    The checks of every step are cheap. The full trace, which knows the line of each write, records every operation: it
+    repeats one step (`rerun`, or `run`, which does so when the step fails). Nothing is kept between steps. In steps 1, 2,
+    4, 8 and so on, state of checkpointed parts is compared when backward repeats them; where it differs, which may be harmless,
     the next step runs under the trace, once for each piece of state.
 
     Args:
-        model: whose state and parameters are looked at; several in one `nn.ModuleList`.
-        optimizer: one or several; they tell when gradients are complete and which parameters are owned. A wrapper's inner one
-            (its attribute `optimizer`) is taken.
+        model: the model whose state and parameters are checked; several in one `nn.ModuleList`.
+        optimizer: one or several; their steps mark complete gradients, and their parameters count as owned. A wrapper's inner
+            one (its attribute `optimizer`) is taken.
         idle: parameters that need no gradient although they are trainable.
-        end_id: the token that ends a sequence, where it is to be trained. Batches are then looked at for labels that mask every
-            end, until one is seen that teaches one: integer tensors [B, T] side by side, in a mapping or an object, called
-            input_ids, tokens, inputs or ids, and labels, label, targets or target (-100 is left out of the loss).
+        end_id: the token that ends a sequence, where it is to be trained. Batches are then checked for labels that mask every
+            end, until one is seen in which an end is trained: integer tensors [B, T] side by side, in a mapping or an object,
+            called input_ids, tokens, inputs or ids, and labels, label, targets or target (-100 is left out of the loss).
 
     Attributes:
-        findings: what was found so far, each mistake once.
+        findings: all findings so far, each mistake once.
         failed: autograd failed in the last step.
     """
 
@@ -74,7 +74,7 @@ class Guard:
         given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self.model = model
         self.optimizers = [_inner(o) for o in given]
-        self.key, self.told = -next(_NUMBERS), self._tell
+        self.key, self.told = -next(_NUMBERS), self._on_optimizer_step
         self.idle = {id(p): p for p in idle}
         self.end_id = end_id
         self.findings: list[Finding] = []
@@ -90,12 +90,12 @@ class Guard:
         self.settled: set[Doubt] = set()
 
     def step(self, batch: Any = None, *, last: bool = True, trace: bool = False) -> _Step:
-        """Around forward and backward, and the optimizer's step if you like.
+        """Context manager around forward and backward, optionally also around the optimizer's step.
 
         Args:
-            batch: what the step is given (tensors, and containers and objects that hold some), to be looked at too.
+            batch: inputs of the step (tensors, and containers and objects that hold some), which are checked too.
             last: False for a micro-batch that others follow before gradients are complete.
-            trace: see every operation.
+            trace: record every operation.
 
         Raises:
             GraphError: autograd failed inside; with the original message and the diagnosis.
@@ -103,11 +103,11 @@ class Guard:
         return _Step(self, batch, last, trace, sys._getframe(1))
 
     def rerun(self, step: Callable[[], Any], batch: Any = None) -> list[Finding]:
-        """Repeat the last step under a full trace; what it found, which also joins `findings`.
+        """Repeat the last step under a full trace; returns its findings, which are also added to `findings`.
 
         It starts from the random state, buffers and attributes that the last step started from. Weights, gradients and
-        optimizer are those of now (a step that failed in backward has not changed them), and afterwards all is put back.
-        What failed is repeated without DDP's exchange of gradients; under FSDP2 all processes must repeat it together.
+        optimizer are the present ones (a step that failed in backward has not changed them), and afterwards all is restored.
+        A failed step is repeated without DDP's exchange of gradients; under FSDP2 all processes must repeat it together.
 
         Args:
             step: does what the last step did; it may enter `guard.step` itself.
@@ -124,7 +124,7 @@ class Guard:
         finally:
             self.start, self.failed = start, failed
         kinds = {finding.kind for finding in watched.found}
-        # What the trace says of a mistake replaces the vague word of before; of patches, a step sees only some.
+        # Findings of the trace replace the vaguer ones from before; a step sees only some of the patches.
         self.add(f for f in before if f.kind not in kinds or f.kind == "patch")
         return watched.found
 
@@ -132,7 +132,7 @@ class Guard:
         failed = watched.failed
         if failed:
             end_step(self.model)
-        with undone(self.model, watched.batch, self.optimizers), alone() if failed else nullcontext():
+        with restored(self.model, watched.batch, self.optimizers), alone() if failed else nullcontext():
             if start is not None:
                 start.restore()
             try:
@@ -148,7 +148,7 @@ class Guard:
         """Run one step; where autograd fails, repeat it under a full trace and raise the complete diagnosis.
 
         Args:
-            trace: trace it although nothing failed: some mistakes give wrong gradients and no error.
+            trace: trace the step even if nothing fails: some mistakes give wrong gradients and no error.
         """
         try:
             with _Step(self, batch, True, False, sys._getframe(1), step, keep=trace):
@@ -165,11 +165,11 @@ class Guard:
         return out
 
     def expect_changed(self, module: nn.Module, tensors: Any = None) -> Expectation:
-        """Around one forward: does a patch of this module take part in it?
+        """Context manager around one forward that checks that a patch of this module takes part in it.
 
         Args:
-            tensors: what the patch put in; the module's own parameters by default. Where the module has hooks or a replaced
-                `forward`, it is also expected to be called.
+            tensors: tensors that the patch put in; the module's own parameters by default. Where the module has hooks or a
+                replaced `forward`, it is also expected to be called.
         """
         return Expectation(self, module, tensors)
 
@@ -177,7 +177,7 @@ class Guard:
         return report(self.findings)
 
     def add(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Take in what is new; all of `findings`, each once."""
+        """Add the findings that are new; returns the given ones, each once."""
         given = list({finding.key: finding for finding in findings}.values())
         placed = {finding.key[:3] for finding in given if finding.place is not None}
         self.findings = [f for f in self.findings if f.place is not None or f.key[:3] not in placed]
@@ -198,7 +198,7 @@ class Guard:
         return names
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters by path, as an optimizer owns them; those that only the optimizer knows are counted."""
+        """Trainable parameters by path, as an optimizer owns them; those that only the optimizer has are numbered."""
         named = [] if self.model is None else list(self.model.named_parameters())
         owners = gathered(self.model)
         named = [(name, owners.get(id(p), p)) for name, p in named]
@@ -207,8 +207,8 @@ class Guard:
             named = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(owned)]
         return [(name, p) for name, p in named if p.requires_grad and not is_lazy(p) and p.numel()]
 
-    def _tell(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The hook of optimizers; the same in every step, so that one whose step is compiled is compiled once."""
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook of the optimizers; the same object in every step, so that an optimizer with a compiled step compiles once."""
         if self.active is not None:
             self.active.note_step(optimizer)
 
@@ -232,7 +232,7 @@ class _Step:
         self.function, self.keep, self.failed = function, keep, failed
         self.stack = ExitStack()
         self.found: list[Finding] = []
-        self.beside: list[Finding] = []  # true of a step that does not fail
+        self.beside: list[Finding] = []  # findings that hold only if the step does not fail
         self.stepped: list[torch.optim.Optimizer] = []
         self.inner = False
 
@@ -265,27 +265,27 @@ class _Step:
             self.stack.callback(hooks.pop, guard.key, None)
         self.loose = loose([pair for pair in self.named if id(pair[1]) not in self.idle], guard.optimizers)
         if self.traced:
-            scene.trace = Trace(self._learning(), scene.first)
+            scene.trace = Trace(self._trainable_paths(), scene.first)
         watching = watch_checkpoints(self.found.append, scene.trace, guard.model, names, doubt)
         scene.regions = self.stack.enter_context(watching)
         if scene.trace is not None:
             self.stack.enter_context(scene.trace.running())
         return self
 
-    def _learning(self) -> dict[int, str]:
-        """Paths of the trainable parameters by id of all that stands for them."""
+    def _trainable_paths(self) -> dict[int, str]:
+        """Paths of the trainable parameters, by id of every tensor that represents them."""
         wanted = {name for name, _ in self.named}
         return {i: name for i, name in self.scene.names.items() if name in wanted} | {id(p): name for name, p in self.named}
 
     def _check_labels(self) -> None:
         guard = self.guard
         if guard.end_id is not None:
-            self.beside, taught = unlearnt_ends(self.batch, guard.end_id)
+            self.beside, taught = untrained_ends(self.batch, guard.end_id)
             if taught:
                 guard.end_id = None
 
     def _arrived(self, p: Tensor) -> None:
-        if p.grad is not None:  # a backward may hand on nothing
+        if p.grad is not None:  # a backward may give no gradient
             self.guard.arrived.add(id(p))
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -293,11 +293,11 @@ class _Step:
         self._note_gradients()
 
     def _note_gradients(self) -> None:
-        """Gradients that came in another way than by backward, or before this step began."""
+        """Note gradients that came by other means than backward, or before this step started."""
         arrived = self.guard.arrived
-        arrived |= {id(p) for _, p in self.named if p.grad is not None and id(p) not in arrived and not is_left(p, arrived)}
+        arrived |= {id(p) for _, p in self.named if p.grad is not None and id(p) not in arrived and not is_zeroed(p, arrived)}
 
-    def _takes_turns(self, p: nn.Parameter) -> bool:
+    def _is_intermittent(self, p: nn.Parameter) -> bool:
         """Whether a parameter without gradient has received one lately: experts and tasks do not take part in every step."""
         guard, i = self.guard, id(p)
         if i in guard.arrived:
@@ -307,12 +307,12 @@ class _Step:
         return 0 < guard.waiting.get(i, 0) <= PATIENCE
 
     def _check_gradients(self) -> None:
-        """What is missing once the step is over: one that holds several backwards and optimizers is one whole."""
+        """Find missing gradients when the step is over; several backwards and optimizers in it count as one step."""
         guard = self.guard
         self._note_gradients()
         explained = {name for f in self.found if f.kind == "reentrant" for name in f.tensor.split(", ")}
         spared = self.idle | (owned_by(guard.optimizers) - owned_by(self.stepped) if self.stepped else set())
-        wanted = [(name, p) for name, p in self.named if id(p) not in spared and not self._takes_turns(p)]
+        wanted = [(name, p) for name, p in self.named if id(p) not in spared and not self._is_intermittent(p)]
         if self.stepped or guard.arrived:
             self.beside += missing_gradients(self.scene, wanted, guard.arrived, explained)
             self.beside += unowned(self.loose, guard.arrived, bool(self.stepped))

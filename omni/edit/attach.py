@@ -1,7 +1,7 @@
 """Attaches edits to a model for generation, per row: they act on the rows that name them, through the adapters' hook.
 
-Where `omni.edit.deltas.edited` serves training (gradients, any model), this serves generation: rows of one batch may differ,
-and what captured graphs and other sessions rest on stays as it is.
+`omni.edit.deltas.edited` serves training (gradients, any model); this serves generation: rows of one batch may differ,
+and tensors that captured graphs and other sessions use are not changed.
 
 Dimensions: B rows, R rank, I inputs, O outputs.
 """
@@ -24,7 +24,7 @@ _NUMBERS = itertools.count(1)
 
 
 class AttachedDelta:
-    """A delta as a pair of `omni.lora.attach`."""
+    """Wraps a delta as a `Pair` of `omni.lora.attach`."""
 
     def __init__(self, delta: Delta) -> None:
         self.delta = delta
@@ -44,7 +44,7 @@ def attach_edits(model: nn.Module, edits: Edits) -> str:
     """Attach edits to a model.
 
     Returns:
-        the name under which rows have them, and by which `omni.lora.attach.detach` ends it.
+        the name by which rows select them, and by which `omni.lora.attach.detach` removes them.
 
     Raises:
         UserError: an edit does not fit the model, or is not finite (it would spoil the rows of others).
@@ -57,21 +57,21 @@ def attach_edits(model: nn.Module, edits: Edits) -> str:
     for target, delta in edits.detach().deltas.items():
         own = next(parts[target].parameters(recurse=False))
         dtype = own.dtype if own.is_floating_point() else None
-        device = None if own.is_meta else own.device  # what is offloaded has no place before it runs
-        one = Edits({target: delta}).to(device, dtype)  # now, and not at every step
+        device = None if own.is_meta else own.device  # offloaded weights have no device before they run
+        one = Edits({target: delta}).to(device, dtype)  # converted now, not at every step
         pairs[target] = AttachedDelta(one.deltas[target])
     lora.attach_pairs(model, pairs, name)
     return name
 
 
 class Bases:
-    """Checks that edits are of a model's weights, and remembers those that are: a checksum takes a reading of the weights."""
+    """Checks that edits were made for a model's weights, and caches the results: a checksum reads all of the weights."""
 
     def __init__(self) -> None:
         self._found: weakref.WeakValueDictionary[tuple[Any, ...], Edits] = weakref.WeakValueDictionary()
 
     def check(self, model: nn.Module, edits: Edits | None) -> None:
-        """Refuse edits of other weights (UserError); weights are read again only after somebody wrote them."""
+        """Refuse edits of other weights (UserError); weights are read again only after they were written."""
         if edits is None:
             return
         if not isinstance(edits, Edits):
@@ -88,7 +88,7 @@ class Bases:
 
 @contextmanager
 def attached(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list[str | None]]:
-    """Attach edits while a block runs: the name of each, None for None; the same edits are attached once."""
+    """Attach edits while a block runs; yields the name of each, None for None. The same edits are attached once."""
     names: dict[int, str] = {}
     with ExitStack() as stop:
         for edits in several:
@@ -100,8 +100,8 @@ def attached(model: nn.Module, several: Sequence[Edits | None]) -> Iterator[list
 
 @contextmanager
 def edited_everywhere(model: nn.Module, edits: Edits) -> Iterator[None]:
-    """Let edits act on every row while a block runs, whatever else acts there."""
+    """Attach edits to every row while a block runs, besides the adapters and edits that are active there."""
     with attached(model, [edits]) as (name,):
         assert name is not None
-        lora.act_everywhere(model, name)
+        lora.activate_edits(model, name)
         yield

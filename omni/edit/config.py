@@ -14,7 +14,7 @@ SIDES: tuple[Sides, ...] = ("combined", "separate", "one_sided", "x_only", "delt
 
 @dataclass(frozen=True)
 class TransformConfig:
-    """Shape of the networks.
+    """Shape of the hypernetwork's networks.
 
     Attributes:
         sides: one network for x and delta side by side (`combined`), one for each (`separate`), or one for a single side while
@@ -40,7 +40,7 @@ class TransformConfig:
             raise UserError(f"mend.hidden {self.hidden} and rank {self.rank} must be at least 0 and 1")
 
     def side(self, inputs: int, outputs: int) -> Literal["combined", "separate", "x", "delta"]:
-        """What is transformed for a linear of this shape."""
+        """The side or sides that are transformed for a linear of this shape."""
         if self.sides == "one_sided":
             return "delta" if inputs > outputs else "x"
         return {"x_only": "x", "delta_only": "delta"}.get(self.sides, self.sides)  # type: ignore[return-value]
@@ -48,13 +48,13 @@ class TransformConfig:
 
 @dataclass(frozen=True)
 class MendConfig:
-    """The hypernetwork.
+    """Settings of the hypernetwork.
 
     Attributes:
         transform: shape of its networks.
         shared: linears of one shape share a network.
         split: two transforms one after another (an encoder and a decoder), each with its own statistics.
-        edit_lr: what every linear's trained factor starts with.
+        edit_lr: initial value of every linear's trained factor.
         c_edit, c_loc: weights of the two losses.
     """
 
@@ -74,13 +74,13 @@ class MendConfig:
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """How far and how fast.
+    """Settings of the fine-tuning baseline.
 
     Attributes:
         bound: largest change: of every single weight (`linf`, dense changes only), or the norm of all changes together (`l2`).
-        steps: at most; it stops when the loss falls below `enough`.
-        rank: of the changes; None for dense ones.
-        seed: of what a change of low rank starts with (its product is zero).
+        steps: most steps; it stops earlier when the loss falls below `enough`.
+        rank: rank of the changes; None for dense ones.
+        seed: of the initial factors of a low-rank change (whose product is zero).
     """
 
     norm: Literal["linf", "l2"] = "linf"

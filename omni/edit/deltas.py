@@ -1,13 +1,13 @@
-"""Edits of a model: changes of named linears that act on activations, so that no weight is touched.
+"""Edits of a model: changes of named linears that are added to activations, so that no weight is changed.
 
     out += lr * (x @ a.T) @ b          a [R, I], b [R, O]
 
-A forward hook adds this to a linear's output. So it holds wherever the linear's own forward does: on a dispatched model (whose
-modules carry an instance-level `forward`), on sharded or quantised weights, and in a block that is recomputed.
+A forward hook adds this to a linear's output. So it works wherever the linear's own forward does: on a dispatched model (whose
+modules have an instance-level `forward`), on sharded or quantised weights, and in a block that is recomputed.
 
-A block that is recomputed in backward calls its linears again. Where the hooks are gone by then, gradients would be those of
-another function. So every change is added in a node of the graph that knows its block (`Span`), and a hook stays on, doing
-nothing but look, until the graph has run or is dropped.
+A block that is recomputed in backward calls its linears again. If the hooks were removed by then, gradients would be those of
+another function. So every change is added in a node of the graph that refers to its block (`Span`), and a hook stays, adding
+nothing and only checking, until the graph has run or is dropped.
 
 Dimensions: B rows of a batch, E edits, R rank, I inputs, O outputs.
 """
@@ -35,7 +35,7 @@ class Delta:
     Attributes:
         b: [R, O].
         a: [R, I]; None for the identity (R = I): b.T is then the whole change of the weight.
-        lr: factor, a number or a tensor of no dimension.
+        lr: factor, a number or a scalar tensor.
     """
 
     b: Tensor
@@ -49,11 +49,11 @@ class Delta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(I, O)."""
+        """(I, O) of the linear."""
         return (self.b if self.a is None else self.a.T).shape[0], self.b.shape[1]
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """What is added to the output `out` [..., O] for the input x [..., I]; of its type and on its device."""
+        """The change of the output `out` [..., O] for the input x [..., I]; in the type and on the device of `out`."""
         h = low(x, self.a)
         return product(h * (self.lr.to(h.device) if isinstance(self.lr, Tensor) else self.lr), self.b, out)
 
@@ -64,7 +64,7 @@ class Delta:
         return (full * float(torch.as_tensor(self.lr).detach())).T
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Delta:
-        """With every tensor changed."""
+        """Apply a function to every tensor."""
         lr = change(self.lr) if isinstance(self.lr, Tensor) else self.lr
         return Delta(change(self.b), None if self.a is None else change(self.a), lr)
 
@@ -75,7 +75,7 @@ def low(x: Tensor, a: Tensor | None) -> Tensor:
 
 
 def product(h: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """h @ b as `out` is: on its device and of its type."""
+    """h @ b, on the device and in the type of `out`."""
     h = h.to(out.device)
     return (h @ _match(b, h)).to(out.dtype)
 
@@ -88,34 +88,34 @@ def _match(factor: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Edits:
-    """Changes of a model that belong together.
+    """One or several corrections of a model, as changes of its linears.
 
     Attributes:
-        deltas: by name of the linear.
-        base: checksum of each linear as it was when the edits were made (`linears.signature`); None where nobody took it.
+        deltas: change of each linear, by name.
+        base: checksum of each linear at the time when the edits were made (`linears.signature`); None where none was computed.
     """
 
     deltas: Mapping[str, Delta]
     base: Mapping[str, int] | None = field(default=None, compare=False)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Edits:
-        """With every tensor changed."""
+        """Apply a function to every tensor."""
         return replace(self, deltas={name: delta.map(change) for name, delta in self.deltas.items()})
 
     def detach(self) -> Edits:
-        """Without graph."""
+        """Detach every tensor from its autograd graph."""
         return self.map(Tensor.detach)
 
     def scaled(self, strength: float) -> Edits:
-        """So many times as strong."""
+        """Multiply the edits by `strength`."""
         return replace(self, deltas={name: replace(delta, lr=delta.lr * strength) for name, delta in self.deltas.items()})
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Edits:
-        """On another device, of another type: in the model's own, nothing is converted at every step."""
+        """Move to a device and convert to a type; with those of the model, nothing is converted at every step."""
         return self.map(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def signed(self, model: nn.Module) -> Edits:
-        """With the checksums of the model's linears, so that the edits are refused by any other base."""
+        """Add the checksums of the model's linears, so that any other base refuses the edits."""
         return replace(self, base={name: signature(name, part) for name, part in find_linears(model, self.deltas).items()})
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -149,7 +149,7 @@ class Edits:
         """Refuse a model whose linears are not those the edits were made for.
 
         Raises:
-            UserError: another checksum, name or shape; or nobody took checksums (`signed`).
+            UserError: another checksum, name or shape; or the edits have no checksums (see `signed`).
         """
         found = self.check(model)
         if self.base is None:
@@ -173,7 +173,7 @@ class Edits:
 
 
 def stack(edits: Sequence[Edits]) -> Edits:
-    """All of several edits as one.
+    """Joins several edits to one.
 
     Raises:
         UserError: two of them were made for different weights of one linear.
@@ -204,10 +204,11 @@ def _sum(deltas: Sequence[Delta]) -> Delta:
 
 @contextmanager
 def edited(model: nn.Module, edits: Edits | Sequence[Edits], rows: Tensor | None = None) -> Iterator[None]:
-    """Let edits act while the block runs; blocks may be nested, and their edits add up.
+    """Apply edits while the block runs; blocks may be nested, and their edits add up.
 
-    Gradients flow through the edits and past them. `backward` belongs inside the block: recomputed activations need the edits
-    too, and it raises ValueError elsewhere (reentrant checkpointing, which records no graph, cannot be told of).
+    Gradients flow through the edits and past them. `backward` belongs inside the block, because recomputed activations need
+    the edits too; elsewhere it raises ValueError (except under reentrant checkpointing, which records no graph, so that this
+    cannot be detected).
 
     Args:
         edits: all of them act on every row; with `rows`, each on its own.
@@ -272,7 +273,7 @@ OUTSIDE = (
 
 
 class Span:
-    """Hooks of one block, and the nodes it has left in graphs that have not run yet."""
+    """Hooks of one block, and its nodes in graphs that have not run yet."""
 
     def __init__(self) -> None:
         self.open = True
@@ -280,7 +281,7 @@ class Span:
         self.nodes: dict[int, weakref.ref[Any]] = {}
 
     def hook(self, part: nn.Module, add: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Add to what a linear puts out: `add(input, output)`."""
+        """Hook a linear, so that `add(input, output)` is added to its output."""
 
         def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
             if not self.open:
@@ -302,12 +303,12 @@ class Span:
         self.nodes[key] = weakref.ref(node, lambda _: self.forget(key))
 
     def forget(self, key: int) -> None:
-        """A node has run, or its graph is gone."""
+        """Drop a node that has run, or whose graph was freed."""
         self.nodes.pop(key, None)
         self._tidy()
 
     def close(self) -> None:
-        """The block ends."""
+        """End the block; hooks stay until all its nodes are dropped."""
         self.open = False
         self._tidy()
 
@@ -318,7 +319,7 @@ class Span:
             self.handles.clear()
 
     def refuse_recomputing(self) -> None:
-        """Called in a forward: ValueError where it belongs to a backward pass through this block's graph."""
+        """ValueError where the running forward is a recomputation in a backward pass through this block's graph."""
         if torch._C._current_graph_task_id() == -1:
             return
         nodes = [ref() for ref in list(self.nodes.values())]
@@ -327,7 +328,7 @@ class Span:
 
 
 class _Added(torch.autograd.Function):
-    """out + change, in a node that knows its block.
+    """out + change, in a graph node that refers to its block.
 
     With an anchor the node is part of the graph even where neither needs a gradient, and it saves a tensor: recomputing without
     the hook then saves fewer, which torch refuses whatever gradients are asked for.

@@ -1,4 +1,4 @@
-"""The factors of a loss's gradient at named linears: inputs x and output gradients delta, token by token.
+"""Computes the factors of a loss's gradient at named linears: inputs x and output gradients delta, token by token.
 
 Dimensions: N tokens, I inputs, O outputs.
 """
@@ -32,7 +32,7 @@ def gradient_factors(
     tokens of all its calls. Sharded processes must be given the same batch.
 
     Raises:
-        UserError: a name is no linear of the model, or the loss does not depend on what it puts out.
+        UserError: a name is no linear of the model, or the loss does not depend on its output.
     """
     found = find_linears(model, linears)
     calls: list[tuple[str, Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""The baseline: fine-tuning on one correction, held near the base by a bound on the change (Zhu et al. 2020, arXiv 2012.00363).
+"""The baseline of editing: fine-tuning on one correction with a bound on the change (Zhu et al. 2020, arXiv 2012.00363).
 
 Deltas are trained in activation space, dense or of low rank, so that the base stays untouched and the outcome is an edit
 like any other.
@@ -48,7 +48,7 @@ def finetune(
             if float(loss.detach()) < config.enough:
                 reached = True
                 break
-            if not loss.requires_grad:  # this draw did not pass any of the linears
+            if not loss.requires_grad:  # this forward pass used none of the linears
                 continue
             loss.backward(inputs=learning)
         reached = reached or any(tensor.grad is not None for tensor in learning)
@@ -64,7 +64,7 @@ def finetune(
 
 
 def _nothing(part: nn.Module, rank: int | None, random: torch.Generator) -> Delta:
-    """A delta that changes nothing yet."""
+    """Initialises a delta that changes nothing yet."""
     (inputs, outputs), device = shape_of(part), weight_of(part).device
     if rank is None:
         return Delta(torch.zeros(inputs, outputs, device=device, requires_grad=True))
@@ -74,7 +74,7 @@ def _nothing(part: nn.Module, rank: int | None, random: torch.Generator) -> Delt
 
 @torch.no_grad()
 def project_products(deltas: list[Delta], bound: float) -> None:
-    """Changes of low rank brought within an l2 bound, in place, by scaling their b: |a.T b|^2 = sum of (a a.T) * (b b.T)."""
+    """Projects low-rank changes into an l2 bound, in place, by scaling their b: |a.T b|^2 = sum of (a a.T) * (b b.T)."""
     square = sum(float(((d.a @ d.a.T) * (d.b @ d.b.T)).sum()) for d in deltas if d.a is not None)
     if square > bound**2:
         for delta in deltas:
@@ -83,7 +83,7 @@ def project_products(deltas: list[Delta], bound: float) -> None:
 
 @torch.no_grad()
 def project(changes: list[Tensor], norm: Literal["linf", "l2"], bound: float) -> None:
-    """The nearest changes within the bound, in place."""
+    """Projects changes to the nearest ones within the bound, in place."""
     if norm == "linf":
         for change in changes:
             change.clamp_(-bound, bound)

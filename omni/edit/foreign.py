@@ -1,10 +1,10 @@
-"""Hypernetworks that eric-mitchell/mend and zjunlp/EasyEdit saved, read without running anything in them.
+"""Reads hypernetworks saved by eric-mitchell/mend and zjunlp/EasyEdit, without running code in them.
 
 Their archive (`BaseTrainer.save_state` in both, @ e04fdb9 and @ 14cea82) is a `torch.save` of `model`, `opt`, `lr_opt` and
 counters. `model` is a state dict: `edit_lrs`, `mend.<linears>.<tensor>` (`gtn.` for `mend.` in older ones of EasyEdit), and the
 language model's configuration as an object. `<linears>` is the shape `(I, O)` of all linears that share a network, or the name
-of one weight with `#` for dots. The names of the linears, how the networks began and whether they normalise stand elsewhere: in
-`config.json` of the run (mend), or in the YAML of hyper-parameters (EasyEdit).
+of one weight with `#` for dots. The names of the linears, the initialisation of the networks and whether they normalise are
+stored elsewhere: in `config.json` of the run (mend), or in the YAML of hyper-parameters (EasyEdit).
 
 Dimensions: I inputs, O outputs of a linear.
 """
@@ -28,7 +28,7 @@ from omni.edit.mend import Mend
 from omni.errors import UserError
 
 HARMLESS = re.compile(r"(transformers|transformers_modules)\.[\w.]*Config")
-"""Classes of which an archive holds an object that nothing here looks at; an empty one takes its place."""
+"""Classes of objects in an archive that are not needed; `Unread` replaces them."""
 
 NETS = {"mlp": "both", "mlp1": "x_net", "mlp2": "delta_net"}
 TENSORS = {"u": "u", "v": "v", "bias": "bias", "mode_shift.weight": "shift", "mode_scale.weight": "scale"}
@@ -41,7 +41,7 @@ ONE_SIDED: dict[frozenset[str], Sides] = {
 
 
 class Unread:
-    """Stands for an object of an archive."""
+    """Placeholder for an object of an archive that is not needed."""
 
 
 def read_editor(
@@ -52,15 +52,16 @@ def read_editor(
     linears: Sequence[str] | None = None,
     rename: Callable[[str], str] = our_name,
 ) -> Mend:
-    """A hypernetwork for a model's linears.
+    """Reads a hypernetwork for a model's linears.
 
     Args:
         settings: their `config.json` or YAML; without it the networks are taken as residual and normalising (both default).
-        linears: their names of what is edited (`inner_params`), in their order, where no settings are at hand.
-        rename: from their parameters' names to ours.
+        linears: their names of the edited weights (`inner_params`), in their order, where no settings are given.
+        rename: converts their parameters' names to ours.
 
     Raises:
-        UserError: no such archive, one with other objects in it, linears that nobody names, or that the model does not have.
+        UserError: no such archive, one with other objects in it, linears whose names are given nowhere, or that the model
+            does not have.
     """
     found = _settings(settings)
     state = _state(path)
@@ -113,7 +114,7 @@ def read_editor(
 
 
 def _settings(path: Path | None) -> dict[str, Any]:
-    """Their settings in one level: those of `model` and `mend` stand beside the others."""
+    """Reads their settings, with those of `model` and `mend` flattened into one level."""
     if path is None:
         return {}
     try:
@@ -134,7 +135,7 @@ def _state(path: Path) -> dict[str, Tensor]:
     if path.is_file():
         try:
             asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        except (ValueError, RuntimeError, OSError):  # read_torch says what is wrong
+        except (ValueError, RuntimeError, OSError):  # read_torch raises with the reason
             asked = []
         stand_ins = [(Unread, name) for name in asked if HARMLESS.fullmatch(name)]
     with torch.serialization.safe_globals(stand_ins):
@@ -146,7 +147,7 @@ def _state(path: Path) -> dict[str, Tensor]:
 
 
 def _transform(groups: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any], path: Path) -> TransformConfig:
-    """Shape of the networks, from their tensors, and what only the settings know."""
+    """Shape of the networks, from their tensors, completed by the settings."""
     kind = settings.get("mlp_class", "IDMLP")
     if kind != "IDMLP":
         raise UserError(f"{path}: mlp_class {kind!r} is not known here; only IDMLP is")
@@ -166,7 +167,7 @@ def _transform(groups: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str
 
 
 def _tensors(group: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """One network's tensors by our names; statistics that never saw a sample are nan there, and empty here."""
+    """Renames one network's tensors to our names; statistics without a sample are nan in theirs, and empty in ours."""
     out: dict[str, Tensor] = {}
     try:
         count = group["k"].nan_to_num(0).round().long().reshape(())

@@ -1,7 +1,7 @@
-"""The linears that edits apply to: found by name, plain or quantised, whole or sharded.
+"""Finds the linears that edits apply to, by name: plain or quantised, whole or sharded.
 
-A linear is any module whose forward is x @ weight.T (+ bias): `nn.Linear`, GPT-2's `Conv1D` of transformers (its weight stands
-transposed), bitsandbytes' linears, and whatever says `dequantize()`.
+A linear is any module whose forward is x @ weight.T (+ bias): `nn.Linear`, GPT-2's `Conv1D` of transformers (its weight is
+transposed), bitsandbytes' linears, and any module with `dequantize()`.
 
 Dimensions: I inputs, O outputs.
 """
@@ -23,7 +23,7 @@ from omni.model.linears import checksum_of, crc_of
 from omni.model.quantize import dense_weight, is_quantized
 
 MLP = re.compile(r"(?P<stack>.*(?:blocks|layers|h))\.(?P<number>\d+)\.mlp\.(?:up|down|up_proj|down_proj|c_fc|c_proj)")
-"""Linears of a block's MLP, as our decoder names them, and transformers' Llama kind and GPT-2."""
+"""Names of a block's MLP linears in our decoder, in transformers' models of Llama's kind, and in GPT-2."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -58,7 +58,7 @@ def find_linears(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]
 
 
 def mlp_linears(model: nn.Module, blocks: int = 3) -> list[str]:
-    """Names of the MLPs' `up` and `down` in the last blocks of the decoder: what MEND edits by default.
+    """Names of the MLPs' `up` and `down` in the last blocks of the decoder, which MEND edits by default.
 
     Source: `inner_params` in eric-mitchell/mend @ e04fdb9, `config/model/*.yaml`.
 
@@ -88,9 +88,9 @@ def shape_of(module: Any) -> tuple[int, int]:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight [O, I], dequantised where it is held in fewer bits; a view of it where it is plain. Without graph."""
+    """The weight [O, I], detached: dequantised where it is held in fewer bits, a view of it where it is plain."""
     weight = dense_weight(module)
-    if weight.is_meta:  # offloaded (accelerate keeps what is not running in its hook)
+    if weight.is_meta:  # offloaded (accelerate's hook holds the weights of modules that are not running)
         kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         if kept is None:
             raise UserError("a linear's weights are on no device; load or make the edits before the model is offloaded")
@@ -118,6 +118,6 @@ def checksum(module: nn.Module) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered, any other as it is."""
+    """Gathers a sharded tensor; returns any other unchanged."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # half a second to import
     return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor

@@ -4,7 +4,7 @@
     trained by:        c_edit * loss(rephrased | edit) + c_loc * KL(unrelated answers before || after the edit)
 
 Source of formulas and defaults: eric-mitchell/mend @ e04fdb9, `algs/mend.py`, `trainer.py`, `config/alg/mend.yaml`. The base
-model is never changed and never held: it is passed in.
+model is never changed and never stored: it is passed in.
 
 Dimensions: N tokens, I inputs, O outputs, V vocabulary.
 """
@@ -35,7 +35,7 @@ LogitsOf = Callable[[nn.Module, Any], Tensor]
 
 
 class Mend(nn.Module):
-    """Transforms for named linears, and a trained factor for each.
+    """The hypernetwork: transforms for named linears, and a trained factor for each.
 
     Args:
         shapes: (I, O) of each linear by name; the order is that of `edit_lr`, and of the modes of a shared network.
@@ -46,8 +46,8 @@ class Mend(nn.Module):
         if not shapes:
             raise UserError("MEND is given no linears to edit")
         self.config, self.shapes = config or MendConfig(), dict(shapes)
-        self.base: dict[str, int] | None = None  # checksum of each linear it was trained for, where somebody took them (`tie`)
-        self.places: dict[str, tuple[str, int | None]] = {}  # of a linear: its network, and its mode there
+        self.base: dict[str, int] | None = None  # checksum of each linear it was trained for, where known (`tie`)
+        self.places: dict[str, tuple[str, int | None]] = {}  # network of each linear, and its mode there
         modes: dict[str, int] = {}
         for name, (inputs, outputs) in shapes.items():
             key = f"{inputs}x{outputs}" if self.config.shared else name.replace(".", "#")
@@ -65,17 +65,17 @@ class Mend(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, linears: Sequence[str] | None = None, config: MendConfig | None = None) -> Mend:
-        """For a model's linears, by default those of `mlp_linears`; UserError where a name is none."""
+        """Make a hypernetwork for a model's linears, by default those of `mlp_linears`; UserError where a name is none."""
         names = mlp_linears(model) if linears is None else linears
         return cls({name: shape_of(part) for name, part in find_linears(model, names).items()}, config)
 
     def tie(self, model: nn.Module) -> None:
-        """Remember the weights of a model's linears, so that `edit` refuses any other; in a sharded model all processes must
-        call it."""
+        """Store checksums of a model's linears, so that `edit` refuses any others; in a sharded model all processes must call
+        it."""
         self.base = {name: signature(name, part) for name, part in find_linears(model, self.shapes).items()}
 
     def forward(self, factors: Mapping[str, Factors]) -> Edits:
-        """Factors of a gradient to edits, through which gradients flow back into the hypernetwork."""
+        """Turn the factors of a gradient into edits, through which gradients flow back into the hypernetwork."""
         deltas = {}
         for name, lr in zip(self.shapes, self.edit_lr, strict=True):
             key, mode = self.places[name]
@@ -87,7 +87,8 @@ class Mend(nn.Module):
         return Edits(deltas)
 
     def edit(self, model: nn.Module, batch: Any, loss_of: LossOf) -> Edits:
-        """The edit that makes `batch` come true, without graph, signed for the model. Statistics are left as they are.
+        """Compute the edit that makes the model answer as in `batch`, detached and signed for the model; statistics are not
+        updated.
 
         Raises:
             UserError: a linear is not there, or has another shape, or other weights than those the editor is tied to.
@@ -115,7 +116,7 @@ class Mend(nn.Module):
 
 
 class FitLosses(NamedTuple):
-    """Of a step, without graph."""
+    """Losses of a step, detached."""
 
     total: Tensor
     edit: Tensor
@@ -132,12 +133,12 @@ def fit_step(
     logits_of: LogitsOf,
     beside: Sequence[Any] = (),
 ) -> FitLosses:
-    """Losses of one correction, or of several that act together; adds their gradients to the hypernetwork's, and to nothing
-    else. The optimizer's step is the caller's; the graph is gone when this returns.
+    """Computes the losses of one correction, or of several that are applied together, and adds their gradients to the
+    hypernetwork's parameters only. The optimizer's step is the caller's; the graph is freed when this returns.
 
     Args:
         edit: the correction, as it will be given.
-        rephrased: other questions with the same answers, on which the edit is judged; None for `edit` itself.
+        rephrased: other questions with the same answers, on which the edit is evaluated; None for `edit` itself.
         locality: unrelated questions, whose answers should stay.
         beside: further corrections, each an edit of its own; `rephrased` asks them too.
 
@@ -179,7 +180,7 @@ def load_mend(folder: Place) -> Mend:
 
 def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
     """Mean over positions of KL(before || after) in nats, logits [N, V] each; a gradient flows through both. 0 without
-    positions. How far answers move (Mitchell et al. 2022, section 4)."""
+    positions. Measures how far unrelated answers move (Mitchell et al. 2022, section 4)."""
     if before.shape != after.shape or before.ndim != 2:
         raise ValueError(f"logits before and after must both be [N, V], not {list(before.shape)} and {list(after.shape)}")
     wide = torch.promote_types(before.dtype, torch.float32)

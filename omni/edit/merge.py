@@ -1,6 +1,6 @@
-"""Edits put into the weights, and taken out again bit for bit: the originals are kept.
+"""Merges edits into the weights and reverts them bit for bit, because the originals are kept.
 
-A quantised linear becomes a plain one of its dequantised weight plus the edit; taking the edit out puts the old module back.
+A quantised linear is replaced by a plain one with its dequantised weight plus the edit; reverting restores the old module.
 Every change is computed in fp64 and rounded once to the weight's own type.
 
 Dimensions: I inputs, O outputs.
@@ -25,10 +25,10 @@ from omni.model.quantize import is_quantized
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge replaced.
+    """The originals that a merge replaced.
 
     Attributes:
-        originals: the weight of each linear as it was ([O, I], or as it stands there), or the quantised module itself.
+        originals: the weight of each linear before the merge ([O, I], or transposed as stored), or the quantised module itself.
         after: checksum of each linear with its edit.
     """
 
@@ -42,7 +42,7 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
 
     Raises:
         UserError: the model holds other weights than the edits were made for (merged already, or another model), or a
-            quantised linear carries adapters, which have no place in a plain one.
+            quantised linear has adapters, which the plain one could not take over.
     """
     edits.check_finite()
     edits.check_base(model)
@@ -65,10 +65,10 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
 
 @torch.no_grad()
 def revert(model: nn.Module, merged: Merged) -> None:
-    """The weights as they were before `merge`, bit for bit.
+    """Restore the weights from before `merge`, bit for bit.
 
     Raises:
-        UserError: the model does not hold what the merge left; nothing is changed then.
+        UserError: the model's weights are not those after the merge; nothing is changed then.
     """
     found = find_linears(model, merged.originals)
     for name, part in found.items():
@@ -86,7 +86,7 @@ def revert(model: nn.Module, merged: Merged) -> None:
 
 
 def save_merged(folder: Place, merged: Merged) -> None:
-    """Write what `revert` needs.
+    """Write the data that `revert` needs.
 
     Raises:
         UserError: a linear was quantised: its own checkpoint is the original; or the place cannot be written.
@@ -99,7 +99,7 @@ def save_merged(folder: Place, merged: Merged) -> None:
 
 
 def load_merged(folder: Place) -> Merged:
-    """Read what `save_merged` wrote; UserError where the folder is broken."""
+    """Read a folder written by `save_merged`; UserError where it is broken."""
     tensors, facts = read_tensors(folder, "originals")
     after = facts.get("after")
     if not isinstance(after, dict) or after.keys() != tensors.keys():
@@ -112,7 +112,7 @@ def _added(weight: Tensor, change: Tensor) -> Tensor:
 
 
 def _placed(tensor: Tensor, weight: Tensor) -> Tensor:
-    """A tensor where the weight is, cut into the same shards."""
+    """Moves a tensor to the device of the weight, sharded in the same way."""
     tensor = tensor.to(weight.device)
     if isinstance(weight, DTensor) and not isinstance(tensor, DTensor):
         return distribute_tensor(tensor, weight.device_mesh, weight.placements)
@@ -120,7 +120,7 @@ def _placed(tensor: Tensor, weight: Tensor) -> Tensor:
 
 
 def _plain(part: nn.Module, change: Tensor) -> nn.Linear:
-    """A linear of the dequantised weight plus the change; frozen, as the quantised one."""
+    """Makes a plain linear of the dequantised weight plus the change; frozen like the quantised one."""
     dense = weight_of(part)
     bias = getattr(part, "bias", None)
     inputs, outputs = shape_of(part)

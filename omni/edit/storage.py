@@ -1,4 +1,4 @@
-"""Tensors and facts about them as a folder: `<kind>.json` and `<kind>.safetensors`, nothing in which can run code.
+"""Saves tensors and metadata as a folder: `<kind>.json` and `<kind>.safetensors`, nothing in which can run code.
 
 The folder is written beside its name and renamed when it is whole; the JSON holds size and CRC-32 of the tensors' file.
 """
@@ -43,7 +43,7 @@ def write_tensors(folder: Place, kind: str, tensors: Mapping[str, Tensor], facts
 
 
 def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `write_tensors` wrote.
+    """Read a folder written by `write_tensors`.
 
     Raises:
         UserError: no such folder, another kind or version, or a file that was cut or altered.
@@ -71,7 +71,7 @@ def save_edits(folder: Place, edits: Edits, extra: Mapping[str, Any] | None = No
     """Write edits with the checksums and shapes of their base.
 
     Args:
-        extra: plain data to keep along.
+        extra: plain data to store with them.
 
     Raises:
         UserError: the edits are not signed or not finite, or the place cannot be written.

@@ -1,4 +1,4 @@
-"""What MEND learns: a map from the factors of a gradient to the factors of an edit (Mitchell et al. 2022).
+"""The networks that MEND trains: maps from the factors of a gradient to the factors of an edit (Mitchell et al. 2022).
 
 The gradient of a linear's weight is a sum over tokens of outer products of its input x and its output gradient delta. Both are
 normalised by running statistics and go through small residual networks; their outer products are the edit.
@@ -36,7 +36,7 @@ class Statistics(nn.Module):
 
     @torch.no_grad()
     def update(self, samples: Tensor) -> None:
-        """Take in samples [N, D]."""
+        """Add samples [N, D] to the statistics."""
         if not len(samples):
             return
         samples = samples.detach().to(self.mean.dtype)
@@ -47,12 +47,12 @@ class Statistics(nn.Module):
         self.count += len(samples)
 
     def normalise(self, x: Tensor) -> Tensor:
-        """(x - mean) / (standard deviation + 1e-7); a graph goes through x only."""
+        """(x - mean) / (standard deviation + 1e-7); gradients flow through x only."""
         return (x - self.mean) / ((self.squares / (self.count - 1)).sqrt() + 1e-7)
 
 
 class LowRankLayer(nn.Module):
-    """max(0, (u v x + bias) * scale_m + shift_m), plus x where it began as the identity. x [N, D]."""
+    """max(0, (u v x + bias) * scale_m + shift_m), plus x where it is initialised as the identity. x [N, D]."""
 
     def __init__(self, size: int, rank: int, init: Literal["id", "xavier"], modes: int | None) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class LowRankLayer(nn.Module):
         y = F.linear(F.linear(x, self.v), self.u, self.bias)
         if mode is not None and self.scale is not None and self.shift is not None:
             y = y * self.scale[mode] + self.shift[mode]
-        y = y.clamp(min=0)  # its gradient at 0 is 1, where relu's is 0 and nothing would start to learn
+        y = y.clamp(min=0)  # its gradient at 0 is 1; relu's is 0, so that training would not start
         return y + x if self.residual else y
 
 
 class IDMLP(nn.Module):
-    """Layers of one width; `modes` linears share it, each with its own scale and shift."""
+    """Low-rank layers of one width, shared by `modes` linears, each with its own scale and shift."""
 
     def __init__(self, size: int, config: TransformConfig, modes: int | None = None) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class IDMLP(nn.Module):
 
 
 class GradientTransform(nn.Module):
-    """Factors x [N, I] and delta [N, O] of a gradient to those of an edit, in fp32 (in fp64 where they come so).
+    """Maps factors x [N, I] and delta [N, O] of a gradient to those of an edit, in fp32 (fp64 for fp64 inputs).
 
-    In training the statistics first take in the factors. They are detached for that, and only for that, so a transform can
-    stand behind another one and both learn.
+    In training the statistics are first updated with the factors. They are detached for that, and only for that, so that two
+    transforms in a row are both trained.
     """
 
     def __init__(self, inputs: int, outputs: int, config: TransformConfig, modes: int | None = None) -> None:
@@ -105,10 +105,10 @@ class GradientTransform(nn.Module):
         self.delta_net = IDMLP(outputs, config, modes) if side in ("separate", "delta") else None
 
     def forward(self, x: Tensor, delta: Tensor, mode: int | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens whose x or delta is zero are left out.
+        """Transform the factors without tokens whose x or delta is zero.
 
         Raises:
-            UserError: the statistics rest on fewer than two tokens.
+            UserError: the statistics have fewer than two tokens.
         """
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)

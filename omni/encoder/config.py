@@ -1,4 +1,4 @@
-"""What a speech encoder is, and how many frames a sound becomes: prompts are laid out without running a model.
+"""Shape of a speech encoder, and the number of frames of a sound, so that prompts are laid out without running a model.
 
 S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel bands, D width.
 """
@@ -19,18 +19,27 @@ Normalize = Literal["none", "clip"]
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Shape of a Whisper encoder and how sound is put before it; training and serving of a model share it.
+    """Shape of a Whisper encoder and preprocessing of its sound; training and serving of a model share it.
 
-    mode: "variable" runs on the sound that is there; "padded" runs on the whole window, silence included,
+    mode: "variable" runs on the sound alone; "padded" runs on the whole window, silence included,
     and keeps the frames of the sound, as checkpoints trained with Whisper's padding expect (mini-omni).
-    long_audio: what happens to sound beyond the window: "refuse" it, or "split" it into consecutive windows
-    whose frames are joined. Never cut. hop: samples between feature frames; a released Whisper needs 160 (50
-    encoder frames a second), a model trained from nothing may take 320 and half the work. normalize: "clip" takes
-    each band's mean over a clip out of it, and the deviation of what is left: other microphones and rooms then
-    sound alike (cepstral mean and variance normalisation, Viikki and Laurila 1998, before the cosine transform);
-    "none" is Whisper's. mel_range: how far below the clip's loudest band, in log10 of power, normalised features reach
-    down: 8 as in Whisper; with 4.4 nobody's background is heard. mel_blur: deviation in bands of a Gaussian over the bands,
-    which hides the pitch and keeps the formants of normalised features; 0 for none.
+
+    long_audio: sound beyond the window is refused ("refuse"), or split into consecutive windows whose frames are joined
+    ("split"). It is never cut.
+
+    hop: samples between feature frames; a released Whisper needs 160 (50 encoder frames a second), a model trained from
+    scratch may take 320 and half the work.
+
+    normalize: "clip" subtracts each band's mean over a clip and divides by the standard deviation of the rest, so that
+    different microphones and rooms sound alike (cepstral mean and variance normalisation, Viikki and Laurila 1998, before
+    the cosine transform); "none" is Whisper's.
+
+    mel_range: lower end of normalised features below the clip's loudest band, in log10 of power: 8 as in Whisper; with 4.4
+    no background is heard.
+
+    mel_blur: standard deviation, in bands, of a Gaussian over the bands, which hides the pitch and keeps the formants of
+    normalised features; 0 for none.
+
     UserError: a value that no encoder can have.
     """
 
@@ -109,7 +118,7 @@ class EncoderConfig:
             return [samples]
         if self.long_audio == "refuse":
             raise UserError(
-                f"the sound lasts {samples / SAMPLE_RATE:.1f} s and the encoder hears {self.window_seconds:g} s "
+                f"the sound lasts {samples / SAMPLE_RATE:.1f} s and the encoder takes {self.window_seconds:g} s "
                 "at once: cut it, or set encoder.long_audio=split (consecutive windows, their frames joined)"
             )
         whole, rest = divmod(samples, self.max_samples)

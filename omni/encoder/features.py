@@ -1,4 +1,4 @@
-"""From sound to what the encoder's `forward` takes: needs the configuration only, so a data worker runs it
+"""Turns sound into the inputs of the encoder's `forward`. Needs only the configuration, so that data workers run it
 without a model.
 
 S samples, M mel bands, F feature frames, N clips.
@@ -17,7 +17,7 @@ from omni.errors import UserError
 
 
 def split(audio: Tensor, config: EncoderConfig) -> list[Tensor]:
-    """Cut `[S]` into the clips the encoder hears: one, or consecutive windows where `long_audio` is "split".
+    """Cut `[S]` into the encoder's clips: one, or consecutive windows where `long_audio` is "split".
 
     UserError: no samples, or longer than the window where it is "refuse".
     """
@@ -45,7 +45,7 @@ def features(audio: Tensor, config: EncoderConfig) -> Tensor:
 
 
 def collate(mels: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Lay clips `[M, F]` side by side: `[N, M, F max]`, zeros behind the shorter ones, and their lengths F."""
+    """Batches clips `[M, F]` as `[N, M, F max]`, zeros behind the shorter ones; also returns their lengths F."""
     lengths = [mel.shape[1] for mel in mels]
     batch = mels[0].new_zeros(len(mels), mels[0].shape[0], max(lengths))
     for row, mel in zip(batch, mels, strict=True):

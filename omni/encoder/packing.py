@@ -1,8 +1,8 @@
-"""Where each frame lies while clips of different lengths run through the encoder without padding.
+"""Packs clips of different lengths for the encoder, so that no layer computes padding.
 
-Every linear layer works on rows, one per frame that exists. Only two things look sideways: the
+Every linear layer works on rows, one per frame that exists. Only two operations mix frames: the
 convolutions, for which the clips lie one behind the other with silence between them, and attention, for
-which clips of similar length are set beside one another:
+which clips of similar length are batched side by side:
 
     clips     a a a a a   b b b                  5 and 3 feature frames
     slots     a a a a a . b b b .                even length, at least one empty frame behind each clip
@@ -42,7 +42,7 @@ class AttentionGroup:
     longest: int
     """Frames of its longest clip: the group is `[clips, longest]` when set side by side."""
     place: Tensor | None
-    """`[rows]`: where each frame goes in `clips * longest`. None: all clips are equally long, nothing
+    """`[rows]`: index of each frame in `clips * longest`. None: all clips are equally long, nothing
     moves."""
     mask: Tensor | None
     """`[clips, 1, 1, longest]` bool: keys that exist. None: all do."""
@@ -67,8 +67,8 @@ class Packing:
 
 
 def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, ratio: float, device: torch.device) -> Packing:
-    """Plan a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out `mel_stride`
-    frames apart.
+    """Build the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out
+    `mel_stride` frames apart.
 
     frames: how many encoder frames of each clip to return, at most ceil(F / 2). ratio: see `AttentionGroup`
     and the two constants above."""
@@ -76,7 +76,7 @@ def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, 
     lengths = torch.tensor([mel_lengths[clip] for clip in order], dtype=torch.long)
     slots = (lengths // 2 + 1) * 2
     tokens = (lengths + 1) // 2
-    begins = slots.cumsum(0) - slots
+    starts = slots.cumsum(0) - slots
     within = _ragged_arange(slots)
     live = within < lengths.repeat_interleave(slots)
     source = torch.tensor(order, dtype=torch.long).repeat_interleave(slots) * mel_stride + within
@@ -88,7 +88,7 @@ def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, 
     plan = Packing(
         source=_to(source * live, device),
         gaps=_to(~live[:, None], device),
-        kept=_to((begins // 2).repeat_interleave(tokens) + positions, device),
+        kept=_to((starts // 2).repeat_interleave(tokens) + positions, device),
         positions=_to(positions, device),
         groups=_groups(tokens.tolist(), ratio, device),
         output=_to(first.repeat_interleave(wanted) + _ragged_arange(wanted), device),
@@ -117,12 +117,12 @@ def _groups(tokens: list[int], ratio: float, device: torch.device) -> list[Atten
 
 def _ragged_arange(lengths: Tensor) -> Tensor:
     """`[sum lengths]`: 0, 1, … up to each length in turn."""
-    begins = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) - begins.repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host; from pinned memory, so that a CUDA device is not waited for."""
+    """Copies a tensor from the host to the device, through pinned memory, so that the host does not wait for a CUDA device."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

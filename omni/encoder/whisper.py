@@ -1,7 +1,7 @@
-"""The speech encoder: Whisper's modules and weights, run on the sound that is there or on its padded window.
+"""The speech encoder: Whisper's modules and weights, run on the sound alone or on its padded window.
 
 The modules are those of `whisper.model.AudioEncoder`, under `whisper.`, so OpenAI's encoder weights load by
-name. What runs them is written here, because Whisper's own `forward` takes full windows only: a batch of
+name. The forward pass is implemented here, because Whisper's own `forward` takes full windows only: a batch of
 clips is one list of frames `[sum T, D]`, no layer computes padding, and no clip sees another (see
 `omni.encoder.packing`).
 
@@ -59,7 +59,7 @@ class SpeechEncoder(nn.Module):
 
         mel_lengths: F of each clip; what lies behind it in `mels` is never read. frames: encoder frames
         wanted of each clip, as `EncoderConfig.frames` counts them. Both are read on the host: give lists or
-        CPU tensors, or a device is waited for. The residual stream has the weights' precision: float32
+        CPU tensors, because device tensors would synchronise. The residual stream has the weights' precision: float32
         under autocast.
 
         A batch of no clips (`[0, M, 0]`) gives `[0, D]`, and its backward pass a zero gradient for every
@@ -127,9 +127,12 @@ class SpeechEncoder(nn.Module):
 
 
 def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: float = 0.0) -> Tensor:
-    """Features [N, M, F max] without each band's mean over its clip, divided by the deviation of what is left of the clip;
-    zeros behind the clips. Before that they are raised to at most `span` below the clip's highest, in log10 of power (a feature
-    is a quarter of it); after it smoothed over the bands by a Gaussian of deviation `blur`. In fp32."""
+    """Normalises features [N, M, F max] in fp32; zeros behind the clips.
+
+    They are raised to at most `span` below the clip's highest, in log10 of power (a feature is a quarter of it); then each
+    band's mean over its clip is subtracted, and the clip is divided by the standard deviation of the rest; last they are
+    smoothed over the bands by a Gaussian of standard deviation `blur`.
+    """
     length = torch.tensor(lengths, dtype=torch.float32).to(mels.device, non_blocking=True)[:, None, None]
     behind = torch.arange(mels.shape[2], device=mels.device) >= length
     x = mels.float()
@@ -142,7 +145,7 @@ def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: fl
 
 
 def _smoother(bands: int, deviation: float) -> Tensor:
-    """Weights [M, M] of a Gaussian over the bands; each row sums to 1, at the edges too."""
+    """Weights [M, M] that smooth over the bands by a Gaussian; each row sums to 1, at the edges too."""
     place = torch.arange(bands, dtype=torch.float32)
     weights = torch.exp(-0.5 * ((place[:, None] - place) / deviation).square())
     return weights / weights.sum(1, keepdim=True)
@@ -171,7 +174,7 @@ class EncoderBlock(ResidualAttentionBlock):
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packing) -> Tensor:
     """Attention without a causal mask inside each clip: three times `[sum T, D]` to `[sum T, D]`."""
     if not packing.groups:
-        return query + key + value  # no frame at all: keeps the three projections in the graph
+        return query + key + value  # no frames: keeps the three projections in the graph
     # One split, not a slice per group: the backward pass of a slice writes a tensor of the whole.
     sizes = [group.rows for group in packing.groups]
     attended = []

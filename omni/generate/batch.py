@@ -1,4 +1,4 @@
-"""Many questions at once: rows that start together and leave one by one.
+"""Answers many questions in batches: rows start together and leave one by one.
 
 Questions are sorted by length, so that a batch's prompts need little padding; a row that has ended leaves,
 and the rows behind it move up, so that the steps get cheaper towards the end.
@@ -17,14 +17,14 @@ from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.options import AnswerOptions
 from omni.generate.prefill import pack, prefill
-from omni.generate.question import NOT_HEARD, Asked, encode_questions, is_finite
+from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
 from omni.generate.results import Answer, AudioChunk, Clock, TextDelta, Timings
 from omni.generate.rows import RunnerRow, Start
 from omni.generate.runner import Runner
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.turn import Reply
 from omni.hardware import synchronize
-from omni.lora.attach import choice_of
+from omni.lora.attach import selection_of
 from omni.lora.selection import RowSelection, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, prompt
@@ -32,7 +32,7 @@ from omni.text import Tokenizer
 
 
 def one_each(what: str, given: Any, count: int) -> list[Any]:
-    """What was given one for all questions, or one per question, as a list; UserError where there are more or fewer."""
+    """Expands a value given once for all questions, or one per question, to a list; UserError for another number of values."""
     each = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given] * count
     if len(each) != count:
         raise UserError(f"{len(each)} {what} for {count} questions; give one for all, or one each")
@@ -41,7 +41,7 @@ def one_each(what: str, given: Any, count: int) -> list[Any]:
 
 @dataclass(eq=False)
 class _Member:
-    """A question of the batch and what became of it."""
+    """A question of the batch and its answer so far."""
 
     reply: Reply
     events: list[TextDelta | AudioChunk]
@@ -53,7 +53,7 @@ class BatchRunner:
 
     Args:
         sound: decode the answers' codes, where there is a codec.
-        take: gives a runner of so many rows and positions; `give` takes it back.
+        take: returns a runner with a number of rows and positions; `give` returns it to the pool.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BatchRunner:
         self, asked: Sequence[Asked], seeds: Sequence[int], batch_size: int, selection: Sequence[RowSelection]
     ) -> list[Answer]:
         """One answer per question, in their order."""
-        choice_of(self.model, selection)  # every name is known, before any question is answered
+        selection_of(self.model, selection)  # checks every name before any question is answered
         prompts = [prompt(self.model.layout, a.turn) for a in asked]
         order = sorted(range(len(asked)), key=lambda i: len(prompts[i]))
         longest = max((len(p) for p in prompts), default=0)
@@ -109,11 +109,11 @@ class BatchRunner:
         return self.options.limits(asked.task, self.codec, self.model.layout.max_delay)
 
     def _encode(self, asked: Sequence[Asked], selection: Sequence[RowSelection]) -> list[Tensor | None]:
-        """Features of each question; clips on which the same acts go through the encoder together."""
+        """Features of each question; clips with the same selection go through the encoder together."""
         features: list[Tensor | None] = [None] * len(asked)
         for one in dict.fromkeys(selection):
             own = [i for i, other in enumerate(selection) if other == one]
-            with using(choice_of(self.model, [one])):
+            with using(selection_of(self.model, [one])):
                 found = encode_questions(self.model, [asked[i] for i in own])
             for i, feature in zip(own, found, strict=True):
                 features[i] = feature
@@ -136,7 +136,7 @@ class BatchRunner:
             layout, prompts, [f if h else torch.zeros_like(f) for f, h in zip(features, heard, strict=True) if f is not None]
         )
         runner.cache.reset()
-        with using(choice_of(self.model, selection, self.model.device)):
+        with using(selection_of(self.model, selection, self.model.device)):
             hidden = prefill(self.model, runner.cache, range(len(asked)), packed, runner.chunk)
         starts = [
             Start(a.task.text, a.task.audio, len(p) - 1, self.settings, seed_key(seed), selection=one)
@@ -150,7 +150,7 @@ class BatchRunner:
             stop = self.options.stops
             reply = Reply(layout, a.task, self.tokenizer, None, max_frames=frames, max_columns=columns, stop=stop)
             if not whole:
-                reply.fail(NOT_HEARD)
+                reply.fail(FEATURES_NOT_FINITE)
             members[row] = _Member(reply, [])
         everyone = list(members.values())
         while members:

@@ -1,6 +1,6 @@
-"""What the numbers of an answer's options may be, for the Python door and the command line alike.
+"""Bounds of the numeric options of an answer, shared by the Python interface and the command line.
 
-Nothing heavy is imported here: a number that is refused is refused before a model is read.
+Nothing heavy is imported here, so that a bad number is refused before a model is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from omni.errors import UserError
 
 
 class Bound(NamedTuple):
-    """Least and greatest value; `way` says what to give instead."""
+    """Least and greatest value; `way` is the error's advice on what to give instead."""
 
     least: float
     most: float
@@ -36,15 +36,15 @@ BOUNDS = {
     "input_rate": Bound(1, 768_000, "samples per second, such as 16000"),
     "channel": Bound(0, 1023, "channels are counted from 0"),
 }
-"""Name of an option to its bound."""
+"""Bounds by name of the option."""
 
 
 def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str | None = None) -> None:
-    """Refuse what is no number within the option's bound (nan is within none).
+    """Refuse a value that is no number within the option's bound (nan is within none).
 
     Args:
-        bound: by default that of the name.
-        as_what: what the error calls it, by default its name.
+        bound: by default the one of `name`.
+        as_what: name of the option in the error, by default `name`.
 
     Raises:
         UserError: naming the option, the value and the bound.

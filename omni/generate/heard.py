@@ -1,8 +1,9 @@
-"""How much of an answer's text was heard: words placed in the sound.
+"""Estimates how much of an answer's text was heard, by aligning its words with the sound.
 
-Text is written ahead of its sound, so the columns do not tell when a word is spoken. It is placed by the time its characters
-take (`omni.generate.speech_time`), and held to what the sound itself shows: where speech starts, pauses in it, which are
-matched with the punctuation, and, once the answer has ended, its end. A word counts as heard when its middle was played.
+Text is written ahead of its sound, so its time step is not the time at which a word is spoken. Words are placed by the time
+that their characters take (`omni.generate.speech_time`), corrected by the sound itself: the start of speech, pauses in it,
+which are matched with the punctuation, and, once the answer has ended, its end. A word counts as heard when its middle was
+played.
 
 Times are in seconds of the answer's sound.
 """
@@ -21,20 +22,20 @@ from torch import Tensor
 from omni.generate.speech_time import PAUSES, CharacterReader, SpeechTime, is_wide
 
 WINDOW = 0.01
-"""Seconds over which loudness is measured."""
+"""Seconds of a window over which loudness is measured."""
 
-_QUIET = 0.03  # of the loudest window: below it is silence
+_QUIET = 0.03  # share of the loudest window's level, below which a window is silence
 _PAUSE = 0.1  # seconds of silence that make a pause
-_SPREAD, _LEAST = 0.14, 0.1  # error of an estimated time: a part that grows with its root, and one that is always there
+_SPREAD, _LEAST = 0.14, 0.1  # error of an estimated time: a part that grows with its root, and a constant
 _SKIP = {"comma": 1.0, "stop": 3.0}  # cost of punctuation without a pause
 _SKIP_PAUSE = 2.0  # cost of a pause without punctuation
-_WAIT, _PATIENCE = 0.2, 1.0  # seconds of a pause that is waited for, and for how many standard deviations
-_WAITING = 32  # pieces of sound that are kept to be measured together
-_BACK = 4  # how many marks, and pauses, may be without one another in a row
+_WAIT, _PATIENCE = 0.2, 1.0  # shortest pause that is waited for, in seconds, and for how many standard deviations
+_WAITING = 32  # chunks of sound that are collected and measured together
+_BACK = 4  # most marks, and pauses, in a row that may stay unmatched
 
 
 class Loudness:
-    """Loudness of the sound handed over so far, window by window; measured when it is asked for, or much waits."""
+    """Loudness of the sound handed over so far, window by window; measured on request, or when many chunks are pending."""
 
     def __init__(self, sample_rate: int) -> None:
         self.window = max(1, round(sample_rate * WINDOW))
@@ -43,13 +44,13 @@ class Loudness:
         self._rest = [torch.zeros(0)]  # not measured yet
 
     def push(self, samples: Tensor) -> None:
-        """The next samples [S]."""
+        """Take the next samples [S]."""
         self._rest.append(samples.detach().float().clone())
         if len(self._rest) > _WAITING:
             self.levels()
 
     def levels(self) -> list[float]:
-        """Of each whole window."""
+        """Level of each whole window."""
         known = torch.cat(self._rest)
         whole = len(known) // self.window * self.window
         self._levels += known[:whole].view(-1, self.window).square().mean(1).sqrt().tolist()
@@ -57,7 +58,7 @@ class Loudness:
         return self._levels
 
     def speech(self) -> list[tuple[float, float]]:
-        """Stretches of speech, start and end, with a pause between each and the next."""
+        """Start and end of each stretch of speech, with a pause between each and the next."""
         levels = self.levels()
         limit = _QUIET * max(levels, default=0.0)
         out: list[tuple[float, float]] = []
@@ -73,11 +74,11 @@ class Loudness:
 def heard_characters(
     text: str, time: SpeechTime, played: float, speech: Sequence[tuple[float, float]] = (), end: float | None = None
 ) -> int:
-    """How many of a text's characters were heard: whole words, with their punctuation.
+    """Number of a text's characters that were heard: whole words, with their punctuation.
 
     Args:
-        text: all that is known of it.
-        played: how much of the sound was heard.
+        text: all of the text that is known.
+        played: seconds of the sound that were heard.
         speech: stretches of speech in the sound that is known, see `Loudness.speech`.
         end: where speech ends, once the text is whole and said to its end.
     """
@@ -93,7 +94,7 @@ def heard_characters(
 
 
 def words(text: str) -> list[tuple[int, int]]:
-    """First character of each word and the one after its last. A character of a script without spaces is a word."""
+    """Start and end (exclusive) of each word in the text. A character of a script without spaces is a word."""
     out: list[tuple[int, int]] = []
     for found in re.finditer(r"\S+", text):
         start = found.start()
@@ -106,46 +107,46 @@ def words(text: str) -> list[tuple[int, int]]:
 
 
 def place(text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None) -> list[float]:
-    """When each character starts, and when the last ends: one more than there are characters, never decreasing.
+    """Times at which each character starts, and the last one ends: one more than there are characters, never decreasing.
 
     Arguments as for `heard_characters`.
     """
     kinds = CharacterReader().classes(text)
-    begins = [0.0, *accumulate(time.seconds[kind] for kind in kinds)]
-    length = begins[len(text.rstrip())]  # the space after the last word is no speech
+    starts = [0.0, *accumulate(time.seconds[kind] for kind in kinds)]
+    length = starts[len(text.rstrip())]  # a space after the last word is not spoken
     start = speech[0][0] if speech else 0.0
     if end is not None and length > 0:
         pace = max(end - start, 0.0) / length
-        begins = [pace * t for t in begins]
-    begins = [start + t for t in begins]
+        starts = [pace * t for t in starts]
+    starts = [start + t for t in starts]
     places = [i for i, kind in enumerate(kinds[: len(text.rstrip())]) if kind in PAUSES and time.seconds[kind] >= _PAUSE]
-    marks = [(begins[i], begins[i + 1], _SKIP[kinds[i]]) for i in places]
+    marks = [(starts[i], starts[i + 1], _SKIP[kinds[i]]) for i in places]
     pauses = [(one[1], two[0]) for one, two in pairwise(speech)]
     known, last = [(start, start)], -1
     for last, pause in matched(start, marks, pauses):
         known += [(marks[last][0], pauses[pause][0]), (marks[last][1], pauses[pause][1])]
     if end is not None:
-        known.append((max(begins[len(text.rstrip())], known[-1][0]), max(end, known[-1][1])))
-    elif speech:  # a long pause that has not come since: its mark may still be to be reached
+        known.append((max(starts[len(text.rstrip())], known[-1][0]), max(end, known[-1][1])))
+    elif speech:  # the next mark with a long pause: its pause may not have been spoken yet
         for i in places[last + 1 :]:
             if time.seconds[kinds[i]] >= _WAIT:
-                reached = _between(known, begins[i])
-                latest = reached + _PATIENCE * _error(begins[i] - known[-1][0])
+                reached = _between(known, starts[i])
+                latest = reached + _PATIENCE * _error(starts[i] - known[-1][0])
                 if reached < speech[-1][1]:
-                    known.append((begins[i], min(speech[-1][1], latest)))
+                    known.append((starts[i], min(speech[-1][1], latest)))
                 break
-    return [_between(known, t) for t in begins]
+    return [_between(known, t) for t in starts]
 
 
 def matched(
     start: float, marks: Sequence[tuple[float, float, float]], pauses: Sequence[tuple[float, float]]
 ) -> list[tuple[int, int]]:
-    """Which punctuation mark is which pause: the pairs that fit best, both in order.
+    """Matches punctuation marks with pauses: the pairs (mark, pause) of least cost, both in order.
 
     Args:
-        start: where speech starts, by estimate and in the sound.
-        marks: by estimate, start and end of each mark's pause, and what it costs if it has none.
-        pauses: start and end of those in the sound.
+        start: time at which speech starts, by estimate and in the sound.
+        marks: estimated start and end of each mark's pause, and the cost of leaving it without one.
+        pauses: start and end of the pauses in the sound.
     """
     best: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {(-1, -1): (0.0, (-1, -1))}
     for m, mark in enumerate(marks):
@@ -172,12 +173,12 @@ def matched(
 
 
 def _error(seconds: float) -> float:
-    """What an estimate of so many seconds may be wrong by, one standard deviation."""
+    """Standard deviation of the error of an estimate of that many seconds."""
     return math.hypot(_SPREAD * math.sqrt(max(seconds, 0.0)), _LEAST)
 
 
 def _between(known: Sequence[tuple[float, float]], t: float) -> float:
-    """The time that belongs to an estimated one: on the line between the known ones, at the estimated pace after the last."""
+    """Maps an estimated time to the sound: linear between known pairs, at the estimated pace after the last."""
     after = bisect_right(known, (t, math.inf))
     if after == 0 or after == len(known):
         near = known[max(after - 1, 0)]

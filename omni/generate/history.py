@@ -1,8 +1,8 @@
-"""The past of a conversation as columns: what was asked and what of the answers was delivered.
+"""Lays out a conversation's past as columns: the questions, and the delivered part of the answers.
 
-The past is kept as turns. A cache is only a memory of columns that were fed, so what it must hold is laid out
-again from the turns for each question, and compared with what it does hold (`CachedHistory`): an answer that was cut short,
-or fed otherwise than the offline layout has it, differs from some column on, and from there it is fed again.
+The past is kept as turns. The cache is a copy that can be made again: for each question, the columns that it must hold are laid
+out from the turns and compared with those it does hold (`CachedHistory`). An answer that was cut short, or whose columns were
+fed in another form than the offline layout, differs from some column on, and from there it is fed again.
 
 Dimensions: K streams, C columns, N features, W width.
 """
@@ -21,7 +21,7 @@ from omni.layout import Layout
 from omni.tasks import Columns, Turn, answer, join, prompt, system_message
 
 Key = tuple[int, ...]
-"""What a column is: its K ids, the number of the exchange one of whose features it takes, and which; -1 and -1 for none."""
+"""Identifies a column: its K ids, and the exchange and index of the feature that it takes (-1 and -1 for none)."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Exchange:
 
 
 def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int] = ()) -> tuple[Columns, list[Key]]:
-    """All columns from the conversation's beginning to the end of the new question's prompt, and their keys.
+    """All columns from the conversation's start to the end of the new question's prompt, and their keys.
 
     Args:
-        system: token ids of the system message, which comes before whatever turn is the first now.
+        system: token ids of the system message, which comes before the first turn that is left.
     """
     pieces, keys = [], []
     for number, exchange in enumerate((*past, asked)):
@@ -58,7 +58,7 @@ def fit(
     """Lay out a conversation with a new question in a cache of `length` positions.
 
     Args:
-        most: positions of the largest cache that the model could have.
+        most: positions of the largest cache that the model could have, for the error.
         forget: drop the oldest turns until a quarter of the cache is free, or only the question is left.
 
     Returns:
@@ -97,12 +97,12 @@ def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], 
 
 
 class CachedHistory:
-    """What row 0 of a cache holds.
+    """Content of row 0 of a cache.
 
     Attributes:
-        keys: of its columns.
-        under: the edits and adapters with which they were fed.
-        high: positions that were ever written since the row was last empty.
+        keys: keys of its columns.
+        under: the edits and adapters with which the columns were fed.
+        high: number of positions written since the row was last empty.
     """
 
     def __init__(self) -> None:
@@ -111,12 +111,12 @@ class CachedHistory:
         self.high = 0
 
     def keep(self, wanted: Sequence[Key], under: Hashable, cache: KVCache) -> int:
-        """Rewind the cache to the columns that it shares with `wanted`, all of which are about to be fed; how many it keeps.
+        """Rewind the cache to the prefix that it shares with `wanted`, whose rest is about to be fed; returns its length.
 
-        The last of `wanted` is always fed. In a sliding window's ring the slots before the kept columns may have been written
-        over: then the row is emptied.
+        The last of `wanted` is always fed. In a sliding window's ring the slots before the kept columns may have been
+        overwritten: then the row is emptied.
         """
-        if under != self.under:  # what it holds was made with other edits or adapters than act now
+        if under != self.under:  # its columns were fed with other edits or adapters than are active now
             self.keys, self.under = [], under
         keep = common_prefix(self.keys, wanted[:-1])
         if keep == 0 or (cache.ring and self.high - keep > cache.chunk):
@@ -124,17 +124,17 @@ class CachedHistory:
             keep = self.high = 0
         else:
             cache.rewind(0, keep)
-        self.keys, self.high = self.keys[:keep], max(self.high, len(wanted))  # a prefill that fails has written some
+        self.keys, self.high = self.keys[:keep], max(self.high, len(wanted))  # a failing prefill has written some of them
         return keep
 
     def add(self, columns: Sequence[Sequence[int]], position: int) -> None:
-        """Steps wrote these columns and fed them, and nothing at `position` or beyond."""
+        """Record columns that steps wrote and fed; nothing was fed at `position` or beyond."""
         self.keys += [(*column, -1, -1) for column in columns]
         self.high = max(self.high, position)
 
 
 def common_prefix(a: Sequence[Key], b: Sequence[Key]) -> int:
-    """How many columns two sequences start with alike."""
+    """Number of columns that two sequences have in common at their start."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -143,11 +143,11 @@ def common_prefix(a: Sequence[Key], b: Sequence[Key]) -> int:
 
 @dataclass(frozen=True)
 class Past:
-    """What a session starts with.
+    """History that a session starts with.
 
     Attributes:
         turns: questions with their answers in `turn`.
-        asked: how many questions there were in all, forgotten ones too; random draws go on from there.
+        asked: number of questions in all, forgotten ones included; random draws continue from it.
     """
 
     turns: tuple[Asked, ...] = ()

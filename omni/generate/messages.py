@@ -1,6 +1,6 @@
-"""A conversation as messages: what people read of a session, and what a session can start with.
+"""Converts conversations to messages and back: the readable history of a session, which can also start a session.
 
-A message is a question (`user`) or an answer (`assistant`); they take turns. Messages of chat templates are read too:
+A message is a question (`user`) or an answer (`assistant`); they alternate. Messages of chat templates are read too:
 
     {"role": "user", "content": "a text"}
     {"role": "user", "content": torch.randn(16000)}                     sound in any form that a question has; a str is a text
@@ -39,13 +39,13 @@ class Message:
     """One side of a turn.
 
     Attributes:
-        text: what was written, None where nothing was (a spoken question, an answer that only speaks).
-        seconds: length of its sound, 0 for none (and where there is no codec to say how long a frame is).
+        text: the written text, None where there is none (a spoken question, an answer that only speaks).
+        seconds: length of its sound, 0 for none (and without a codec, which knows the length of a frame).
         audio: a spoken question, [S] at 16 kHz.
         codes: frames of a spoken answer, [A, F].
         tokens: ids of the text.
-        task: of the turn (`omni.tasks`); by default what the kinds of question and answer say.
-        cut: the answer is what was delivered of a longer one.
+        task: of the turn (`omni.tasks`); by default it follows from the kinds of question and answer.
+        cut: the answer is the delivered part of a longer one.
     """
 
     role: Literal["user", "assistant"]
@@ -69,7 +69,7 @@ History = Sequence[Message | Mapping[str, Any]] | str | os.PathLike[str]
 
 
 def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec | None) -> list[Message]:
-    """Two messages per turn, with what was delivered of the answer."""
+    """Two messages per turn, with the delivered part of the answer."""
     out = []
     for exchange in past:
         turn = exchange.turn
@@ -91,10 +91,10 @@ def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec |
 
 
 def read_history(history: History | None, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None = None) -> Past:
-    """What a session is to start with.
+    """Reads the history that a session is to start with, as messages or from a file.
 
     Raises:
-        UserError: roles that do not take turns, a message without content, ids or codes of another layout, sound of an answer
+        UserError: roles that do not alternate, an empty message, ids or codes of another layout, sound of an answer
             without a codec that can encode it, or a bad file (see `omni.generate.saved`).
     """
     if history is None:
@@ -122,7 +122,7 @@ def read_history(history: History | None, model: SpeechModel, tokenizer: Tokeniz
 
 
 def _message(given: Any, number: int) -> Message:
-    """One message, its sound in any form; UserError where it is none, or says nothing."""
+    """Reads one message, its sound in any form; UserError where it is no message, or has no content."""
     if isinstance(given, Message):
         return given
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
@@ -140,7 +140,7 @@ def _message(given: Any, number: int) -> Message:
 
 
 def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None, Any]:
-    """Text and sound of a content in parts."""
+    """Text and sound of a `content` that is a list of parts."""
     texts: list[str] = []
     sounds: list[Any] = []
     for part in parts:
@@ -157,7 +157,7 @@ def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None,
 def _turn(
     question: Message, reply: Message, number: int, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None
 ) -> Asked:
-    """A question with its answer."""
+    """Joins a question and its answer as one turn."""
     codes = reply.codes
     if codes is None and reply.audio is not None:
         codes = _encode(reply.audio, number + 1, codec)
@@ -181,14 +181,14 @@ def _turn(
 
 
 def _ids(text: str, tokens: tuple[int, ...] | None, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that were there, where they are this tokenizer's of this text; else its own."""
+    """The message's own ids, where this tokenizer decodes them to its text; else the tokenizer's ids of the text."""
     if tokens is not None and tokenizer.decode(tokens) == text:
         return tokens
     return tuple(tokenizer.encode(text))
 
 
 def _encode(sound: Any, number: int, codec: AudioCodec | None) -> Tensor:
-    """Frames [A, F] of an answer's sound, in any form that a question has; samples without a rate are at the codec's."""
+    """Encodes an answer's sound, in any form that a question has, as frames [A, F]; samples without a rate have the codec's."""
     if codec is None:
         raise UserError(f"history: message {number} has sound, but the model has no codec to encode it; give its text alone")
     try:

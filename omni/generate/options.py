@@ -1,4 +1,4 @@
-"""How answers are made: sampling, limits and policies, as one frozen value, and the keywords that make one.
+"""Options of answers (sampling, limits and policies) as one frozen value, and the keywords that make one.
 
 Besides the fields of `AnswerOptions`, calls take the names that transformers and OpenAI have for the sampling of all streams:
 `temperature`, `top_k`, `top_p`, `repetition_penalty` and `do_sample` (`SamplingNames`).
@@ -63,7 +63,7 @@ class SessionOptions(Keywords, total=False):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How answers are made.
+    """Options of answers.
 
     Attributes:
         sampling: one `Sampling`, or one per stream or kind.
@@ -76,13 +76,13 @@ class AnswerOptions:
         stop: texts that end an answer which writes: its text ends before the first of them, its sound with the time step that
             completed it.
         text_assist: let a second row write the text of spoken answers.
-        overflow: what a question does that finds no room in the cache. `end`: it is refused with a UserError.
+        overflow: policy for a question for which the cache has no room. `end`: it is refused with a UserError.
             `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
             is left).
         adapter: name of one that was loaded (`SpeechLM.load_adapter`); None for the model as it is.
-        edits: corrections (`omni.edit`) that act on these answers only, beside the adapter.
-        system: a system message before the first question, such as "Answer in one sentence."; "" for none. A model heeds one
-            only where it was trained with some (docs/data.md).
+        edits: corrections (`omni.edit`) that act on these answers only, besides the adapter.
+        system: a system message before the first question, such as "Answer in one sentence."; "" for none. Only a model that
+            was trained with system messages follows one (docs/data.md).
     """
 
     sampling: SamplingPlan = GREEDY
@@ -120,7 +120,7 @@ class AnswerOptions:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> tuple[int, int]:
-        """Most frames and most columns of an answer; one column is for the end. Without a codec, which knows a frame's
+        """Most frames and most time steps of an answer; one time step is for the end. Without a codec, which knows a frame's
         length, `max_new_tokens` limits the frames, or else `max_tokens`."""
         frames = self.max_tokens if codec is None else max(1, ceil(self.max_seconds * codec.frame_rate - 1e-9))
         if self.max_new_tokens is None:
@@ -133,18 +133,18 @@ class AnswerOptions:
 
 
 def check_adapter(name: Any) -> None:
-    """UserError for what is no name of an adapter."""
+    """UserError for a value that cannot be the name of an adapter."""
     if name is not None and not isinstance(name, str):
         raise UserError(f"adapter is {repr(name)[:80]}; give the name of one that was loaded, or None")
 
 
 def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ()) -> AnswerOptions:
-    """The options that a call's keywords say.
+    """Makes the options from a call's keywords.
 
     Args:
-        values: None counts as not given.
-        call: its name, for the error.
-        also: what else the call takes.
+        values: the keywords; None counts as not given.
+        call: name of the call, for the error.
+        also: further keywords that the call takes.
 
     Raises:
         TypeError: an unknown keyword; it names the closest.

@@ -1,4 +1,4 @@
-"""Prefill: prompts into the cache, and only each prompt's last hidden state out of it.
+"""Prefill: writes prompts into the cache and returns only the hidden state of each prompt's last column.
 
 Prompts of different lengths are right-aligned in one batch, filled up at the front with columns at position
 -1, which write nothing; so every row's last column is the batch's last. `prefill_fork` serves two rows whose
@@ -23,12 +23,12 @@ from omni.tasks import Columns
 
 
 class Prompt(NamedTuple):
-    """What is fed of rows' prompts, on the host (features excepted).
+    """Prompts of several rows as they are fed, on the host (features excepted).
 
     Attributes:
         tokens: [B, K, T].
-        input_pos: of the columns in their rows, [B, T]; -1 is padding.
-        features: encoder features of all clips, [N, W], None where nothing was said.
+        input_pos: positions of the columns in their rows, [B, T]; -1 is padding.
+        features: encoder features of all clips, [N, W], None where no question is spoken.
         feature_index: which feature a column takes, [B, T], -1 for none.
     """
 
@@ -44,7 +44,7 @@ def pack(layout: Layout, prompts: Sequence[Columns], features: Sequence[Tensor],
     Args:
         prompts: one per row; their feature indices count over the row's own clips.
         features: [n, W] of all clips of all rows, in order.
-        starts: how many columns of each row the cache holds already; only the rest is fed.
+        starts: number of columns of each row that the cache holds already; only the rest is fed.
     """
     starts = starts or [0] * len(prompts)
     time = max(len(p) - s for p, s in zip(prompts, starts, strict=True))
@@ -64,7 +64,7 @@ def pack(layout: Layout, prompts: Sequence[Columns], features: Sequence[Tensor],
 
 @torch.inference_mode()
 def prefill(model: SpeechModel, cache: KVCache, rows: range, prompt: Prompt, chunk: int = 512) -> Hidden:
-    """Write prompts into neighbouring rows of the cache, `chunk` columns at a time; hidden states of the last, [B, 1, W]."""
+    """Write prompts into neighbouring rows of the cache, `chunk` columns at a time; returns the last hidden state [B, 1, W]."""
     view = cache.select(rows)
     device, time = model.device, prompt.tokens.shape[2]
     hidden = None
@@ -100,9 +100,9 @@ class _Fork:
 
 @torch.inference_mode()
 def prefill_fork(model: SpeechModel, cache: KVCache, prompt: Prompt, other: Tensor, chunk: int = 512) -> Hidden:
-    """Prefill rows 0 and 1 with prompts that are alike but for the last column, [2, 1, W].
+    """Prefill rows 0 and 1 with prompts that differ only in the last column; returns the last hidden states [2, 1, W].
 
-    Row 1's last column `other` [K] rides along as one more column of row 0, then moves to its own row. Where
+    Row 1's last column `other` [K] is fed as one more column of row 0, then moved to its own row. Where
     the cache is too short for that column, or its window slides, the two last columns are fed as a batch of
     two instead.
 

@@ -1,4 +1,4 @@
-"""From what a caller asks with (a text, sound that Python holds, or a file) to the ids and the 16 kHz clip of a turn.
+"""Reads questions (a text, sound held in Python, or a file) as the ids and the 16 kHz clip of a turn.
 
 Dimensions: S samples, N features of a clip after the projector, W width.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE, AudioSource, shorten
-from omni.audio.level import remarks
+from omni.audio.level import sound_warnings
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
 from omni.encoder.features import collate
@@ -26,14 +26,14 @@ from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
 
-NOT_HEARD = (
+FEATURES_NOT_FINITE = (
     "the encoder makes features of the question that are not finite numbers: leave out the adapter or the edit that acts on "
     "it, load the model in float32, or fetch the weights again"
 )
-"""Why a question is refused although its sound is right."""
+"""Text of the error for features that are not finite although the sound is."""
 
 Question = AudioSource | Tensor | np.ndarray | Sequence[Any] | Mapping[str, Any]
-"""What can be asked: a text where the task asks in writing; where it asks by speech,
+"""Accepted questions: a text where the task asks in writing; where it asks by speech,
 
 - a sound file: its path, its bytes, or the open binary file (WAV, FLAC, OGG, MP3, AIFF, AU, CAF), which knows its own rate;
 - samples at `sample_rate` of the call: a tensor, a NumPy array, or a list of numbers, of shape [S], [1, S] or [S, 1], or of two
@@ -44,14 +44,14 @@ Question = AudioSource | Tensor | np.ndarray | Sequence[Any] | Mapping[str, Any]
   `{"array": samples, "sampling_rate": rate}`;
 - a row of a data set: one of these under `"audio"`, or `{"bytes": ..., "path": ...}` of a file.
 
-Any rate is resampled to 16 kHz. At most `longest(config)` seconds are heard. Under 100 ms, or with no 100 ms above -60 dBFS
-(RMS), a question is answered with a `SoundWarning`; so is one whose channels cancel each other, or whose file may be cut.
+Any rate is resampled to 16 kHz. A question lasts at most `longest(config)` seconds. Under 100 ms, or with no 100 ms above
+-60 dBFS (RMS), it is answered with a `SoundWarning`; so is one whose channels cancel each other, or whose file may be cut.
 """
 
 
 def longest(config: ModelConfig) -> float:
-    """Seconds of the longest question: the encoder's window, or, where it splits longer sound, what fills the decoder's
-    context."""
+    """Seconds of the longest question: the encoder's window, or, where it splits longer sound, the length that fills the
+    decoder's context."""
     encoder = config.encoder
     if encoder.long_audio == "refuse":
         return encoder.window_seconds
@@ -70,7 +70,7 @@ class Asked:
         return find_task(self.turn.task)
 
     def after(self, system: Sequence[int]) -> Asked:
-        """The question after a system message of these ids."""
+        """This question with a system message of these ids before it."""
         return replace(self, turn=replace(self.turn, system=tuple(system)))
 
 
@@ -104,7 +104,7 @@ def read_question(
         raise UserError(f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; {way}")
     clip = read_sound(sound, rate, max_seconds=longest(model.config))
     name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
-    for remark in remarks(clip, SAMPLE_RATE):
+    for remark in sound_warnings(clip, SAMPLE_RATE):
         warnings.warn(f"{name} {remark}", SoundWarning, stacklevel=3)
     turn = Turn(task, features=model.config.features(len(clip)))
     prompt(model.layout, turn)
@@ -125,12 +125,12 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     if not clips:
         return [None] * len(asked)
     encoder = model.encoder
-    windows = [encoder.split(clip) for clip in clips]  # longer sound than the encoder hears at once comes in several
+    windows = [encoder.split(clip) for clip in clips]  # sound beyond the encoder's window gives several
     mels, lengths = collate([encoder.features(window) for clip in windows for window in clip])
     frames = [encoder.frames(len(window)) for clip in windows for window in clip]
     per_clip = [sum(encoder.frames(len(window)) for window in clip) for clip in windows]
     tasks = [a.task.name for a in asked if a.clip is not None]
-    features = model.projector(model.hear(mels.to(model.device), lengths, frames), per_clip, tasks)
+    features = model.projector(model.encode_frames(mels.to(model.device), lengths, frames), per_clip, tasks)
     heard = iter(features.split([-(-n // model.config.projector.stack) for n in per_clip]))
     return [None if a.clip is None else next(heard) for a in asked]
 

@@ -1,4 +1,4 @@
-"""What generation gives: events while an answer is made, and the whole answer."""
+"""Results of generation: events while an answer is made, and the whole answer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Reason = Literal["end", "stop", "length", "cache", "cancelled", "error"]
-"""Why an answer ended: the model ended it, a stop string was written, a limit was reached, the cache is full, it was
-cancelled, or it broke."""
+"""Reason for an answer's end: the model ended it, a stop string was written, a limit was reached, the cache is full, it was
+cancelled, or an error occurred."""
 
 LINE, QUOTED = 120, 48
 """Most characters of a `repr`, and of a text within it."""
 
 
 def brief(value: Any) -> str:
-    """A `repr` that fits a line: tensors by their shapes, texts cut, of a dataclass what differs from its defaults."""
+    """A `repr` that fits a line: tensors as their shapes, texts cut, of a dataclass only fields that differ from defaults."""
     from torch import Tensor
 
     parts = []
@@ -44,14 +44,14 @@ def brief(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text's `repr`, or the beginning of it."""
+    """A text's `repr`, or the start of it where it is long."""
     shown = repr(text)
     return shown if len(shown) <= QUOTED else f"{shown[: QUOTED - 2]}…{shown[0]}"
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from the question to what is named. The time a consumer keeps an event is left out.
+    """Seconds from the question to each milestone. The time for which a consumer keeps an event is left out.
 
     Attributes:
         encode: the spoken question's features are there.
@@ -59,7 +59,7 @@ class Timings:
         first_text, first_audio: the first text and the first samples were handed over; None where there was
             none.
         total: the answer is complete.
-        steps: columns written.
+        steps: number of time steps written.
         audio: length of the answer's sound, in seconds.
     """
 
@@ -82,7 +82,7 @@ class TextDelta:
     """A piece of the answer's text; the pieces, joined, are the text.
 
     Attributes:
-        start, end: when it is spoken, in seconds of the answer's sound, as the model's speaking time has it: text is written
+        start, end: when it is spoken, in seconds of the answer's sound, estimated by the model's speaking time: text is written
             ahead of its sound. None where the answer is not spoken.
     """
 
@@ -112,8 +112,8 @@ class Ended:
     """The last event of an answer.
 
     Attributes:
-        error: what happened and what to do, where the reason is `error`; what was handed over before is no answer then, and
-            the conversation goes on as if the question had not been asked.
+        error: what happened and what to do, where the reason is `error`; what was handed over before is then no answer, and
+            the conversation continues as if the question had not been asked.
     """
 
     reason: Reason
@@ -129,13 +129,13 @@ class Answer:
     """A whole answer.
 
     Attributes:
-        text: what was written, "" where the task writes nothing.
-        audio: what was spoken, [S] at `sample_rate`; None where nothing is spoken or there is no codec.
+        text: the written text, "" where the task writes none.
+        audio: the sound, [S] at `sample_rate`; None where nothing is spoken or there is no codec.
         sample_rate: of the codec, in Hz (0 without one).
         tokens: ids of the text.
         codes: the frames, [A, F]; None where the task does not speak.
-        ended: why it ended.
-        error: what happened and what to do, where that is `error`; the other fields hold what was made before.
+        ended: reason for the end.
+        error: what happened and what to do, where `ended` is `error`; the other fields hold what was made before.
     """
 
     text: str
@@ -170,7 +170,7 @@ class Answer:
 
 
 class Clock:
-    """A stopwatch that can be held."""
+    """A stopwatch that can be paused."""
 
     def __init__(self) -> None:
         self._since: float | None = time.perf_counter()

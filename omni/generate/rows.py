@@ -1,4 +1,4 @@
-"""What the step runner takes and gives for a row: how it starts, where it is, what a step wrote on it."""
+"""Data of one row of the step runner: its start, its present state, and the output of a step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from omni.lora.selection import RowSelection
 
 @dataclass(frozen=True)
 class Start:
-    """How a row starts its answer.
+    """Start of a row's answer.
 
     Attributes:
         text, audio: the streams it answers on.
         position: of the prompt's last column in the cache.
-        settings: sampling of each stream.
-        key: of its random numbers (`seed_key`).
+        settings: sampling settings of each stream.
+        key: key of its random numbers (`seed_key`).
         partner: slot of the row that writes its text (text assist), None where it writes itself.
-        selection: the adapter and the edits that act on the row, None for the model's own choice.
+        selection: the adapter and the edits that act on the row, None for the model's active ones.
     """
 
     text: bool
@@ -33,17 +33,17 @@ class Start:
 
 @dataclass(eq=False)
 class RunnerRow:
-    """A row from its first column until it leaves.
+    """State of a row from its first column until it leaves.
 
     Attributes:
-        slot: its place in the cache.
-        position: where its next column will be fed (counted on the host, so it may be one past the end of a
+        slot: its row of the cache.
+        position: position at which its next column will be fed (counted on the host, so it may be one past the end of a
             row that is done).
-        needs_text, needs_audio: heads it still asks for.
+        needs_text, needs_audio: whether it still needs each head.
         partner: slot of the row whose text it takes.
-        selection: what acts on it.
-        live: it has not left.
-        done: its answer is complete.
+        selection: adapter and edits that act on it, as in `Start`.
+        live: whether it has not left yet.
+        done: whether its answer is complete.
     """
 
     slot: int
@@ -57,8 +57,8 @@ class RunnerRow:
 
 
 class StepOutput(NamedTuple):
-    """What one step wrote on one row: the column that is fed next, a finished frame, a text token, whether that was all, and
-    whether it means nothing, because logits that it was drawn from are not finite."""
+    """Output of one step for one row: the column that is fed next, a finished frame, a text token, whether the answer is done,
+    and whether it is broken (logits that it was drawn from are not finite, so that its ids mean nothing)."""
 
     column: tuple[int, ...]
     frame: list[int] | None

@@ -1,14 +1,14 @@
-"""The step runner: the rows of one cache advance together, one column each.
+"""The step runner: advances the rows of one cache together, one column each.
 
-One step feeds every row's column, takes the hidden state to the heads, samples, and lets the layout's cursor
-say what is fed next. Everything a step decides is packed into one tensor and copied to the host once; on a
-GPU that copy is read one step late, so that the device always has work. A row that is done is fed nowhere
+One step feeds every row's column, passes the hidden state to the heads, samples, and asks the layout's cursor
+for the column that is fed next. All results of a step are packed into one tensor and copied to the host once; on a
+GPU that copy is read one step late, so that the device always has work. A row that is done writes nothing
 (position -1) from then on, without waiting for the host to notice.
 
 Rows are slots of the cache: `begin` puts answers into neighbouring slots, `leave` empties a slot, and a row
 that is dropped leaves a smaller batch. On CUDA a step is captured as a graph for each shape it takes
-(`_Plan`); the tensors a graph reads and writes belong to the runner and stay where they are. The eager path
-runs the very same code.
+(`_Plan`); the tensors a graph reads and writes belong to the runner and keep their addresses. The eager path
+runs the same code.
 
 Dimensions: B rows, K streams, A audio streams, W width.
 """
@@ -27,25 +27,26 @@ from omni.cursor import Cursor
 from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.sampling import Mode, Sampler
 from omni.kv_cache import KVCache
-from omni.lora.attach import edits_everywhere, names_there, removals
+from omni.lora.attach import active_edits, attached_names, removals
 from omni.lora.selection import RowSelection, Selection, names_in, using
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 
 
 class _Plan(NamedTuple):
-    """All that shapes a step: the key of a captured graph.
+    """Everything that determines the shape of a step: the key of a captured graph.
 
     Attributes:
         first, stop: the slots that are fed.
-        text, audio: the slots (from, to) that the head of the kind serves; None where none needs it.
+        text, audio: the slots (from, to) for which the head of the kind is computed; None where none needs it.
         coupled: some rows take their text from another row.
-        visible: how many slots of the cache are looked at.
+        visible: number of slots of the cache that are read.
         selection: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row
             has it.
-        mixed: rows differ in them.
+        mixed: rows differ in their selections.
         everywhere: edits that act on every row besides.
-        removals: of adapters so far, where any act: a graph reads the weights of those that it was captured with.
+        removals: number of adapters removed so far, where any are active: a graph reads the weights of those that it was
+            captured with.
     """
 
     first: int
@@ -73,8 +74,8 @@ R = TypeVar("R")
 
 
 def _on_device(method: Callable[Concatenate[Runner, P], R]) -> Callable[Concatenate[Runner, P], R]:
-    """Run a method with the runner's GPU as CUDA's current device: streams, events, graphs and pinned memory belong to
-    that one, wherever the tensors are."""
+    """Run a method with the runner's GPU as CUDA's current device, to which streams, events, graphs and pinned memory belong,
+    wherever the tensors are."""
 
     @wraps(method)
     def here(self: Runner, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,10 +88,10 @@ def _on_device(method: Callable[Concatenate[Runner, P], R]) -> Callable[Concaten
 
 
 class Runner:
-    """Rows of one cache, stepped together.
+    """Steps the rows of one cache together.
 
     Args:
-        model: where weights and layout come from; it is not changed.
+        model: the model; it is not changed.
         rows, length: size of the cache; `length` is capped by the decoder's context.
         chunk: longest piece that is prefilled at once.
         graph: capture the steps as CUDA graphs; by default on CUDA only.
@@ -121,7 +122,7 @@ class Runner:
         self._column = self.layout.ids("pad").to(device).repeat(rows, 1)
         self._position = torch.full((rows,), -1, dtype=torch.long, device=device)
         self._partner = torch.arange(rows, device=device)
-        self._number = torch.zeros(rows, dtype=torch.long, device=device)  # place in `_selection`, from 1; 0 for the own choice
+        self._number = torch.zeros(rows, dtype=torch.long, device=device)  # of each row's selection, from 1; 0 for none
         self._selection: list[RowSelection] = []
         self._removals = 0
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
@@ -140,10 +141,10 @@ class Runner:
     @_on_device
     @torch.inference_mode()
     def begin(self, first: int, hidden: Hidden, starts: Sequence[Start]) -> list[RunnerRow]:
-        """Put answers into the slots from `first` on and write their first columns.
+        """Start answers in the slots from `first` on and write their first columns.
 
         Args:
-            hidden: state of each prompt's last column, [B, 1, W].
+            hidden: hidden state of each prompt's last column, [B, 1, W].
             starts: one per row.
         """
         slots = slice(first, first + len(starts))
@@ -174,8 +175,8 @@ class Runner:
         return self._selection.index(selection) + 1
 
     def _forget(self) -> None:
-        """Drop numbers and graphs of adapters and edits that the model no longer has."""
-        there = names_there(self.model)
+        """Drop the numbers and captured graphs of adapters and edits that the model no longer has."""
+        there = attached_names(self.model)
         self._selection = [selection for selection in self._selection if there.issuperset(names_in(selection))]
         self._removals = removals(self.model)
         kept = [
@@ -187,7 +188,7 @@ class Runner:
         self._graphs = {plan: self._graphs[plan] for plan in kept}
 
     def leave(self, row: RunnerRow) -> None:
-        """Empty the row's slot; what the cache holds stays."""
+        """Free the row's slot; the content of the cache stays."""
         if row.live:
             row.live = False
             self.rows[row.slot] = None
@@ -198,7 +199,7 @@ class Runner:
     def compact(self) -> None:
         """Move the last rows into empty slots before them, so that the batch gets smaller.
 
-        Captured graphs are few where the batch only ever halves.
+        Where the batch only ever halves, few graphs are captured.
         """
         live = [row for row in self.rows if row is not None]
         if any(row.partner is not None for row in live):
@@ -246,7 +247,7 @@ class Runner:
 
     @_on_device
     def results(self, flush: bool = False) -> list[tuple[RunnerRow, StepOutput]]:
-        """What the steps wrote since the last call: on a GPU without the newest step, unless `flush` waits for it."""
+        """Outputs of the steps since the last call; on a GPU without the newest step, unless `flush` waits for it."""
         late = 1 if self._cuda and not flush else 0
         a, k = self.layout.n_audio, len(self.layout)
         out = []
@@ -269,7 +270,7 @@ class Runner:
         coupled = any(row.partner is not None and row.needs_text for row in live)
         text = _span([row.slot if row.partner is None else row.partner for row in live if row.needs_text])
         audio = _span([row.slot for row in live if row.needs_audio])
-        if not coupled:  # few different plans: rows of their own come and go, and a product of more rows costs no more
+        if not coupled:  # all slots: fewer different plans as rows come and go, and a product of more rows costs no more
             text, audio = text and (first, stop), audio and (first, stop)
         audio_mode, text_mode = self._sampler.modes(range(first, stop))
         visible = self._visible(max(row.position for row in live) + 1)
@@ -278,11 +279,11 @@ class Runner:
         mixed = len(used) > 1
         selection = tuple(self._selection) if mixed else tuple(one for one in used if one is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
-        edits, removed = edits_everywhere(self.model), removals(self.model) if selection else 0
+        edits, removed = active_edits(self.model), removals(self.model) if selection else 0
         return _Plan(first, stop, text, audio, coupled, *modes, visible, selection, mixed, edits, removed)
 
     def _visible(self, positions: int) -> int:
-        """How many slots a step looks at: few different numbers, fewer still where each costs a graph."""
+        """Number of slots that a step reads, rounded up to few different numbers (fewer still where each costs a graph)."""
         if self.cache.ring:
             return 0
         if self._graph:
@@ -293,39 +294,39 @@ class Runner:
         rows, view = slice(plan.first, plan.stop), self._view(plan)
         view.limit(plan.visible or None)
         column, position = self._column[rows, :, None], self._position[rows, None]
-        decode = self.model if plan.selection or plan.everywhere else self._decode  # what is compiled knows of none
-        with using(self._choice(plan, plan.first, plan.stop)):
+        decode = self.model if plan.selection or plan.everywhere else self._decode  # the compiled decoder knows neither
+        with using(self._selection_of(plan, plan.first, plan.stop)):
             hidden = decode(column, input_pos=position, cache=view)
         self._write(plan, hidden)
 
     def _view(self, plan: _Plan) -> KVCache:
-        """The rows of a step in the cache."""
+        """View of the cache with the rows of a step."""
         rows = plan.first, plan.stop
         if rows not in self._views:
             self._views[rows] = self.cache.select(range(*rows))
         return self._views[rows]
 
-    def _choice(self, plan: _Plan, first: int, stop: int) -> Selection | None:
-        """What acts on some slots."""
+    def _selection_of(self, plan: _Plan, first: int, stop: int) -> Selection | None:
+        """Selection of adapters and edits for some slots."""
         if not plan.selection:
             return None
         return Selection(plan.selection, self._number[first:stop] if plan.mixed else None)
 
     def _write(self, plan: _Plan, hidden: Hidden) -> None:
-        """From hidden states [B, 1, W] to the rows' next columns, in place."""
+        """Sample the rows' next columns from hidden states [B, 1, W], in place."""
         rows = slice(plan.first, plan.stop)
         cursor, decoder, a = self._cursor.select(rows), self.model.decoder, self.layout.n_audio
         sampled = self._pad.repeat(plan.stop - plan.first, 1)
         broken = torch.zeros_like(cursor.done)
         if plan.audio:
             own, here = slice(*plan.audio), slice(plan.audio[0] - plan.first, plan.audio[1] - plan.first)
-            with using(self._choice(plan, *plan.audio)):
+            with using(self._selection_of(plan, *plan.audio)):
                 logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             sampled[here, :a] = self._sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
             broken[here] |= cursor.needs_audio[here] & broken_rows(hidden.audio[here], logits)
         if plan.text:
             own, here = slice(*plan.text), slice(plan.text[0] - plan.first, plan.text[1] - plan.first)
-            with using(self._choice(plan, *plan.text)):
+            with using(self._selection_of(plan, *plan.text)):
                 logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             text = self._sampler.text(logits, own, cursor.step[here], plan.text_mode)
             odd = broken_rows(hidden.text[here], logits)
@@ -346,7 +347,7 @@ class Runner:
         self._packed[rows] = torch.cat([push.column, push.frame, *(f[:, None] for f in flags)], dim=1)
 
     def _record(self, plan: _Plan) -> None:
-        """Copy what was written to the host: the one copy of a step."""
+        """Copy the results of a step to the host, in its only copy."""
         rows, packed = self.rows[plan.first : plan.stop], self._packed[plan.first : plan.stop]
         for row in rows:
             if row is not None:
@@ -361,7 +362,7 @@ class Runner:
         self._pending.append(_Record(list(rows), host, event))
 
     def _capture(self, plan: _Plan) -> torch.cuda.CUDAGraph:
-        """Record a step as a graph. The rehearsals run with every row done, so that they write to the spare slot only."""
+        """Capture a step as a graph. The warm-up runs have every row done, so that they write to the spare slot only."""
         state = [self._column, self._position, self._packed, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
         if self._sampler.seen is not None:
             state.append(self._sampler.seen)
@@ -395,5 +396,5 @@ def _all_names(several: Sequence[RowSelection]) -> list[str]:
 
 
 def _span(slots: Sequence[int]) -> tuple[int, int] | None:
-    """From the first slot to behind the last."""
+    """First slot and the one after the last; None for no slots."""
     return (min(slots), max(slots) + 1) if slots else None

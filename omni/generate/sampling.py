@@ -1,8 +1,8 @@
 """Sampling: settings, keyed random numbers and the draw, as tensors over rows and streams.
 
-A row draws the same alone or in company and on any device, because its random numbers are not a sequence that
+A row draws the same ids alone or in a batch and on any device, because its random numbers are not a sequence that
 is consumed: the number for (seed, step, stream) is a hash of the three. One uniform number decides each draw,
-by the inverse of the cumulative distribution over what the filters leave.
+by the inverse of the cumulative distribution over the ids that the filters leave.
 
 Dimensions: B rows, K streams, A audio streams, N streams of one kind, V vocabulary, R ranks (the R most
 likely ids).
@@ -51,13 +51,13 @@ _MASK = (1 << 64) - 1
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same bits."""
+    """Reinterprets a 64-bit word as the int64 with the same bits."""
     x &= _MASK
     return x - (1 << 64) if x >> 63 else x
 
 
 def seed_key(seed: int, turn: int = 0) -> int:
-    """Where a row's random numbers start, as an int64: any integer seed, and the number of the turn in a conversation."""
+    """Key of a row's random numbers, an int64, from any integer seed and the number of the turn in a conversation."""
     x = (int(seed) + turn * _GOLDEN) & _MASK
     return _signed(_mix_int(x))
 
@@ -76,7 +76,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def finest(device: torch.device) -> torch.dtype:
-    """What running sums are computed in: float64, but float32 on Apple's GPUs, which have no other."""
+    """Number format of running sums: float64, but float32 on Apple's GPUs, which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -94,11 +94,11 @@ def uniform(key: Tensor, step: Tensor, streams: range) -> Tensor:
 
 
 class Mode(NamedTuple):
-    """What the rows of a step need of the draw, known without looking at a tensor (a captured graph is made for one mode).
+    """Parts of the draw that the rows of a step need, known without reading a tensor (a captured graph is made for one mode).
 
     Attributes:
         plain: some row samples without filters.
-        ranks: how many of the likeliest ids must be sorted for the rows that filter, 0 where none does.
+        ranks: number of likeliest ids that must be sorted for the rows that filter, 0 where none does.
         penalty: some row has a repetition penalty.
     """
 
@@ -111,7 +111,7 @@ class Mode(NamedTuple):
 
 
 def mode_of(settings: Sequence[Sampling], vocabulary: int) -> Mode:
-    """The mode that one row's settings for the streams of one kind ask for."""
+    """The mode that one row needs, by its settings for the streams of one kind."""
     mode = Mode()
     for s in settings:
         filters = s.temperature > 0 and (0 < s.top_k < vocabulary or s.top_p < 1)
@@ -127,7 +127,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """What the filters leave of logits [B, N, V], likeliest first.
+    """Ids that the filters leave of logits [B, N, V], likeliest first.
 
     Args:
         temperature, top_k, top_p: [B, N] each; `top_k` 0 keeps all.
@@ -178,7 +178,7 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
 
 
 class Sampler:
-    """The settings, keys and memory of all rows as tensors at fixed addresses, and the draw for a run of neighbouring rows."""
+    """Settings, keys and written ids of all rows as tensors at fixed addresses; draws for a run of neighbouring rows."""
 
     def __init__(self, layout: Layout, rows: int, device: torch.device | str | None = None) -> None:
         a, k = layout.n_audio, len(layout)
@@ -191,7 +191,7 @@ class Sampler:
         self.seen: Tensor | None = None  # [rows, K, V] bool, made when the first penalty is asked for
         self._modes = [(Mode(), Mode())] * rows
 
-        allowed = layout.allowed().sum(1).tolist()  # what may be sampled are the first ids of every stream
+        allowed = layout.allowed().sum(1).tolist()  # the ids that may be sampled are the first ones of every stream
         self._text_ids = allowed[a]
         self._audio_ids = max(allowed[:a])
         vocabulary = {s.vocabulary for s in layout.audio}
@@ -221,18 +221,18 @@ class Sampler:
             self.seen[row] = False
 
     def clear(self, row: int) -> None:
-        """The row is empty: it asks nothing of the draw."""
+        """Empty a row, so that it needs nothing of the draw."""
         self._modes[row] = (Mode(), Mode())
 
     def move(self, source: int, target: int) -> None:
-        """Row `target` goes on as row `source`."""
+        """Copy the state of row `source` to row `target`."""
         for tensor in (self.key, self.temperature, self.top_k, self.top_p, self.penalty, self.seen):
             if tensor is not None:
                 tensor[target] = tensor[source]
         self._modes[target] = self._modes[source]
 
     def modes(self, rows: range) -> tuple[Mode, Mode]:
-        """What these rows ask of the draw, on the audio streams and on the text stream."""
+        """Modes that these rows need, for the audio streams and for the text stream."""
         audio = text = Mode()
         for row in rows:
             audio, text = audio.join(self._modes[row][0]), text.join(self._modes[row][1])

@@ -1,4 +1,4 @@
-"""How ids are chosen, as a setting; `omni.generate.sampling` chooses."""
+"""Settings of sampling; `omni.generate.sampling` applies them."""
 
 from __future__ import annotations
 

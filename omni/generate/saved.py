@@ -1,9 +1,9 @@
-"""Conversations in files: one safetensors file, whose header holds the rest as JSON; nothing in it can run code.
+"""Saves and loads conversations: one safetensors file, whose header holds the rest as JSON; nothing in it can run code.
 
 Per turn `turn.N.audio` (the spoken question, [S] float32 at 16 kHz), or `turn.N.question` (its ids), and of the answer
 `turn.N.text` (ids) and `turn.N.codes` ([A, F]), where there are any. The metadata's `conversation` holds the version, the
-layout, the codec's name, how many questions were asked, and of each turn its task, whether its answer was cut, and its texts.
-Weights are not checked: a model that was trained on goes on with the conversation.
+layout, the codec's name, the number of questions asked, and of each turn its task, whether its answer was cut, and its texts.
+Weights are not checked: a model that was trained further can continue the conversation.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def load_conversation(path: Path, model: SpeechModel, tokenizer: Tokenizer) -> P
 
     Raises:
         UserError: there is no such file, it is no conversation or of another version, of a model with another layout, codec or
-            tokenizer, or what it holds does not fit together.
+            tokenizer, or its contents contradict each other.
     """
     head, tensors = _read(path)
     if head.get("format") != FORMAT_VERSION:
         raise UserError(f"{path}: format {head.get('format')!r} is unknown; this version reads format {FORMAT_VERSION}")
     for name, own in _model(model).items():
         if head.get(name) != own:
-            what = f"codec {head.get(name)!r}, and this model speaks {own!r}" if name == "codec" else f"another {name}"
+            what = f"codec {head.get(name)!r}, and this model's codec is {own!r}" if name == "codec" else f"another {name}"
             raise UserError(f"{path} is a conversation with a model of {what}; go on with that model")
     try:
         turns = [_turn(number, facts, tensors, model, tokenizer) for number, facts in enumerate(head["turns"])]
@@ -92,7 +92,7 @@ def load_conversation(path: Path, model: SpeechModel, tokenizer: Tokenizer) -> P
 
 
 def _turn(number: int, facts: dict[str, Any], tensors: dict[str, Tensor], model: SpeechModel, tokenizer: Tokenizer) -> Any:
-    """One turn with its answer, checked as a question is."""
+    """Reads one turn with its answer, with the checks of a question."""
     own = {name: tensors.get(f"turn.{number}.{name}") for name in ("audio", "question", "text", "codes")}
     task, layout = TASKS[facts["task"]], model.layout
     ids = {name: None if (t := own[name]) is None else tuple(t.long().tolist()) for name in ("question", "text")}
@@ -129,7 +129,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _model(model: SpeechModel) -> dict[str, Any]:
-    """What of the model a conversation depends on, as plain data."""
+    """Properties of the model that a conversation depends on, as plain data."""
     layout = json.loads(json.dumps(asdict(model.layout)))
     return {"codec": model.config.codec, "layout": layout}
 

@@ -2,12 +2,12 @@
 
 The history holds only what was delivered: an answer that was cancelled, or interrupted while it played, is
 kept as the offline layout of the text and the frames that reached the listener. The last column of an answer,
-and whatever the cache does not hold as the history has it, is fed together with the next question. Of an answer
-that broke (logits that are not finite) nothing is kept: the session goes on as if it had not been asked.
+and all columns in which the cache differs from the history, are fed together with the next question. Of an answer
+that broke (logits that are not finite) nothing is kept: the session continues as if it had not been asked.
 
-Text assist (mini-omni's batch-parallel decoding, gpt-omni/mini-omni @ 26c31d5 `litgpt/generate/base.py`) is a
-coupling of two rows: row 0 speaks, and its text input is the text of row 1, which was asked for text only and
-writes better so. Row 1 leaves as soon as its text has ended.
+Text assist (mini-omni's batch-parallel decoding, gpt-omni/mini-omni @ 26c31d5 `litgpt/generate/base.py`)
+couples two rows: row 0 speaks, and its text input is the text of row 1, which was asked for text only and
+therefore writes better text. Row 1 leaves as soon as its text has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from omni.generate.history import CachedHistory, Exchange, Past, check_room, fit
 from omni.generate.messages import Message, messages
 from omni.generate.options import AnswerOptions
 from omni.generate.prefill import pack, prefill, prefill_fork
-from omni.generate.question import NOT_HEARD, Asked, Question, encode_questions, is_finite, read_question, read_system
+from omni.generate.question import FEATURES_NOT_FINITE, Asked, Question, encode_questions, is_finite, read_question, read_system
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
@@ -40,7 +40,7 @@ from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
 from omni.generate.turn import Reply, Running
 from omni.hardware import synchronize
-from omni.lora.attach import choice_of, edits_everywhere, kept, removals
+from omni.lora.attach import active_edits, kept, removals, selection_of
 from omni.lora.selection import RowSelection, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
@@ -48,15 +48,15 @@ from omni.text import Tokenizer
 
 
 class Session:
-    """One conversation. Made by `SpeechLM.session`; close it (or use `with`) to give its cache back.
+    """One conversation. Made by `SpeechLM.session`; close it (or use `with`) to free its cache.
 
     One answer at a time: `ask` gives its events as they come, `cancel` stops it from any thread.
 
     Args:
-        past: what was said before; its questions are encoded one by one, as they were when they were asked.
-        release: called when the session ends; from then on the runner is somebody else's.
+        past: the conversation before; its questions are encoded one by one, as they were when they were asked.
+        release: called when the session ends; from then on the runner belongs to others.
         edits: the name under which its edits are attached to the model (`omni.edit.attach`).
-        time: how long the model's voice takes for a text.
+        time: speaking time of the model's voice.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Session:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options, self.time = options, time
         self._selection: RowSelection = options.adapter if edits is None else (options.adapter, edits)
-        self._choice = choice_of(model, [self._selection])
+        self._active = selection_of(model, [self._selection])
         self.settings = per_stream(model.layout, options.sampling)
         self._system = read_system(options.system, tokenizer)
         self._runner: Runner | None = runner
@@ -86,13 +86,13 @@ class Session:
         if options.overflow == "end":
             check_room(model.layout, self._past, self._system, runner.length, model.config.decoder.context)
         self._last: Running | None = None
-        self._lock = threading.RLock()  # over what the history and the last answer are
-        self._idle = threading.Condition(self._lock)  # told when work on an answer pauses or is over
+        self._lock = threading.RLock()  # guards the history and the last answer
+        self._idle = threading.Condition(self._lock)  # notified when work on an answer pauses or is over
         self._closing = False
         self._held = CachedHistory()
         _OPEN.add(self)
 
-    # --- what a caller does -----------------------------------------------------------------------------------
+    # --- the interface ----------------------------------------------------------------------------------------
 
     def ask(
         self,
@@ -104,27 +104,27 @@ class Session:
     ) -> Iterator[Event]:
         """Ask, and get the answer as events: text and sound as they come, `Ended` last.
 
-        What has been taken from the iterator counts as delivered. Closing the iterator, or asking again before
+        Events that were taken from the iterator count as delivered. Closing the iterator, or asking again before
         its end, cancels the answer.
 
         Args:
             question: a text or sound, as the task asks; see `omni.generate.question.Question`.
             sample_rate: of samples that come without their own, in Hz; files have their own.
-            seed: of this answer's draws; by default made of the session's seed and the turn's number.
+            seed: of this answer's draws; by default derived from the session's seed and the turn's number.
 
         Raises:
             UserError: a bad question or seed, features of it that are not finite, no room left in the cache (see
                 `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
-                merged before, or a closed session.
+                merged meanwhile, or a closed session.
         """
         clock = Clock()
         if seed is not None:
             check_number("seed", seed)
         self._open()
-        self._settle(self._last)
+        self._commit(self._last)
         with ExitStack() as held:
             held.enter_context(kept(self.model, [self._selection]))
-            self._choice = choice_of(self.model, [self._selection])  # its adapter may have been removed, or merged, since
+            self._active = selection_of(self.model, [self._selection])  # its adapter may have been removed, or merged, since
             asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
             features, encoded = self._encode(asked), clock.seconds
             layout = self.model.layout
@@ -135,7 +135,7 @@ class Session:
             )
             with self._lock:
                 runner = self._open()
-                self._settle(self._last)  # once more: another thread may have asked meanwhile
+                self._commit(self._last)  # once more: another thread may have asked meanwhile
                 clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
                 before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
                 room, forget = (runner.length, self.model.config.decoder.context), self.options.overflow == "forget"
@@ -181,17 +181,17 @@ class Session:
         )
 
     def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
-        """Stop the answer that is being made, and cut the last answer in the history to what was delivered.
+        """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
 
         May be called from any thread, between events, or after the answer has ended (a listener interrupts what
         is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once, or, where a
         thread is at work on it just now, after that thread's next event.
 
         Args:
-            played_seconds: how much of the sound was heard; only its whole frames stay in the history, and of the
+            played_seconds: seconds of the sound that were heard; only its whole frames stay in the history, and of the
                 text the words that were heard by then, placed by the model's speaking time (`omni.generate.heard`).
-                By default all that was handed over, of sound and text.
-            shown_characters: how much of the text was shown: it then stays, whatever was heard.
+                By default all sound and text that was handed over.
+            shown_characters: characters of the text that were shown: they stay, whatever was heard.
 
         Raises:
             UserError: one of them is negative or no number; nothing is cancelled then.
@@ -207,13 +207,13 @@ class Session:
             if not last.settled:
                 last.cancelled = True
                 if not last.busy:
-                    self._settle(last)
+                    self._commit(last)
             elif self._past and last.reply.error is None:
                 self._past[-1] = last.delivered()
 
     @property
     def history(self) -> list[Message]:
-        """The questions and what was delivered of their answers, to read, or to start another session with; an answer under way
+        """The questions and the delivered part of their answers, to read, or to start another session with; an answer under way
         and its question are not among them."""
         return messages(self._past, self.tokenizer, self.codec)
 
@@ -224,7 +224,7 @@ class Session:
         return tuple(replace(turn, system=() if number else self._system) for number, turn in enumerate(turns))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the history as one file, which `SpeechLM.session(history=path)` goes on from; an answer under way is left out.
+        """Write the history as one file, from which `SpeechLM.session(history=path)` continues, without an answer under way.
 
         Raises:
             UserError: the place cannot be written.
@@ -242,11 +242,11 @@ class Session:
         return f"Session({turns} turn{'' if turns == 1 else 's'}, {place}{adapter})"
 
     def close(self) -> None:
-        """End the session and give its cache back.
+        """End the session and free its cache.
 
-        May be called from any thread. An answer under way is cancelled: what works on it in another thread is waited for
+        May be called from any thread. An answer under way is cancelled: another thread that works on it is waited for
         (until the next event or the end), and its iterator ends with `Ended("cancelled")`. Called from within that work
-        itself (by a signal's handler), the session ends with it.
+        itself (by a signal's handler), the session ends together with it.
         """
         with self._idle:
             self._closing = True
@@ -255,7 +255,7 @@ class Session:
                 if last.worker == threading.get_ident():
                     return
                 self._idle.wait()
-            self._settle(self._last)
+            self._commit(self._last)
             runner, self._runner = self._runner, None
         if runner is not None:
             self._release()
@@ -270,7 +270,7 @@ class Session:
 
     def _events(self, running: Running, runner: Runner) -> Iterator[Event]:
         reply = running.reply
-        self._go_on(running)
+        self._resume(running)
         try:
             if not running.cancelled:
                 self._begin(running, runner)
@@ -292,34 +292,34 @@ class Session:
                 reason = "cancelled"
         finally:
             self._pause(running)
-            self._settle(running)
-            if self._closing:  # it was closed from within
+            self._commit(running)
+            if self._closing:  # `close` was called from within this work
                 self.close()
         yield Ended(reason, running.timings(), reply.error)
 
     def _encode(self, asked: Asked) -> Tensor | None:
-        """Features of a question, waited for; UserError where they are not finite."""
-        with using(self._choice):
+        """Features of a question, after waiting for the device; UserError where they are not finite."""
+        with using(self._active):
             (features,) = encode_questions(self.model, [asked])
         if not is_finite(features):
-            raise UserError(NOT_HEARD)
+            raise UserError(FEATURES_NOT_FINITE)
         return features
 
     def _begin(self, running: Running, runner: Runner) -> None:
-        """Bring the cache to the end of the question and write the answer's first column."""
+        """Prefill the cache to the end of the question and write the answer's first column."""
         model, task, keys = self.model, running.task, running.keys
         features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
-        under = (edits_everywhere(model), self._selection and removals(model))
+        under = (active_edits(model), self._selection and removals(model))
         keep = self._held.keep(keys, under, runner.cache)
         question = pack(model.layout, [running.columns], features, [keep])
         start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, selection=self._selection)
         if self.options.text_assist and task.text and task.audio:
             other = prompt(model.layout, replace(running.exchange.turn, task=find_writer(task)))
-            with using(self._choice):
+            with using(self._active):
                 hidden = prefill_fork(model, runner.cache, question, other.tokens[:, -1], runner.chunk)
             starts = [replace(start, partner=1), replace(start, audio=False)]
         else:
-            with using(self._choice):
+            with using(self._active):
                 hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
             starts = [start]
         self._held.keys = list(keys)
@@ -328,9 +328,9 @@ class Session:
         running.rows = runner.begin(0, hidden, starts)
 
     def _written(self, running: Running, runner: Runner, flush: bool) -> Iterator[TextDelta | AudioChunk]:
-        """Events of what the steps wrote on the speaking row. An assisting row that has ended its text leaves."""
+        """Events of the steps' outputs on the speaking row. An assisting row that has ended its text leaves."""
         for row, written in runner.results(flush):
-            if running.settled:  # while the event before was looked at: the rows belong to others now
+            if running.settled:  # settled while the caller had the event before: the rows belong to others now
                 return
             if row is running.rows[0]:
                 yield from running.reply.write(written)
@@ -342,24 +342,23 @@ class Session:
             running.count(event)
             self._pause(running)
             yield event
-            self._go_on(running)
+            self._resume(running)
 
-    def _go_on(self, running: Running) -> None:
-        """Work on an answer starts, or goes on; where it was settled meanwhile it is `cancelled`, and soon over."""
+    def _resume(self, running: Running) -> None:
+        """Mark that work on an answer starts or continues; where it was settled meanwhile it is `cancelled`, and soon over."""
         with self._lock:
             running.go_on()
 
     def _pause(self, running: Running) -> None:
-        """Work on an answer pauses, or is over."""
+        """Mark that work on an answer pauses or is over."""
         with self._idle:
             running.hold()
             self._idle.notify_all()
 
     # --- the history ------------------------------------------------------------------------------------------
 
-    def _settle(self, running: Running | None) -> None:
-        """Put an answer into the history as it was delivered (once), and free its rows: whoever still holds its iterator
-        gets no more of it."""
+    def _commit(self, running: Running | None) -> None:
+        """Put the delivered part of an answer into the history (once), and free its rows; its iterator gives no more of it."""
         with self._lock:
             if running is None or running.settled:
                 return
@@ -369,7 +368,7 @@ class Session:
                 )
             running.settled = running.cancelled = True
             runner = self._runner
-            assert runner is not None  # it is given back after the last answer was settled
+            assert runner is not None  # it is released only after the last answer was settled
             if running.rows:
                 self._held.add(running.reply.columns[:-1], running.rows[0].position)
             for row in running.rows:
@@ -393,7 +392,7 @@ _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter takes its modules apart: an iterator that is still held could not end any more afterwards."""
+    """Closes all sessions at exit, before the interpreter clears its modules: a held iterator could not end afterwards."""
     for session in list(_OPEN):
         if session._last is None or not session._last.busy:
             session.close()

@@ -1,4 +1,4 @@
-"""`SpeechLM`: the Python door to a trained model.
+"""`SpeechLM`: the Python interface to a trained model.
 
 lm = SpeechLM.from_pretrained("runs/demo/model")
 answer = lm.generate("question.wav")                     # text and sound
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 IDLE_RUNNERS = 2
-"""Caches (with their captured graphs) that are kept for the next call."""
+"""Number of idle caches (with their captured graphs) that are kept for the next call."""
 
 _QUESTION = ("question", "task", "sample_rate", "context")
 _BATCH = ("questions", "task", "sample_rate", "batch_size", "sound")
 
 
 class SpeechLM:
-    """A speech language model that can be asked.
+    """A speech language model with its tokenizer and codec, which answers questions.
 
     Weights are shared by any number of sessions and never changed; each session has its own cache.
 
@@ -68,7 +68,7 @@ class SpeechLM:
         codec: turns frames into sound; None gives answers without sound.
         graph: capture decoding steps as CUDA graphs; by default on CUDA.
         compile: run decoding steps through `torch.compile`.
-        speech_time: how long the model's voice takes for a text; by default English at some 15 characters a second.
+        speech_time: speaking time of the model's voice; by default English at about 15 characters a second.
 
     Raises:
         UserError: the tokenizer has more ids than the text stream, or the codec's codebooks are not the
@@ -152,7 +152,7 @@ class SpeechLM:
         return self.model.layout
 
     def load_adapter(self, folder: str | os.PathLike[str], name: str | None = None) -> str:
-        """Put a LoRA's folder (PEFT's format) beside the weights, to be chosen by name: `session(adapter=name)`.
+        """Load a LoRA adapter (a folder in PEFT's format), to be selected by name: `session(adapter=name)`.
 
         Args:
             name: by default the folder's own.
@@ -192,7 +192,7 @@ class SpeechLM:
         return tuple(sorted(adapter_names(self.model)))
 
     def remove_adapter(self, name: str) -> None:
-        """Take a loaded adapter away; sessions that answer with it are refused from then on.
+        """Remove a loaded adapter; questions of sessions that use it are refused from then on.
 
         Raises:
             UserError: there is none of that name (it lists those there are), it is merged into the weights, or an answer under
@@ -202,11 +202,11 @@ class SpeechLM:
         LOG.info("adapter %r was removed", name)
 
     def session(self, *, context: int | None = None, history: History | None = None, **values: Unpack[Keywords]) -> Session:
-        """A conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
+        """Start a conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
-            history: what was said before: the `.history` of another session, messages as in chat templates (`{"role": "user",
-                "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
+            history: the conversation before: the `.history` of another session, messages as in chat templates
+                (`{"role": "user", "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
             values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, text_assist,
                 overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature, top_k, top_p,
                 repetition_penalty, do_sample).
@@ -220,7 +220,7 @@ class SpeechLM:
     def _session(
         self, call: str, also: Sequence[str], values: Any, context: int | None = None, history: History | None = None
     ) -> Session:
-        """A session for a call of that name, which takes keywords `also` besides those of `Options`."""
+        """Make the session of a call, whose name is for errors, and which takes keywords `also` besides those of `Options`."""
         options = make_options(values, call, also)
         if context is not None:
             check_number("context", context)
@@ -338,7 +338,7 @@ class SpeechLM:
 
     @contextmanager
     def edited(self, edits: Edits) -> Iterator[SpeechLM]:
-        """Let corrections act on every answer while the block runs, whatever sessions it is for; nothing is left of them then.
+        """Apply corrections to every answer of all sessions while the block runs; they are detached afterwards.
 
         Raises:
             UserError: edits of another model.
@@ -350,7 +350,7 @@ class SpeechLM:
     # --- caches -------------------------------------------------------------------------------------------------------
 
     def _take(self, rows: int, length: int, exact: bool = False) -> Runner:
-        """A runner of that many rows and at least (or, `exact`, just) that many positions: an idle one, or a new one."""
+        """A runner of that many rows and at least (with `exact`, exactly) that many positions: an idle one, or a new one."""
         length = min(length, self.config.decoder.context)
         device, dtype = self.model.device, self.model.decoder.norm.weight.dtype
         with self._lock:
@@ -364,18 +364,18 @@ class SpeechLM:
 
     def _give(self, runner: Runner) -> None:
         if len(runner.rows) > 2 and self.model.device.type == "cpu":
-            return  # a batch's cache is large, and without captured graphs quickly made
+            return  # a batch's cache is large, and quick to make without captured graphs
         runner.cache.reset()
         with self._lock:
             self._idle = [*self._idle, runner][-IDLE_RUNNERS:]
 
 
 def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:
-    """The events, and the session's end with theirs, even if none of them is ever taken."""
+    """Passes events on and closes the session when they end, even if none of them is ever taken."""
 
     def run() -> Iterator[Any]:
         with session:
-            yield None  # taken here: from now on, closing the iterator or letting it go ends the session
+            yield None  # taken at once: from now on, closing or dropping the iterator ends the session
             yield from events
 
     running = run()

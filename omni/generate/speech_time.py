@@ -1,4 +1,4 @@
-"""How long a voice takes for a text: seconds for each character, by its class.
+"""Speaking time of a voice: seconds for each character of a text, by its class.
 
     letter   an alphabetic character          digit   a digit                       comma   a pause within a sentence
     wide     one of a script without spaces   zero    a 0 after a digit ("2000")    stop    a pause after one
@@ -31,15 +31,15 @@ VERSION = 1
 DEFAULT = {
     **{"letter": 0.055, "wide": 0.2, "space": 0.05, "digit": 0.3, "zero": 0.12, "comma": 0.25, "stop": 0.35, "other": 0.04}
 }
-"""Seconds of each class where nothing was estimated: English at some 15 characters a second."""
+"""Seconds of each class where nothing was estimated: English at about 15 characters a second."""
 
 PAUSES = ("comma", "stop")
 
 _COMMAS, _STOPS = frozenset(",;:\u2013\u2014"), frozenset(".!?\u2026")
 _WIDE_COMMAS, _WIDE_STOPS = frozenset("\uff0c\u3001\uff1b\uff1a"), frozenset("\u3002\uff01\uff1f")
 _WIDE = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
-_HOLD = 20.0  # how firmly a class is held to its default, at the voice's own pace
-_FAR = 5.0  # medians of the error beyond which a row is left out
+_HOLD = 20.0  # ridge weight that pulls a class to its default, at the voice's own pace
+_FAR = 5.0  # a row whose error is above this many medians is left out
 
 
 def is_wide(character: str) -> bool:
@@ -49,10 +49,10 @@ def is_wide(character: str) -> bool:
 
 
 class CharacterReader:
-    """Goes through a text, in any pieces, and says the class of each character."""
+    """Classifies the characters of a text that is given in any pieces."""
 
     def __init__(self) -> None:
-        self._last = self._mark = ""  # the character before, and the last that was no space
+        self._last = self._mark = ""  # the character before, and the last one that was no space
 
     def classes(self, text: str) -> list[str]:
         """Classes of the next piece's characters."""
@@ -81,21 +81,21 @@ class CharacterReader:
 
 @dataclass(frozen=True)
 class SpeechTime:
-    """Seconds of a character of each class."""
+    """Seconds per character of each class."""
 
     seconds: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT))
 
     def durations(self, text: str, reader: CharacterReader | None = None) -> list[float]:
-        """Seconds of each character of a text, or of the next piece that `reader` goes through."""
+        """Seconds of each character of a text, or of the next piece of a text that `reader` classifies."""
         return [self.seconds[kind] for kind in (reader or CharacterReader()).classes(text)]
 
     def plain(self) -> dict[str, Any]:
-        """As it is stored, rounded to tenths of a millisecond."""
+        """Plain data for the model folder, rounded to tenths of a millisecond."""
         return {"version": VERSION, "seconds": {name: round(value, 4) for name, value in self.seconds.items()}}
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], place: str) -> SpeechTime:
-        """The estimate in a model folder's `extra`, or the default where there is none.
+        """Read the estimate in a model folder's `extra`, or the default where there is none.
 
         Raises:
             UserError: the entry is not what `plain` writes; `place` is named.
@@ -120,11 +120,11 @@ class SpeechTime:
 
 
 def estimate(spoken: Iterable[tuple[str, float]]) -> SpeechTime | None:
-    """Speaking time by least squares over answers: texts and the lengths of their sound, in seconds.
+    """Estimates speaking time by least squares over answers: texts and the lengths of their sound, in seconds.
 
-    A class that the answers hardly hold stays near its default, at the voice's own pace. What all sounds have in common beside
-    the text, silence at both ends, is estimated along and left out. So are answers that fit much worse than most: their text is
-    not what is said. None where no answer has text and sound.
+    A class that is rare in the answers stays near its default, at the voice's own pace. The constant part of all sounds,
+    silence at both ends, is estimated too and not counted as speaking time. Answers that fit much worse than most are left
+    out: their text is not the one that is spoken. None where no answer has text and sound.
     """
     rows = [(text, seconds) for text, seconds in spoken if text.strip() and 0 < seconds < math.inf]
     if not rows:

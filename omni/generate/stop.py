@@ -1,4 +1,4 @@
-"""Stop strings: a text that is passed on as far as it is sure that none of them starts there."""
+"""Stop strings: passes a text on up to where one of them may start."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Takes a text piece by piece, and gives what comes before the first stop string.
+    """Takes a text piece by piece and returns the part before the first stop string.
 
-    What may be the beginning of one is held back until more is known.
+    Characters that may be the start of one are held back until more is known.
 
     Args:
-        stops: none of them empty.
+        stops: the stop strings, none of them empty.
 
     Attributes:
-        found: a stop string was there; nothing is given from then on.
-        characters: given so far.
+        found: a stop string was found; nothing is returned from then on.
+        characters: number of characters returned so far.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -25,7 +25,7 @@ class StopText:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What can be given with one more piece, maybe nothing."""
+        """Take the next piece; returns the text that is now certain, maybe none."""
         if self.found:
             return ""
         text, self._held = self._held + text, ""
@@ -38,7 +38,7 @@ class StopText:
         return self._give(text[: len(text) - kept])
 
     def finish(self) -> str:
-        """What was held back, when no more can follow."""
+        """Returns the text that was held back, when no more can follow."""
         text, self._held = self._held, ""
         return self._give(text)
 
@@ -48,5 +48,5 @@ class StopText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of a text a stop string starts with."""
+    """Length of the longest end of a text with which a stop string starts."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,6 +1,4 @@
-"""An answer under way: what of it has been handed over, how long that took, and what counts as delivered.
-
-A reply grows from written columns to text and sound.
+"""An answer under way: turns written columns into text and sound, and keeps its timings and its delivered part.
 
 Dimensions: K streams, A audio streams, F frames.
 """
@@ -33,20 +31,20 @@ N = TypeVar("N", int, float)
 
 @dataclass(eq=False)
 class Running:
-    """A turn that is being answered, or was the last to be.
+    """The turn that is being answered, or that was answered last.
 
     Attributes:
         exchange: the question.
         before: the conversation before it was asked.
         columns, keys: the whole conversation up to the end of the question.
-        reply: what has been written.
-        key: of the random draws.
-        rows: the answer's rows, the speaking one first; none before it has begun.
-        busy: some thread is at work on it just now: `worker`.
-        cancelled, settled: it is to stop; it is in the history.
-        characters, samples: handed over so far.
-        loudness: of the sound that was handed over.
-        played, shown: seconds that were heard and characters that were seen, where an interruption said so.
+        reply: the answer written so far.
+        key: key of the random draws.
+        rows: the answer's rows, the speaking one first; none before it has started.
+        busy: whether a thread, `worker`, works on it at present.
+        cancelled, settled: whether it is to stop; whether it is in the history.
+        characters, samples: number handed over so far.
+        loudness: loudness of the sound that was handed over.
+        played, shown: seconds that were heard and characters that were seen, where an interruption gave them.
         release: called when it is settled; its adapter may be removed from then on.
     """
 
@@ -79,17 +77,17 @@ class Running:
         return find_task(self.exchange.turn.task)
 
     def go_on(self) -> None:
-        """Work starts, or goes on."""
+        """Mark that work starts or continues."""
         self.busy, self.worker = True, threading.get_ident()
         self.clock.go_on()
 
     def hold(self) -> None:
-        """Work pauses while someone looks at an event, or is over."""
+        """Mark that work pauses while the caller has an event, or is over."""
         self.clock.hold()
         self.busy = False
 
     def count(self, event: TextDelta | AudioChunk) -> None:
-        """An event is being handed over."""
+        """Count an event that is being handed over."""
         if isinstance(event, TextDelta):
             self.characters += len(event.text)
             self.first_text = self.first_text or self.clock.seconds
@@ -101,7 +99,7 @@ class Running:
             self.first_audio = self.first_audio or self.clock.seconds
 
     def interrupt(self, played: float | None, shown: int | None) -> None:
-        """Less than was handed over was heard and seen; the least that was ever said counts."""
+        """Note that less was heard and seen than was handed over; the least of several notes counts."""
         self.played, self.shown = _least(self.played, played), _least(self.shown, shown)
 
     def timings(self) -> Timings:
@@ -118,8 +116,8 @@ class Running:
     def delivered(self) -> Exchange:
         """The exchange with the part of the answer that reached the listener: whole tokens and whole frames.
 
-        Where an interruption said how much was played, the text is cut to the words that were heard; where it said how much was
-        shown, to that.
+        Where an interruption gave the seconds played, the text is cut to the words that were heard; where it gave the
+        characters shown, to those.
         """
         reply, frames = self.reply, len(self.reply.frames)
         if self.codec is not None:
@@ -132,7 +130,7 @@ class Running:
         return replace(self.exchange, turn=replace(self.exchange.turn, text=text, codes=reply.codes(frames), cut=not whole))
 
     def _heard(self) -> int:
-        """Characters of the text that were heard, by the placement of `omni.generate.heard`; all where nothing says less."""
+        """Number of characters heard, by the alignment of `omni.generate.heard`; all where there was no interruption."""
         reply, codec = self.reply, self.codec
         if self.played is None or codec is None or not (self.task.text and self.task.audio):
             return self.characters
@@ -154,11 +152,11 @@ NOT_FINITE = (
     "the model's logits are not finite numbers at time step {} of this answer, so it was dropped: leave out the adapter or the "
     "edit that acts on it, load the model in float32, or fetch the weights again"
 )
-"""What is said of an answer that broke there."""
+"""Text of the error of an answer that broke at that time step."""
 
 
 HALF = "\N{REPLACEMENT CHARACTER}"
-"""What decoding gives for the first bytes of a character whose last are still to come."""
+"""The character that decoding gives for the first bytes of a character whose last bytes are still to come."""
 
 
 class TextStream:
@@ -171,19 +169,19 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._given: list[int] = []  # characters given out with and before each id
-        self._context = 0  # first id that is decoded along
-        self._shown = 0  # ids whose text has been given out
+        self._given: list[int] = []  # number of characters returned with and before each id
+        self._context = 0  # first id of the context that is decoded together with new ones
+        self._shown = 0  # number of ids whose text has been returned
 
     def push(self, token: int) -> str:
-        """The text that is known with one more token, maybe none."""
+        """Take the next token; returns the text that is now known, maybe none."""
         self.ids.append(token)
         text = self._next(whole=True)
         self._given.append(len(text) + (self._given[-1] if self._given else 0))
         return text
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         return self._next(whole=False)
 
     def _next(self, whole: bool) -> str:
@@ -195,28 +193,28 @@ class TextStream:
         return text[len(old) :]
 
     def tokens_of(self, characters: int) -> int:
-        """How many of the tokens make at most so many characters."""
-        count = min(bisect_right(self._given, characters), len(self.ids))  # more tokens gave out more characters
+        """Number of tokens whose text has at most that many characters."""
+        count = min(bisect_right(self._given, characters), len(self.ids))  # further tokens gave further characters
         while count and len(self.tokenizer.decode(self.ids[:count])) > characters:
             count -= 1
         return count
 
 
 class Reply:
-    """What one answer has come to.
+    """One answer as far as it has been written.
 
     Args:
-        max_frames: frames after which a spoken answer is cut.
-        max_columns: columns after which any answer is cut.
+        max_frames: number of frames after which a spoken answer is cut.
+        max_columns: number of time steps after which any answer is cut.
         stop: texts that end the answer; its text ends before them.
-        time: how long the model's voice takes for a text.
+        time: speaking time of the model's voice.
 
     Attributes:
         columns: all columns written, K ids each.
         frames: finished frames, A codes each.
         text: the text written; `text.ids` are its tokens.
-        reason: why the answer ended, None while it goes on.
-        error: what broke it, where the reason is `error`.
+        reason: reason for the answer's end, None while it continues.
+        error: the error that broke it, where the reason is `error`.
     """
 
     def __init__(
@@ -242,13 +240,13 @@ class Reply:
         self._codec = codec
         self._sound = codec.stream() if codec is not None and task.audio else None
         self._sample_rate = codec.sample_rate if codec is not None else 0
-        self._samples = 0  # given out so far
+        self._samples = 0  # returned so far
         self.time, self._reader, self._said = time or SpeechTime(), CharacterReader(), 0.0
 
     def write(self, written: StepOutput) -> list[TextDelta | AudioChunk]:
-        """Take what a step wrote; the text and the sound that became known with it."""
+        """Take a step's output; returns the text and the sound that became known with it."""
         events: list[TextDelta | AudioChunk] = []
-        if self.reason is not None:  # a step that was under way when the answer ended
+        if self.reason is not None:  # this step was under way when the answer ended
             return events
         if written.broken:
             self.fail(NOT_FINITE.format(len(self.columns)))
@@ -272,13 +270,13 @@ class Reply:
         return events
 
     def fail(self, error: str) -> None:
-        """The answer is broken; it ends here."""
+        """End the answer with an error."""
         self.reason, self.error = "error", error
 
     @contextmanager
     def decoding(self, codec: AudioCodec | None = None) -> Iterator[None]:
-        """Let what goes wrong while text is decoded (or sound, by a codec) break this answer alone; only a lack of memory is
-        raised."""
+        """Turn exceptions while text is decoded (or sound, by a codec) into the error of this answer alone; only a lack of
+        memory is raised."""
         try:
             yield
         except (MemoryError, torch.OutOfMemoryError):
@@ -290,7 +288,7 @@ class Reply:
                 self.fail(f"codec {codec.name} cannot decode the answer ({error}); generate_batch(sound=False) gives its codes")
 
     def finish(self) -> list[TextDelta | AudioChunk]:
-        """Text and sound that were held back for what might have followed."""
+        """Returns the text and sound that were held back until the end was known."""
         events: list[TextDelta | AudioChunk] = []
         with self.decoding():
             self._say(events, self._stop.push(self.text.finish()) + self._stop.finish())

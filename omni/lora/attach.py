@@ -1,14 +1,15 @@
-"""LoRA (Hu et al. 2021): low-rank additions to linears whose own weights stay as they are.
+"""LoRA (Hu et al. 2021): adds low-rank products to the outputs of linears, whose own weights stay unchanged.
 
     out(x) = W x + bias + scale * B A dropout(x)        A [r, in], B [out, r]
 
 with scale alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdzievski 2023). An adapter is a named set of such
-pairs. They stand beside the weight they belong to (`<linear>.lora.<adapter>.a` and `.b`) and act through a forward hook on
-the linear, so every weight keeps its name, and any kind of linear can have them: quantised, sharded, or of another library.
+pairs. They are parameters beside the weight they belong to (`<linear>.lora.<adapter>.a` and `.b`) and are added by a forward
+hook on the linear, so every weight keeps its name, and any kind of linear can have them: quantised, sharded, or of another
+library.
 
-Which adapters act is set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch. Edits
+The active adapters are set for the whole model (`activate`), or, while a block of `using` runs, for each row of a batch. Edits
 (`omni.edit.attach`) are attached to a model in the same places: they are part of no state dict, act on top of the adapters, and
-leave nothing behind.
+leave nothing behind when they are detached.
 
 Dimensions: B rows of a batch, r rank.
 """
@@ -32,17 +33,17 @@ from omni.model.linears import TEXT_HEAD, linears_of
 from omni.patterns import match_names
 
 DEFAULT = "default"
-"""Name of an adapter that is given none."""
+"""Name of an adapter that is added without one."""
 
 CHANGING = threading.RLock()
-"""Held while what hangs on a model's linears is changed or walked over: sessions of several threads share one model."""
+"""Lock for changing or iterating over the pairs of a model's linears: sessions of several threads share one model."""
 
 _EVERYWHERE = "_edits_everywhere"
 _REMOVED = "_removed_adapters"
 
 
 class Pair(Protocol):
-    """A low-rank addition."""
+    """Interface of a low-rank addition to a linear."""
 
     @property
     def b(self) -> Tensor:
@@ -56,7 +57,7 @@ class Pair(Protocol):
 
 
 class Adapters(nn.Module):
-    """The pairs of one linear: by adapter, and by edit (`attached`, which no state dict holds)."""
+    """The pairs of one linear, by name of the adapter, and by name of the edit (`attached`, part of no state dict)."""
 
     def __init__(self, active: Active) -> None:
         super().__init__()
@@ -72,20 +73,20 @@ class Adapters(nn.Module):
         return tuple(self._modules)
 
     def active_pairs(self) -> list[LowRank]:
-        """The adapters' pairs that act on every row and are not in the weight."""
+        """Pairs of the adapters that act on every row and are not merged into the weight."""
         found = [self.pair(name) for name in self.active.names if name not in self.active.merged]
         return [pair for pair in found if pair is not None]
 
     def everywhere(self) -> list[Pair]:
-        """All that acts where no row has a choice of its own."""
+        """Pairs of adapters and edits that act on rows without a selection of their own."""
         return [*self.active_pairs(), *self._edits(self.active.edits)]
 
     def _edits(self, names: Sequence[str | None]) -> list[Pair]:
-        attached = self.attached  # once: another thread may put another mapping there
+        attached = self.attached  # read once: another thread may replace the mapping
         return [attached[name] for name in names if name is not None and name in attached]
 
     def _of(self, selection: RowSelection) -> list[Pair]:
-        """The pairs of a row."""
+        """The pairs that act on rows with this selection."""
         adapter, *edits = selection if isinstance(selection, tuple) else (selection,)
         if adapter is None:
             return [*self.everywhere(), *self._edits(edits)]
@@ -93,7 +94,7 @@ class Adapters(nn.Module):
         return [*([] if pair is None else [pair]), *self._edits(self.active.edits), *self._edits(edits)]
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """What is added to the linear's output; None for nothing."""
+        """The tensor that is added to the linear's output; None where no pair acts."""
         choice = current()
         if choice is None:
             return _total(self.everywhere(), x)
@@ -116,7 +117,7 @@ def _total(pairs: Sequence[Pair], x: Tensor) -> Tensor | None:
 
 
 def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out: Tensor) -> Tensor:
-    part = linear._modules.get("lora")  # another thread may have taken its edits back
+    part = linear._modules.get("lora")  # another thread may have detached its edits
     delta = None if part is None else part(args[0] if args else named["input"])
     return out if delta is None else out + delta.to(out.dtype)
 
@@ -125,7 +126,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _alone(change: _F) -> _F:
-    """One thread at a time."""
+    """Decorator: runs a function in one thread at a time."""
 
     @functools.wraps(change)
     def locked(*args: Any, **values: Any) -> Any:
@@ -139,7 +140,7 @@ def _alone(change: _F) -> _F:
 
 
 def linear_of(model: nn.Module, name: str) -> nn.Linear:
-    """One of them."""
+    """The linear of that name."""
     return cast(nn.Linear, model.get_submodule(name))
 
 
@@ -151,7 +152,7 @@ def adapted(model: nn.Module) -> dict[str, Adapters]:
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """The model's adapters, in the order in which they came."""
+    """Names of the model's adapters, in the order in which they were added."""
     return list(dict.fromkeys(name for part in adapted(model).values() for name in part.names))
 
 
@@ -161,7 +162,7 @@ def active_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> list[str]:
-    """Give a model a new adapter that does nothing yet, and let it act.
+    """Add a new adapter, which changes nothing yet, to a model and activate it.
 
     Returns:
         names of the linears that have it.
@@ -178,7 +179,7 @@ def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> li
 
 
 def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linears that patterns name, in the model's order; UserError where one matches none, with the closest names."""
+    """The linears that patterns match, in the model's order; UserError where one matches none, with the closest names."""
     linears = linears_of(model)
     if TEXT_HEAD in patterns and TEXT_HEAD not in linears:
         raise UserError(
@@ -191,7 +192,7 @@ def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear
 
 @_alone
 def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) -> None:
-    """Put pairs beside the linears they are named after, as one adapter that acts.
+    """Attach pairs, by name of their linear, to a model as one active adapter.
 
     Raises:
         UserError: the name is taken or has a dot, there is no such linear, or a pair has another shape.
@@ -223,18 +224,18 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
     for target, pair in pairs.items():
         place: Any = linears[target]
         if target not in present:
-            _equip(place, active)
+            _add_hook(place, active)
         place.lora.add_module(name, pair.train(place.training))
     active.names = (*active.names, name)
 
 
-def _equip(linear: Any, active: Active) -> None:
+def _add_hook(linear: Any, active: Active) -> None:
     linear.lora = Adapters(active)
     linear.register_forward_hook(_add, with_kwargs=True)
 
 
-def _strip(linear: nn.Module) -> None:
-    """Take away what `_equip` put there, once nothing is in it."""
+def _remove_hook(linear: nn.Module) -> None:
+    """Undo `_add_hook` on a linear that has no pairs any more."""
     part = getattr(linear, "lora", None)
     if not isinstance(part, Adapters) or part.names or part.attached:
         return
@@ -247,7 +248,7 @@ def _strip(linear: nn.Module) -> None:
 
 @_alone
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Take an adapter away; UserError where there is none of that name, it is merged, or an answer under way uses it."""
+    """Remove an adapter; UserError where there is none of that name, it is merged, or an answer under way uses it."""
     check_known(model, [name])
     for target, part in adapted(model).items():
         if name in part.active.merged:
@@ -256,12 +257,12 @@ def remove_adapter(model: nn.Module, name: str) -> None:
             raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
         part._modules.pop(name, None)
         part.active.names = tuple(n for n in part.active.names if n != name)
-        _strip(linear_of(model, target))
+        _remove_hook(linear_of(model, target))
     vars(model)[_REMOVED] = removals(model) + 1
 
 
 def removals(model: nn.Module) -> int:
-    """How many adapters were taken away so far: since the last one, a name may be that of another adapter."""
+    """Number of adapters removed so far. After a removal the same name may be another adapter's, so caches compare it."""
     return int(vars(model).get(_REMOVED, 0))
 
 
@@ -282,38 +283,38 @@ def kept(model: nn.Module, rows: Sequence[RowSelection]) -> Iterator[None]:
 
 @_alone
 def attach_pairs(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
-    """Put pairs beside linears until they are taken back (`detach`); they act where a row's `RowSelection` names them."""
+    """Attach pairs to linears until `detach`; they act on the rows whose `RowSelection` names them."""
     present = adapted(model)
     active = next((part.active for part in present.values()), Active())
     for target, pair in pairs.items():
         place: Any = linear_of(model, target)
         if target not in present:
-            _equip(place, active)
+            _add_hook(place, active)
         place.lora.attached = {**place.lora.attached, name: pair}
 
 
 @_alone
 def detach(model: nn.Module, name: str) -> None:
-    """Undo `attach_pairs`: nothing is left of it."""
-    _set_everywhere(model, tuple(n for n in edits_everywhere(model) if n != name))
+    """Undo `attach_pairs` completely."""
+    _set_everywhere(model, tuple(n for n in active_edits(model) if n != name))
     for target, part in adapted(model).items():
         part.attached = {n: pair for n, pair in part.attached.items() if n != name}
-        _strip(linear_of(model, target))
+        _remove_hook(linear_of(model, target))
 
 
 @_alone
-def act_everywhere(model: nn.Module, name: str) -> None:
-    """Let attached edits act on every row, whatever adapters it has."""
-    _set_everywhere(model, (*edits_everywhere(model), name))
+def activate_edits(model: nn.Module, name: str) -> None:
+    """Apply attached edits to every row, whatever adapters it has."""
+    _set_everywhere(model, (*active_edits(model), name))
 
 
-def edits_everywhere(model: nn.Module) -> tuple[str, ...]:
+def active_edits(model: nn.Module) -> tuple[str, ...]:
     """The edits that act on every row."""
     return vars(model).get(_EVERYWHERE, ())
 
 
 def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
-    """On the model too, where every step of generation looks."""
+    """Set the edits that act on every row, for the linears and on the model, where every step of generation reads them."""
     for part in adapted(model).values():
         part.active.edits = names
     if names:
@@ -323,8 +324,8 @@ def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def activate(model: nn.Module, *names: str) -> None:
-    """Let these adapters, and no others, act on every row; UserError where there is none of a name, or others are merged into
-    the weights."""
+    """Activate these adapters, and no others, for every row; UserError where there is none of a name, or others are merged
+    into the weights."""
     check_known(model, names)
     parts = adapted(model).values()
     names = tuple(dict.fromkeys(names))
@@ -340,9 +341,11 @@ def _merged(names: Sequence[str]) -> UserError:
     return UserError(f"{', '.join(names)} {one} merged into the weights, for all rows; unmerge first")
 
 
-def choice_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.device | str = "cpu") -> Selection | None:
-    """What acts on each row as a choice, None where no row has anything of its own; UserError where there is no adapter of a
-    name, or some are merged into the weights."""
+def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.device | str = "cpu") -> Selection | None:
+    """The `Selection` for the selections of rows; None where no row has one of its own.
+
+    UserError where there is no adapter of a name, or some are merged into the weights.
+    """
     wanted = list(dict.fromkeys(selection for selection in rows if selection is not None))
     own = _adapters_in(wanted)
     check_known(model, own)
@@ -358,11 +361,11 @@ def choice_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.devi
 
 
 def _adapters_in(rows: Sequence[RowSelection]) -> list[str]:
-    """The adapters that rows name, once for each."""
+    """The adapters that selections name, one entry for each."""
     return [name for selection in rows if (name := selection[0] if isinstance(selection, tuple) else selection) is not None]
 
 
-def names_there(model: nn.Module) -> set[str]:
+def attached_names(model: nn.Module) -> set[str]:
     """The names of all adapters and attached edits."""
     return {name for part in adapted(model).values() for name in (*part.names, *part.attached)}
 
@@ -376,8 +379,11 @@ def check_known(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """For a linear that is used by its weight: (scale * A x [..., r], B [out, r]) of all active adapters side by side, whose
-    product is to be added to the output; None where none acts."""
+    """Factors of what active adapters add, for callers that use the linear's weight without calling it.
+
+    Returns (scale * A x [..., r], B [out, r]) of all of them side by side, whose product is to be added to the output; None
+    where none is active.
+    """
     part = getattr(linear, "lora", None)
     pairs = part.everywhere() if isinstance(part, Adapters) else []
     if not pairs:
@@ -386,7 +392,7 @@ def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | Non
 
 
 def fits(name: str, given: Sequence[int], own: Sequence[int]) -> bool:
-    """Whether a stored tensor can stand for the model's: of its shape, or, of text tables and heads, with less rows (those of
-    ids that the model was grown by are then its own)."""
+    """Whether a stored tensor can be used as the model's: it has its shape, or, for text tables and heads, fewer rows (the
+    model then keeps its own rows for the ids that it was grown by)."""
     text = "text_" in name and len(given) == 2 == len(own)
     return tuple(given) == tuple(own) or (text and given[0] < own[0] and given[1] == own[1])

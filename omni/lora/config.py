@@ -1,4 +1,4 @@
-"""What is asked of a low-rank adapter (see `omni.lora.attach`)."""
+"""Configuration of a low-rank adapter (see `omni.lora.attach`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omni.errors import UserError
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """An adapter before it has weights.
+    """Settings of an adapter.
 
     Attributes:
         targets: names of the linears it adds to, as patterns (`omni.patterns`); by default the decoder's blocks.

@@ -1,4 +1,4 @@
-"""One low-rank addition to a linear, and how it is made (see `omni.lora.attach`)."""
+"""The pair of low-rank matrices that is added to a linear, and its initialisation (see `omni.lora.attach`)."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def delta(self) -> Tensor:
-        """What it adds to the weight, [out, in], in fp32."""
+        """The matrix that the pair adds to the weight, [out, in], in fp32."""
         return (self.b.float() @ self.a.float()) * self.scale

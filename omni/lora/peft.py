@@ -1,11 +1,11 @@
-"""Adapters as PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`.
+"""Reads and writes adapters as PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`.
 
 Format: https://github.com/huggingface/peft (docs, "PEFT checkpoint format"). Tensors are named
-`base_model.model.<linear>.lora_A.weight` [r, in] and `lora_B.weight` [out, r]; `modules_to_save` stand there under their own
+`base_model.model.<linear>.lora_A.weight` [r, in] and `lora_B.weight` [out, r]; `modules_to_save` are stored under their own
 names. Linears have the names of our model, with which PEFT finds them in a `SpeechModel`, or those of transformers, with which
-it finds them in the text part's folder; either is read.
+it finds them in the text part's folder; both are read.
 
-The file's metadata hold a checksum of the weights that the adapter belongs to; PEFT overlooks it.
+The file's metadata hold a checksum of the weights that the adapter belongs to; PEFT ignores it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PREFIX = "base_model.model."
 CHECKSUM, TEXT_ROWS = "omni_base_checksum", "omni_text_rows"
 
 PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
-"""Named ways to start (`init_lora_weights`) that leave the base as it is; others take something out of it, at every loading."""
+"""Initialisations (`init_lora_weights`) that do not change the base; others subtract something from it at every loading."""
 
 REFUSED = {
     "use_dora": "DoRA",
@@ -59,7 +59,7 @@ REFUSED = {
     "velora_config": "VeLoRA",
     "kasa_config": "KaSA",
 }
-"""Settings of PEFT that change what an adapter computes, and what they are."""
+"""Settings of PEFT that change what an adapter computes, with a name for the error."""
 
 
 def recognise(path: Path) -> bool:
@@ -68,7 +68,7 @@ def recognise(path: Path) -> bool:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that is no adapter's (UserError)."""
+    """Refuse a folder that does not hold an adapter (UserError)."""
     refuse_remote(folder, "adapter")
     if not recognise(Path(folder)):
         raise UserError(f"{folder} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
@@ -124,7 +124,7 @@ def save_adapter(
 
 
 def rows_left_out(weights: AdapterWeights) -> str:
-    """What transformers' names have no room for, in words: rows of our own ids; "" for nothing."""
+    """Description of the rows that an adapter under transformers' names cannot hold, those of our own ids; "" for none."""
     heads = [b for name, (_, b, _) in weights.pairs.items() if name == TEXT_HEAD]
     tables = [t for name, t in weights.whole.items() if name.rpartition(".")[0] in (TEXT_HEAD, TEXT_TABLE)]
     rows = max((len(t) for t in (*heads, *tables)), default=0) - (weights.text_rows or math.inf)
@@ -275,7 +275,7 @@ def _sort(
 
 
 def _own(settings: Mapping[str, Any], key: str, name: str, where: Path) -> Any:
-    """What a pattern of the settings gives one linear; None for nothing of its own."""
+    """The value that a pattern under `key` in the settings gives a linear; None where no pattern matches it."""
     for pattern, value in (settings.get(key) or {}).items():
         try:
             if _matches(pattern, name):
@@ -286,12 +286,12 @@ def _own(settings: Mapping[str, Any], key: str, name: str, where: Path) -> Any:
 
 
 def _matches(key: str, name: str) -> bool:
-    """How PEFT looks up its patterns by module."""
+    """Whether a pattern matches a module's name, by PEFT's rule."""
     return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
 def _stored(path: Path) -> dict[str, int]:
-    """Our own notes in an adapter's file."""
+    """Our own entries in the metadata of an adapter's file."""
     with safe_open(path, "pt") as file:
         notes = file.metadata() or {}
     return {key: int(notes[key]) for key in (CHECKSUM, TEXT_ROWS) if notes.get(key, "").isdigit()}
@@ -311,7 +311,7 @@ def check_base(weights: AdapterWeights, read: Callable[[str], Tensor | int], whe
 
 
 def merged(model: Foreign, folder: Path) -> Foreign:
-    """A checkpoint with an adapter merged into its weights, which are still read piece by piece.
+    """Merges an adapter into the weights of a checkpoint, which are still read piece by piece.
 
     Raises:
         UserError: the adapter is of another model.
@@ -333,8 +333,8 @@ def merged(model: Foreign, folder: Path) -> Foreign:
 
 
 def _parted(model: Foreign, weights: AdapterWeights) -> Foreign:
-    """A model whose head is its text embedding, as one in which they part, where an adapter changes only one of them: so does
-    PEFT, which puts its changes beside the module that is named."""
+    """Unties a model's text head from its text embedding where an adapter changes only one of them, as PEFT does, which adds
+    its changes to the named module alone."""
     config = model.config
     touched = {name.removesuffix(".weight") for name in (*weights.pairs, *weights.whole)} & {TEXT_HEAD, TEXT_TABLE}
     if not isinstance(config, (ModelConfig, TextConfig)) or not config.decoder.tie_text or not touched:
@@ -344,7 +344,7 @@ def _parted(model: Foreign, weights: AdapterWeights) -> Foreign:
 
 
 def _first_rows(given: Lazy, own: Lazy) -> Lazy:
-    """A tensor in place of another one, whose further rows stay."""
+    """Replaces the first rows of `own` by `given`; further rows stay."""
     return given if given.shape == own.shape else joined([given, own.rows(given.length, own.length)])
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass
 class Active:
-    """Which adapters act; one object for all linears of a model.
+    """The active adapters and edits of a model; one object for all of its linears.
 
     Attributes:
-        names: those that act on every row, added up.
-        merged: those that are part of the weights just now.
+        names: adapters that act on every row, added up.
+        merged: adapters that are merged into the weights at present.
         edits: edits that act on every row, whatever adapters it has.
-        used: those of the answers under way, once for each.
+        used: adapters of the answers under way, one entry for each answer.
     """
 
     names: tuple[str, ...] = ()
@@ -32,32 +32,33 @@ class Active:
 
 
 RowSelection = str | tuple[str | None, ...] | None
-"""What acts on a row: an adapter (None: the model's own choice), or a tuple of that and names of edits."""
+"""Selection of one row: an adapter (None: the model's active ones), or a tuple of that and names of edits."""
 
 
 def names_in(selection: RowSelection) -> tuple[str, ...]:
-    """Every name in it."""
+    """All names of adapters and edits in a selection."""
     return tuple(name for name in (selection if isinstance(selection, tuple) else (selection,)) if name is not None)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What acts by row.
+    """Adapters and edits of each row of a batch.
 
     Attributes:
-        names: what any row has.
-        index: [B] which of them, counted from 1; 0 for the model's own choice. None where every row has the only one.
+        names: the different selections of the rows.
+        index: [B] number of each row's selection in `names`, counted from 1; 0 for the model's active adapters. None where
+            there is one selection and every row has it.
     """
 
     names: tuple[RowSelection, ...]
     index: Tensor | None = None
 
     def rows(self, rows: slice) -> Selection:
-        """Of some rows only."""
+        """The selection of some rows only."""
         return self if self.index is None else Selection(self.names, self.index[rows])
 
     def only(self, number: int, x: Tensor) -> Tensor:
-        """x [B, ...], zero in all rows but those of a number."""
+        """x [B, ...] with zeros in all rows but those of selection `number`."""
         return x if self.index is None else torch.where((self.index == number).view(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
@@ -65,14 +66,16 @@ _CHOICE: ContextVar[Selection | None] = ContextVar("adapters", default=None)
 
 
 def current() -> Selection | None:
-    """The choice of the block that runs."""
+    """The selection of the innermost running block of `using`."""
     return _CHOICE.get()
 
 
 @contextmanager
 def using(choice: Selection | None) -> Iterator[None]:
-    """Adapters by row instead of the model's own choice, in this thread; None leaves that as it is. No gradients are recorded:
-    this serves generation (backward would recompute a checkpointed part without the choice)."""
+    """Applies a selection by row instead of the model's active adapters, in this thread; None changes nothing.
+
+    No gradients are recorded: this serves generation (backward would recompute a checkpointed part without the selection).
+    """
     if choice is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Adapters in and out of a model's weights, and as data (see `omni.lora.attach`)."""
+"""Merges adapters into a model's weights and back, and extracts them as data (see `omni.lora.attach`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omni.model.quantize import dense_weight, is_quantized, plain_checksum
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Put the active adapters into the weights; `unmerge` takes them out again, exactly: the originals are kept beside.
+    """Merge the active adapters into the weights; `unmerge` restores the weights exactly, because the originals are kept.
 
     Raises:
         UserError: some are merged already, or a base is quantised (see `merged_state`).
@@ -41,7 +41,7 @@ def merge(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
-    """The weights as they were before `merge`, bit for bit; UserError where nothing is merged."""
+    """Restore the weights from before `merge`, bit for bit; UserError where nothing is merged."""
     parts = adapted(model)
     if not any(part.active.merged for part in parts.values()):
         raise UserError("no adapter is merged into the weights; there is nothing to take out")
@@ -59,14 +59,14 @@ def _summed(weight: Tensor, pairs: Sequence[LowRank]) -> Tensor:
 
 @torch.no_grad()
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of plain weights, in which the active adapters are merged and no adapter is left.
+    """Makes a state dict of plain weights, in which the active adapters are merged and no adapter is left.
 
     Args:
-        model: says which adapters act, how strongly, and how a base is quantised.
+        model: gives the active adapters, their scales, and the quantisation of a base.
         state: values, which may be newer than the model's (a running average, shards gathered).
     """
     linears, parts = linears_of(model), adapted(model)
-    beside = tuple(f"{target}.lora." for target in parts)  # and what a quantised weight keeps
+    beside = tuple(f"{target}.lora." for target in parts)  # and the entries that a quantised weight adds
     coded = {target: linear for target, linear in linears.items() if is_quantized(linear)}
     inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
     out = {key: value for key, value in state.items() if key not in inside and not key.startswith(beside)}
@@ -89,12 +89,13 @@ class AdapterWeights:
 
     Attributes:
         pairs: A [r, in], B [out, r] and scale by the linear's name.
-        config: with which it was made; its targets are names.
+        config: its configuration, with full names as targets.
         whole: parameters that were trained besides, by name, which take the place of the model's.
         base: checksum of the weights it belongs to (`omni.model.linears.checksum`), None where it is not known.
         text_rows: rows of its base's text head, without our special ids (`omni.model.linears.text_rows_of`), where known.
-        partial: names in `whole` of modules that have further parameters, which did not learn.
-        copies: names in `whole` of weights that stand there unasked, as PEFT stores those of a head; they may be the base's.
+        partial: names in `whole` of modules that have further parameters, which were not trained.
+        copies: names in `whole` of weights that are stored without being asked for, as PEFT stores those of a head; they may
+            equal the base's.
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor, float]]
@@ -122,7 +123,7 @@ def weights_of(
     base: int | None = None,
     name: str = DEFAULT,
 ) -> AdapterWeights:
-    """An adapter out of a state dict.
+    """Extracts an adapter from a state dict.
 
     Args:
         state: values, which may be newer than the model's.
@@ -145,7 +146,7 @@ def weights_of(
 
 
 def _is_complete(model: nn.Module, module: str, whole: Sequence[str]) -> bool:
-    """Whether all parameters of a module, which is no adapted linear, are among those that were trained."""
+    """Whether all parameters of a module, which is no adapted linear, are among the trained ones (`whole`)."""
     part = model.get_submodule(module)
     return "lora" not in part._modules and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
 
@@ -157,8 +158,8 @@ def base_checksum(model: nn.Module, names: Iterable[str]) -> int:
 
 
 def base_weight(linear: nn.Module) -> Tensor | int:
-    """The weight that adapters of a linear belong to, without those that are merged into it; of a quantised one the checksum
-    of what it was (`omni.model.linears.checksum`), where that is known."""
+    """The weight that adapters of a linear belong to, without merged adapters; for a quantised one the checksum of the weight
+    before quantisation (`omni.model.linears.checksum`), where known."""
     known = plain_checksum(linear)
     part = getattr(linear, "lora", None)
     original = part.original if isinstance(part, Adapters) else None
@@ -166,7 +167,7 @@ def base_weight(linear: nn.Module) -> Tensor | int:
 
 
 def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
-    """Whether the linear of a weight's name has this one, or starts with it (text rows may have been added)."""
+    """Whether a linear's weight (by the weight's name) equals `value`, or starts with it (text rows may have been added)."""
     linear = linears_of(model).get(name.removesuffix(".weight"))
     if linear is None or plain_checksum(linear) is not None:
         return False
@@ -176,7 +177,7 @@ def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
 
 @torch.no_grad()
 def replace_whole(model: nn.Module, weights: AdapterWeights, where: str) -> None:
-    """Put the parameters that were trained beside an adapter into a model; UserError where one does not fit."""
+    """Copy the parameters that were trained beside an adapter into a model; UserError where one does not fit."""
     own = dict(model.named_parameters())
     for name, value in weights.whole.items():
         if name not in own or not fits(name, value.shape, own[name].shape):

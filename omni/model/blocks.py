@@ -1,7 +1,7 @@
 """Transformer blocks of the decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Weights are laid out as transformers' Llama, Qwen and Mistral have them (q, k and v apart, rotary halves side by side), so that
-a foreign checkpoint is renamed, never reshuffled.
+Weights are laid out as in transformers' Llama, Qwen and Mistral (separate q, k and v, rotary halves side by side), so that
+an external checkpoint is renamed, never permuted.
 
 Dimensions: B batch, T time, S keys, W width, H heads, G key/value heads, D size of a head.
 """
@@ -45,7 +45,7 @@ def rope_table(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [B, T, H, D] by its positions; the halves of a head are the two coordinates."""
+    """Apply rotary positions to x [B, T, H, D]; the two halves of a head are the coordinates."""
     turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
     return turned if turned.dtype == x.dtype else turned.to(x.dtype)
 
@@ -57,9 +57,9 @@ def _constant(value: float) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019): `torch.nn.RMSNorm` in half the kernels on a CPU.
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019): `torch.nn.RMSNorm` with half the kernels on a CPU.
 
-    On a few columns a kernel costs its call, not its work, and a step of the decoder has two norms a layer.
+    On a few time steps a kernel costs its launch, not its work, and a step of the decoder has two norms a layer.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, functional or over a cache that is passed in."""
+    """Causal grouped-query attention, without a cache or with one that is passed in."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -103,13 +103,13 @@ class Attention(nn.Module):
             mask = mask.to(q.dtype)
         group = self.heads // self.kv_heads
         if t == 1 and group > 1 and mask is not None:
-            # One query per head: the heads of a group stand in the time dimension, so keys are read once and never copied.
+            # One query per head: the heads of a group take the time dimension, so keys are read once and never copied.
             q = q.view(b, self.kv_heads, group, self.head_dim)
             y = attention(q, k, v, mask)
         else:
             grouped = group > 1
             if grouped and mask is not None and q.is_cuda:
-                # No fused kernel of CUDA's takes both groups and a mask: shared keys would go to the slow one, which
+                # No fused CUDA kernel takes both groups and a mask: shared keys would go to the unfused one, which
                 # writes all of the attention's weights to memory.
                 k, v, grouped = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), False
             q = q.transpose(1, 2)

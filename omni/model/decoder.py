@@ -55,13 +55,13 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_buffers(self, device: torch.device | None = None) -> None:
-        """Fill what follows from the configuration and is not stored (needed after building on the meta device)."""
+        """Compute the buffers that are not stored from the configuration (needed after building on the meta device)."""
         self.rope = rope_frequencies(self.config).to(device)
         self.offsets = torch.tensor(self.audio_offsets[:-1])[:, None].to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """What every `to`, `half`, `cuda` and `to_empty` runs. The rotary frequencies stay in fp32 and exact in a model of
-        another precision: rounded to bf16, their error times the position is soon a radian."""
+        """Run by `to`, `half`, `cuda` and `to_empty`: keeps the rotary frequencies exact and in fp32 in a model of another
+        precision. Rounded to bf16, their error times the position is soon a radian."""
         before = self.rope
         super()._apply(fn, recurse)
         if self.rope is not before:
@@ -70,9 +70,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 0.02; what writes to the residual stream is scaled by 1 / sqrt(2 layers) (GPT-2).
+        """Draw matrices from a normal of standard deviation 0.02, times 1 / sqrt(2 layers) where they write to the residual
+        stream (GPT-2).
 
-        Tables that are not heads too start at 0.3: the mean over the streams is then not small beside encoder features.
+        Embedding tables that are not also a head start at 0.3: the mean over the streams is then not small beside encoder
+        features.
         """
         layers = len(self.blocks) + len(self.post_blocks)
         for name, p in self.named_parameters():
@@ -86,7 +88,8 @@ class Decoder(nn.Module):
             p.normal_(std=std)
 
     def embed(self, tokens: Tensor, features: Tensor | None = None, feature_index: Tensor | None = None) -> Tensor:
-        """tokens [B, K, T] (ids local to each stream) to [B, T, W]; features [N, W] stand where feature_index [B, T] >= 0."""
+        """Embed tokens [B, K, T] (ids local to each stream) to [B, T, W]; features [N, W] are used where feature_index
+        [B, T] >= 0."""
         a = self.layout.n_audio
         audio = self.audio_embedding(tokens[:, :a] + self.offsets).sum(1)
         text = self.text_embedding(tokens[:, a])
@@ -128,7 +131,7 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = default_positions(tokens.shape[0], tokens.shape[2], segments, tokens.device)
         rope = rope_table(self.rope, positions)
-        if mask is not None:  # once, where the attention would otherwise do it in every layer
+        if mask is not None:  # converted once, instead of in the attention of every layer
             mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, float("-inf"))
         for layer, block in enumerate(self.blocks):
             x = self._run(block, x, rope, mask, cache, layer)
@@ -175,7 +178,7 @@ class Decoder(nn.Module):
         return F.linear(hidden.text, self.text_weight) if self.text_head is None else self.text_head(hidden.text)
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
-        """[..., sum of the audio vocabularies]; `split_audio` cuts it by stream."""
+        """[..., sum of the audio vocabularies]; `split_audio` splits it by stream."""
         return self.audio_head(hidden.audio)
 
     def split_audio(self, logits: Tensor) -> Iterator[Tensor]:
@@ -202,7 +205,7 @@ def default_positions(batch: int, time: int, segments: Tensor | None, device: to
 
 
 def causal_mask(time: int, segments: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
-    """What each position sees in functional attention, [B or 1, 1, T, T] bool; None where plain causal attention does."""
+    """Attention mask without a cache, [B or 1, 1, T, T] bool; None where plain causal attention is enough."""
     if segments is None and (window is None or window >= time):
         return None
     index = torch.arange(time, device=device)

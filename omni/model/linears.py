@@ -1,4 +1,4 @@
-"""A model's linears by name, and a checksum of their weights that is the same at every precision."""
+"""Finds a model's linears by name; checksums of their weights that are the same in every precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni.old_names import first_name
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear by name; quantised ones are linears too."""
+    """Every linear by name, quantised ones included."""
     return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
 
 
@@ -20,18 +20,18 @@ TEXT_HEAD, TEXT_TABLE = "decoder.text_head", "decoder.text_embedding"
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Second names of parameters, with the first ones: in a tied model the text embedding is the text head too."""
+    """Maps second names of parameters to the first: in a tied model the text head is the text embedding."""
     parameters = dict(model.named_parameters())
     head, table = f"{TEXT_HEAD}.weight", f"{TEXT_TABLE}.weight"
     return {head: table} if table in parameters and not any(name.startswith(f"{TEXT_HEAD}.") for name in parameters) else {}
 
 
 def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:
-    """CRC-32 of the weight of a linear, in bfloat16: the same for a model in fp32 and in bfloat16.
+    """CRC-32 of a linear's weight in bfloat16: the same for a model in fp32 and in bfloat16.
 
     Args:
-        text_rows: of the text head only as many rows, where it is known how many a language model of the same tokenizer has
-            (`text_rows_of`): the checksum is then the same before and after it is grown into a speech model.
+        text_rows: number of rows of the text head that are counted: those of a language model of the same tokenizer, where
+            known (`text_rows_of`). The checksum is then the same before and after it is grown into a speech model.
     """
     if text_rows is not None and name == TEXT_HEAD:
         weight = weight[:text_rows]
@@ -39,7 +39,7 @@ def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:
 
 
 def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_rows: int | None = None) -> int:
-    """One number for the weights of linears.
+    """One checksum for the weights of several linears.
 
     Args:
         names: of the linears; their order does not matter.
@@ -56,12 +56,12 @@ def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_row
 
 
 def text_rows_of(model: nn.Module) -> int | None:
-    """Rows of a speech model's text head without those of our own special ids; None where it does not say."""
+    """Rows of a speech model's text head without those of our special ids; None for a model without a layout."""
     layout = getattr(getattr(model, "config", None), "layout", None)
     return None if layout is None else int(layout.text.size)
 
 
 def crc_of(tensor: Tensor, value: int = 0) -> int:
-    """CRC-32 of a tensor's bytes, going on from `value`."""
+    """CRC-32 of a tensor's bytes, continued from `value`."""
     data = tensor.detach().cpu().contiguous()
     return zlib.crc32(data.flatten().view(torch.uint8).numpy().data, value)

@@ -1,7 +1,7 @@
-"""What tasks share between encoder and decoder, and what each has for itself.
+"""Multi-task projectors: networks between encoder and decoder with parts that tasks share and parts of single tasks.
 
 Every module maps the features of positions, each of one task, `forward(features [N, C], task [N] long) -> [N, W]`. All of them
-compute all of their parts for every position and choose afterwards, so that each parameter takes part in every backward pass,
+compute all of their parts for every position and select afterwards, so that each parameter takes part in every backward pass,
 whichever tasks a batch holds.
 
 Dimensions: N positions, C input width, W output width, M tasks, E experts (or branches, or towers).
@@ -49,7 +49,7 @@ class Experts(nn.Module):
 
 
 def of_task(values: Tensor, task: Tensor) -> Tensor:
-    """The entry of each position's own task: [N, M, ...] to [N, ...]."""
+    """Selects the entry of each position's own task: [N, M, ...] to [N, ...]."""
     return values[torch.arange(len(task), device=task.device), task]
 
 
@@ -77,10 +77,11 @@ class MMoE(nn.Module):
 
 
 class DSelectK(nn.Module):
-    """MMoE whose gates settle on at most `chosen` experts (Hazimeh et al. 2021, static gates).
+    """MMoE whose gates converge to at most `chosen` experts (Hazimeh et al. 2021, static gates).
 
-    Each of a task's selectors is a number in binary, whose digits are smooth steps: 0 or 1 exactly beyond `width` / 2.
-    E is a power of two, and at least 2: other numbers would name nobody, where the gate is zero and learns no more.
+    Each selector of a task is the number of an expert in binary, whose digits are smooth steps: 0 or 1 exactly beyond
+    `width` / 2. E is a power of two, and at least 2: otherwise some numbers would name no expert, and there the gate and its
+    gradient would be zero.
     """
 
     def __init__(self, inner: int, outer: int, tasks: int, experts: int = 4, chosen: int = 2, width: float = 1.0) -> None:
@@ -159,10 +160,11 @@ class CrossStitch(nn.Module):
 
 
 class MTAN(nn.Module):
-    """One shared network, and for each task masks over what its layers say (Liu, Johns and Davison 2019).
+    """One shared network, and for each task masks over the outputs of its layers (Liu, Johns and Davison 2019).
 
-    A mask is one map of a layer's output and of what the task made of the layer before; the paper's are two maps and read what
-    lies between a layer's convolutions, and what passes on between layers is mapped by one network for all tasks.
+    A mask is one map of a layer's output and of the task's masked output of the layer before. The paper's masks are two maps
+    and read the activation between a layer's convolutions, and a task's output is mapped from layer to layer by one network
+    for all tasks.
     """
 
     def __init__(self, inner: int, outer: int, tasks: int, layers: int = 2) -> None:
@@ -187,7 +189,7 @@ class MTAN(nn.Module):
 class LTB(nn.Module):
     """Learning to branch (Guo, Lee and Ulbricht 2020): every node of a layer chooses its parent, every task its last node.
 
-    While training, choices are soft draws of Gumbel noise at `temperature`; otherwise the likeliest one.
+    In training, choices are Gumbel-softmax draws at `temperature`; otherwise the likeliest one is taken.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ SHARING: dict[str, Callable[..., nn.Module]] = {
     "hard": Hard, "mmoe": MMoE, "cgc": CGC, "ple": PLE, "cross_stitch": CrossStitch, "mtan": MTAN, "ltb": LTB,
     "dselect_k": DSelectK,
 }  # fmt: skip
-"""Modules by name, each made of (inner, outer, tasks)."""
+"""Modules by name, each called with (inner, outer, tasks)."""
 
 
 def find_sharing(name: str) -> Callable[..., nn.Module]:

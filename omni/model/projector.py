@@ -1,4 +1,4 @@
-"""From encoder frames to decoder positions."""
+"""The projector, which maps encoder frames to decoder positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omni.tasks import TASKS
 
 
 class Projector(nn.Module):
-    """Stack frames of a clip, then project them to the decoder's width, each task in its own way where tasks share parts.
+    """Stacks the frames of a clip and projects them to the decoder's width, gated by task in the multi-task kinds.
 
     `gated` is mini-omni's `whisperMLP` (`litgpt/model.py` @ 26c31d5): a SwiGLU of its own output width.
     """
@@ -39,11 +39,11 @@ class Projector(nn.Module):
             self.project = SwiGLU(inner, config.hidden, width, bias=config.bias)
 
     def forward(self, frames: Tensor, counts: Sequence[int], task: Tensor | Sequence[str] | None = None) -> Tensor:
-        """frames [sum(counts), C] of clips one after another; features [N, W], N being sum(ceil(counts / stack)).
+        """Project frames [sum(counts), C] of clips one after another to features [N, W], N = sum(ceil(counts / stack)).
 
         Args:
-            task: where tasks share parts, what a clip is asked as: a name for each clip, or for each feature a number in the
-                table of tasks, [N] long (below 0 for no task).
+            task: of a multi-task kind, the task of each clip by name, or of each feature by its number in the table of tasks,
+                [N] long (below 0 for no task).
 
         Raises:
             UserError: the projector was not made for a task of that name.
@@ -57,7 +57,7 @@ class Projector(nn.Module):
         return self.project(stacked, self._numbers(task, counts, stacked.device))
 
     def _numbers(self, task: Tensor | Sequence[str], counts: Sequence[int], device: torch.device) -> Tensor:
-        """The projector's own number of each feature's task, [N]; that of another task counts as the first."""
+        """The index in the projector of each feature's task, [N]; a task that it has no part for counts as the first."""
         if isinstance(task, Tensor):
             own = [self.tasks.index(name) if name in self.tasks else 0 for name in TASKS]
             return torch.tensor(own).to(device, non_blocking=True)[task.clamp_min(0)]

@@ -1,4 +1,4 @@
-"""Linears whose weights are held in 4 or 8 bits, by bitsandbytes (Dettmers et al. 2022 and 2023).
+"""Holds weights of linears in 4 or 8 bits, by bitsandbytes (Dettmers et al. 2022 and 2023).
 
 Only frozen weights are quantised: adapters beside them are trained (QLoRA).
 """
@@ -19,12 +19,12 @@ Kind = Literal["nf4", "int8"]
 
 
 def is_quantized(linear: nn.Module) -> bool:
-    """Whether its weight is not a plain matrix of numbers: bitsandbytes' linears, and others that can `dequantize()`."""
+    """Whether a linear's weight is not a plain matrix: bitsandbytes' linears, and others that have `dequantize()`."""
     return type(linear).__name__ in ("Linear4bit", "Linear8bitLt") or callable(getattr(linear, "dequantize", None))
 
 
 def numels(model: nn.Module) -> dict[str, int]:
-    """How many numbers each parameter stands for, by name: of a quantised weight those that are packed into it."""
+    """Number of elements of each parameter by name; of a quantised weight the number of elements that are packed into it."""
     found = {name: p.numel() for name, p in model.named_parameters()}
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear) and is_quantized(part) and f"{name}.weight" in found:
@@ -49,16 +49,16 @@ def dense_weight(linear: nn.Module) -> Tensor:
 
 
 def plain_checksum(linear: nn.Module) -> int | None:
-    """`checksum_of` the weight that `quantize` took; None where the weight is plain, or was quantised by others."""
+    """`checksum_of` the weight before `quantize`; None where the weight is plain, or was quantised by another library."""
     return getattr(linear, "plain_checksum", None)
 
 
 def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch.dtype = torch.float32) -> list[str]:
-    """Hold the weights of linears in 4 bits (nf4 with double quantisation) or 8, in place; outputs are of the inputs' type.
+    """Quantise the weights of linears to 4 bits (nf4 with double quantisation) or 8, in place; outputs have the inputs' type.
 
     Args:
         patterns: names of the linears (`omni.patterns`).
-        dtype: of the products of nf4, and of what its weights are unpacked to; those of int8 follow the inputs.
+        dtype: type of the products of nf4, and of its dequantised weights; those of int8 follow the inputs.
 
     Returns:
         names of the linears that were quantised.
@@ -92,7 +92,7 @@ def quantize(model: nn.Module, kind: Kind, patterns: Sequence[str], dtype: torch
                 compress_statistics=True,
                 device="meta",
             )
-            # In eval mode bitsandbytes would repack the weight for a faster, rounded product, through which nothing learns.
+            # In eval mode bitsandbytes would repack the weight for a faster, rounded product, which has no backward pass.
             new.support_avx512bf16_for_cpu = False
             new.weight = bnb.nn.Params4bit(
                 linear.weight.detach(), requires_grad=False, quant_type="nf4", compress_statistics=True

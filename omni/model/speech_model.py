@@ -19,7 +19,7 @@ from omni.model.projector import Projector
 
 
 class SpeechModel(nn.Module):
-    """Hears through `encode`, thinks and speaks through `forward`.
+    """Turns log-mels into features in `encode`, and columns of tokens and features into hidden states in `forward`.
 
     Dimensions: B batch, K streams, T time, N features, W width of the decoder.
     """
@@ -35,7 +35,7 @@ class SpeechModel(nn.Module):
 
     @classmethod
     def from_state(cls, config: ModelConfig, state: Mapping[str, Tensor], where: str = "weights") -> SpeechModel:
-        """A model made of given tensors (not copied), without drawing random ones first.
+        """Makes a model of given tensors (not copied), without drawing random ones first.
 
         Raises:
             UserError: a tensor is missing, of another shape, or not part of the configuration.
@@ -56,11 +56,11 @@ class SpeechModel(nn.Module):
         return self.decoder.norm.weight.device
 
     def set_checkpointing(self, on: bool) -> None:
-        """Recompute the blocks of encoder and decoder in the backward pass (non-reentrant activation checkpointing)."""
+        """Switch activation checkpointing (non-reentrant) of the blocks of encoder and decoder on or off."""
         self.encoder.checkpointing = on
         self.decoder.checkpointing = on
 
-    def hear(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+    def encode_frames(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Encoder frames [sum(frames), C] of clips: log-mels [N, n_mels, t] with their true lengths; see `SpeechEncoder`."""
         return self.encoder(mels, mel_lengths, frames)
 
@@ -68,7 +68,7 @@ class SpeechModel(nn.Module):
         self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None
     ) -> Tensor:
         """Features [N, W] of clips one after another, as `forward` takes them; task: see `Projector.forward`."""
-        return self.projector(self.hear(mels, mel_lengths, frames), frames, task)
+        return self.projector(self.encode_frames(mels, mel_lengths, frames), frames, task)
 
     def forward(
         self,
@@ -89,10 +89,10 @@ class SpeechModel(nn.Module):
         Args:
             tokens: [B, K, T] ids, local to each stream.
             features: [N, W] encoder features of all clips of the batch, from `encode`.
-            feature_index: [B, T] which feature stands in a column, -1 for none.
+            feature_index: [B, T] index of the feature that a column takes, -1 for none.
             positions: [B, T] rotary positions; by default counted from 0 (again in each segment), or `input_pos`.
             segments: [B, T] number of the example a packed column belongs to.
-            input_pos: [B, T] where the columns stand in each row of the cache; -1 writes nothing.
+            input_pos: [B, T] positions of the columns in each row of the cache; -1 writes nothing.
             cache: a `KVCache` (in place, no gradients) or `FunctionalKVCache`.
 
         Raises:
@@ -125,8 +125,10 @@ class SpeechModel(nn.Module):
 
 
 class Unfilled(TorchFunctionMode):
-    """While entered, modules are made without values for their parameters: `torch.empty` gives meta tensors, and what would
-    fill them is left out. The random draws of `torch.device("meta")` would bring the compiler along (over a second)."""
+    """While entered, modules are built on the meta device: `torch.empty` gives meta tensors, and initialisations are skipped.
+
+    Under `torch.device("meta")` the random draws would import the compiler (over a second).
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -19,7 +19,7 @@ import torchaudio
 
 from omni.audio import mp3
 from omni.audio.io import audio_info, from_pcm16, pcm16, read_audio, resample, write_wav
-from omni.audio.level import level, remarks
+from omni.audio.level import level, sound_warnings
 from omni.audio.sniff import container, foreign
 from omni.errors import SoundWarning, UserError
 from tests.sounds import encoded
@@ -298,7 +298,7 @@ def test_the_decoder_writes_nothing_on_standard_error(capfd: pytest.CaptureFixtu
 def test_channels_that_cancel_each_other_are_not_mixed_to_silence(form: str) -> None:
     left = sine(0.5, 16000).numpy()
     data = encoded(np.stack([0.5 * left, -0.52 * left], axis=1), form)
-    with pytest.warns(SoundWarning, match="channel 1 is heard alone"):
+    with pytest.warns(SoundWarning, match="channel 1 is used alone"):
         heard = read_audio(data)
     assert (heard + 0.52 * sine(0.5, 16000)).abs().max() < 0.02
     with warnings.catch_warnings():
@@ -314,10 +314,10 @@ def test_level_and_length_are_remarked() -> None:
     burst = torch.cat([torch.zeros(16000), tone[:1600], torch.zeros(16000)])
     assert level(burst, 16000) == pytest.approx(level(tone, 16000), abs=0.05)  # the loudest 100 ms, not the mean
     assert level(torch.full((16000,), 0.3), 16000) < -150  # a constant is not heard
-    assert remarks(tone, 16000) == [] and remarks(tone * 0.003, 16000) == []
-    assert "is silent: its loudest 100 ms reach -69 dBFS" in remarks(tone * 0.001, 16000)[0]
-    assert "lasts 1 ms" in remarks(tone[:16], 16000)[0] and len(remarks(tone[:1599], 16000)) == 1
-    assert [r.split()[0] for r in remarks(torch.zeros(1), 16000)] == ["lasts", "is"]
+    assert sound_warnings(tone, 16000) == [] and sound_warnings(tone * 0.003, 16000) == []
+    assert "is silent: its loudest 100 ms reach -69 dBFS" in sound_warnings(tone * 0.001, 16000)[0]
+    assert "lasts 1 ms" in sound_warnings(tone[:16], 16000)[0] and len(sound_warnings(tone[:1599], 16000)) == 1
+    assert [r.split()[0] for r in sound_warnings(torch.zeros(1), 16000)] == ["lasts", "is"]
 
 
 # ------------------------------------------------------------------------------------------------ what has no end

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from omni.diagnostics import GraphError, Guard
 from omni.diagnostics.guard import PATIENCE
-from omni.diagnostics.trace.snapshot import undone
+from omni.diagnostics.trace.snapshot import restored
 from omni.diagnostics.trace.trace import Trace
 from tests.diagnostics import programs
 from tests.diagnostics.programs import WIDTH, data
@@ -146,7 +146,7 @@ def test_containers_in_containers_are_put_back():
     model.kept = {"rows": [1, 2], "more": (deque([3]), {"deep": {4}})}
     model.kept["itself"] = model.kept
     rows, more = model.kept["rows"], model.kept["more"]
-    with undone(model, None, []):
+    with restored(model, None, []):
         rows.append(5)
         more[0].clear()
         more[1]["deep"].add(6)

@@ -90,7 +90,7 @@ def found_in(*batches: Any, end_id: int | None = EOS) -> list[str]:
 )
 def test_a_guard_that_knows_the_end_finds_it_masked(wrap: Any) -> None:
     (what,) = found_in(*[wrap(FILLED, BY_ID)] * 2)
-    assert what.startswith("2 of 2 rows learn no end (pad and eos are both 2")
+    assert what.startswith("2 of 2 rows train no end (pad and eos are both 2")
     assert found_in(wrap(FILLED, BY_LENGTH), wrap(FILLED, BY_ID)) == []  # its ends are taught
     assert found_in(wrap(FILLED, BY_ID), end_id=None) == []
 

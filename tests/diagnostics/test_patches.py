@@ -107,17 +107,17 @@ class Wider(nn.Linear):
 
 def test_modules_of_related_classes_that_lend_their_forward_are_no_patch():
     """A patch of a derived class, or of the same, that leads back; classes with a base in common and other parameters."""
-    lent: list[nn.Module] = []
+    wide: list[nn.Module] = []
     for hidden in (False, True):
         for kind in (nn.Linear, Patched):
-            lent.append(kind(WIDTH, WIDTH))
-            lent[-1].forward = Wider(lent[-1], hidden).forward
+            wide.append(kind(WIDTH, WIDTH))
+            wide[-1].forward = Wider(wide[-1], hidden).forward
     inner = Wider(nn.Linear(WIDTH, WIDTH), False)
     inner.forward = Wider(inner, True).forward
     holder, narrow = nn.Module(), Patched(2, WIDTH)
     holder.table, holder.forward = nn.Parameter(torch.ones(2)), nn.Linear(WIDTH, WIDTH).forward
     narrow.forward = nn.Linear(WIDTH, WIDTH).forward
-    model = nn.Sequential(*lent, inner, holder, narrow)
+    model = nn.Sequential(*wide, inner, holder, narrow)
     guard = Guard(model)
     with guard.step(), torch.no_grad():
         model(data(0))

@@ -52,8 +52,8 @@ def test_a_dispatched_model_says_what_a_plain_one_says(name, how, tmp_path):
         with edited(plain, edits):
             wanted = all_logits(plain, ids)
         assert_near(all_logits(far, ids), before, 1e-6)
-        for acting in (edited, edited_everywhere):
-            with acting(far, edits):
+        for attached in (edited, edited_everywhere):
+            with attached(far, edits):
                 assert_near(all_logits(far, ids), wanted, 1e-5)
             assert_near(all_logits(far, ids), before, 1e-6)
     assert float((wanted - before).norm() / before.norm()) > 0.01

@@ -219,18 +219,18 @@ def test_an_answer_that_nobody_takes_leaves_nothing(lm):
 
 
 def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, lm):
-    """Turns inside a block and behind it answer as a session whose cache is made anew for each of them."""
+    """Turns inside a block and behind it answer as a session whose cache is made again for each of them."""
     edits, turns = made(lm.model, 0), [tone(0.3, 300), tone(0.4, 200), tone(0.3, 250)]
 
-    def conversation(anew: bool) -> list:
+    def conversation(again: bool) -> list:
         answers = []
         with lm.session(**ASKED) as session:
             for number, question in enumerate(turns):
-                if anew:
+                if again:
                     session._held.keys = []
                 with lm.edited(edits) if number == 1 else nullcontext():
                     answers.append(session.answer(question))
         return answers
 
-    wanted = conversation(anew=True)
-    assert all(same(a, b) for a, b in zip(conversation(anew=False), wanted, strict=True))
+    wanted = conversation(again=True)
+    assert all(same(a, b) for a, b in zip(conversation(again=False), wanted, strict=True))

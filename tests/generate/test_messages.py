@@ -190,7 +190,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickle": (lambda p: torch.save({"a": 1}, p), "no saved conversation"),
     "weights": (lambda p: save_file({"a": torch.zeros(1)}, p), "no saved conversation"),
     "version": (altered(lambda h, t: h.update(format=2)), "format 2 is unknown; this version reads format 1"),
-    "codec": (altered(lambda h, t: h.update(codec="mimi")), "codec 'mimi', and this model speaks"),
+    "codec": (altered(lambda h, t: h.update(codec="mimi")), "codec 'mimi', and this model's codec is"),
     "layout": (altered(lambda h, t: h["layout"].update(fill="sampled")), "another layout"),
     "task": (altered(lambda h, t: h["turns"][0].update(task="X")), "does not fit together"),
     "turns": (altered(lambda h, t: h.pop("turns")), "does not fit together"),

@@ -142,12 +142,12 @@ def test_standard_input_without_end_is_refused(run, monkeypatch):
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=pipe))
     monkeypatch.setattr("infer.audio_in.MAX_SECONDS", 2.0)
     done = run("ask", "-")
-    assert done.code == 2 and "goes on after 2 s" in done.err and pipe.taken < 100_000
+    assert done.code == 2 and "continues after 2 s" in done.err and pipe.taken < 100_000
 
 
 def test_the_most_of_a_high_rate_is_told_in_seconds(monkeypatch):
     monkeypatch.setattr("infer.audio_in.MAX_STREAM_BYTES", 1 << 16)
-    with pytest.raises(UserError, match=r"goes on after 0\.32768 s"):
+    with pytest.raises(UserError, match=r"continues after 0\.32768 s"):
         PipeReader(io.BytesIO(b"\1\0" * (1 << 16)), 100_000).take()
 
 

@@ -37,7 +37,7 @@ def test_underruns_are_those_of_a_player_that_counts_samples(rate):
             tick += draw.randrange(1, 6)
         player = Player(rate)
         for when, samples in arrivals:
-            player.hear(samples, float(when))
+            player.receive(samples, float(when))
         assert player.underruns == slow_player(arrivals, rate)
         counts.add(player.underruns)
     assert {0, 1, 2, 3} <= counts

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.lora import attach as lora
-from omni.lora.attach import activate, active_names, add_adapter, attach, choice_of, remove_adapter
+from omni.lora.attach import activate, active_names, add_adapter, attach, remove_adapter, selection_of
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter
 from omni.lora.selection import Selection, using
@@ -182,10 +182,14 @@ def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
         both = model(texts())
         activate(model, "default")
         merge(model)
-        for refused in (lambda: activate(model), lambda: activate(model, "other"), lambda: choice_of(model, [None, "other"])):
+        for refused in (
+            lambda: activate(model),
+            lambda: activate(model, "other"),
+            lambda: selection_of(model, [None, "other"]),
+        ):
             with pytest.raises(UserError, match="default is merged into the weights, for all rows; unmerge first"):
                 refused()
-        assert active_names(model) == ("default",) and choice_of(model, [None, None]) is None
+        assert active_names(model) == ("default",) and selection_of(model, [None, None]) is None
         activate(model, "default", "other", "other")
         assert_near(model(texts()), both, 1e-5)
         unmerge(model)

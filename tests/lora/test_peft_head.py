@@ -133,7 +133,7 @@ def test_a_head_of_peft_stands_beside_a_model_unless_its_base_is_another(lm: Pat
 @pytest.mark.parametrize(
     "patterns", [("decoder.blocks.*.norm.bias", "*.q.bias"), ("decoder.norm.*",), ("encoder.*norm*.bias",)]
 )
-def test_parts_of_modules_that_learnt_go_out_and_come_back(grown: Path, tmp_path: Path, patterns: tuple[str, ...]) -> None:
+def test_parts_of_modules_that_trained_go_out_and_come_back(grown: Path, tmp_path: Path, patterns: tuple[str, ...]) -> None:
     model = model_of(grown)
     names = [name for name, _ in model.named_parameters()]
     whole = tuple(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in (*patterns, "encoder.*.bias")))

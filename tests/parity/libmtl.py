@@ -318,7 +318,7 @@ def compare_bilevel(method: str) -> Line:
         for step in range(STEPS):
             batches = [(torch.randn(5, 6), torch.randn(5, TASKS)) for _ in range(2)]
             inner, outer = (functools.partial(network_losses, net, *batch) for batch in batches)
-            report = bilevel.learn(inner, outer, list(net.parameters()), lr)
+            report = bilevel.update_weights(inner, outer, list(net.parameters()), lr)
             got = [report.weights]
             if method == "forum":
                 got.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))

@@ -225,14 +225,14 @@ def ours(s: Setting, model: SpeechModel, ends: dict[str, Rows]) -> Iterator[tupl
     lm = SpeechLM(model, Tokenizer.from_file(s.folder / "tokenizer.json"))
 
     for seconds in SECONDS:
-        yield f"features of {seconds:g} s", hear(model, sound(seconds))
+        yield f"features of {seconds:g} s", encode(model, sound(seconds))
     for task in TASKS:
         rows = ["A1A2", "A1T2"] if task == "batch of two" else [task]
         columns = torch.stack([columns_of(s, lm, row).tokens for row in rows])
         yield f"prompt {task}", joint(columns).tolist()
 
     columns, lengths, _ = batch()
-    heard = hear(model, s.question)[: lengths[0]]
+    heard = encode(model, s.question)[: lengths[0]]
     index = torch.full((2, 24), -1)
     index[0, 1 : 1 + lengths[0]] = torch.arange(lengths[0])
     logits = model.decoder.logits(model(columns, model.projector(heard, [lengths[0]]), index))
@@ -263,10 +263,10 @@ def ours(s: Setting, model: SpeechModel, ends: dict[str, Rows]) -> Iterator[tupl
             patch(model, before)
 
 
-def hear(model: SpeechModel, clip: Tensor) -> Tensor:
+def encode(model: SpeechModel, clip: Tensor) -> Tensor:
     """Encoder frames [T, C] of a clip."""
     mel = model.encoder.features(clip)
-    return model.hear(mel[None], [mel.shape[1]], [model.encoder.frames(len(clip))]).detach()
+    return model.encode_frames(mel[None], [mel.shape[1]], [model.encoder.frames(len(clip))]).detach()
 
 
 def columns_of(s: Setting, lm: SpeechLM, task: str) -> Columns:
@@ -330,7 +330,7 @@ def find_ends(s: Setting, model: SpeechModel, task: str) -> Rows:
         question = columns_of(s, lm, asked)
         tokens = torch.cat([question.tokens, written], dim=1)
         index = torch.cat([question.feature_index, torch.full((written.shape[1],), -1)])
-        features = model.projector(hear(model, s.question), question.features) if question.features else None
+        features = model.projector(encode(model, s.question), question.features) if question.features else None
         hidden = model(tokens[None], features, index[None])
         states = (hidden.text if name == "text" else hidden.audio)[0, len(question) - 1 :]
         early = torch.linalg.qr(states[:12].T).Q  # not before the 12th column, and never in the prompt's own

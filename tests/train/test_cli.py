@@ -71,7 +71,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
         ),
         (["fit", "FILE", "--balance.settings", "3"], "balance.settings: expected a mapping of keys, got 3"),
         (["fit", "FILE", "--lora.rank=many"], "error: option --lora.rank: expected a whole number, got many"),
-        (["fit", "FILE", "stray"], "argument 'stray' stands alone"),
+        (["fit", "FILE", "stray"], "argument 'stray' belongs to no option"),
         (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),
         (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),
         (["fit", "FILE", "--fabric.accelerator", "abacus", "--run_folder", "TMP"], "fabric: accelerator abacus"),

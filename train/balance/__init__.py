@@ -1,6 +1,6 @@
-"""Several tasks, one step: how their losses or gradients are combined.
+"""Multi-task balance: combines the losses or gradients of several tasks in one training step.
 
-`config.py` names the methods and what fits together. `balancer.py` (and `bilevel.py`) is what a training loop holds;
-`feature_hook.py` combines tasks between encoder and decoder. The methods are functions of what a step shows (`given.py`):
-losses (`by_losses.py`), or one gradient per task (`rows.py`, `by_gradients.py`, `by_history.py`).
+`config.py` lists the methods, their levels and settings. The training loop uses a `Balancer` (`balancer.py`) or `Bilevel`
+(`bilevel.py`); `feature_hook.py` combines tasks between encoder and decoder. Methods are functions of their input from a step
+(`given.py`): losses (`by_losses.py`), or one gradient per task (`rows.py`, `by_gradients.py`, `by_history.py`).
 """

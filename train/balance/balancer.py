@@ -1,15 +1,15 @@
-"""The part of a run that balances its tasks.
+"""Balances the tasks of a run: weighs losses, or combines gradients.
 
-Which call a step makes depends on the level:
+A step's calls depend on the level:
 
     loss        `weights(losses)` gives the weights for one backward of their weighted sum; where `ahead()` is not None it is
                 known before the step's losses, and several micro-batches may be run through with it.
     features    `train.balance.feature_hook.FeatureHook` between encoder and decoder calls `choose`, within the one backward.
-    parameters  `gather` runs one backward per task and micro-batch, and `combine` puts what comes out into `grad`.
+    parameters  `gather` runs one backward per task and micro-batch, and `combine` puts the combined gradient into `grad`.
                 `backward` does both for losses whose graph allows several backward passes, outside of DDP and FSDP.
 
 Losses are this process's share of the step's: divided by counts of the whole step, so that their sum over processes (`reduce`)
-is the step's loss. Nothing nonlinear is done before that sum: two processes choose what one chooses.
+is the step's loss. Nothing nonlinear is done before that sum: the choice does not depend on the number of processes.
 
 Dimensions: m tasks, k of them present, P values that this process holds, N positions, C channels.
 """
@@ -41,7 +41,7 @@ class Balancer(Chooser):
     # --- weights of losses ----------------------------------------------------------------------------------------------
 
     def ahead(self) -> Tensor | None:
-        """The weights of all tasks [m] that the next step will use, where they do not depend on its losses."""
+        """Weights of all tasks [m] that the next step will use; None where they depend on its losses."""
         if not self.config.kind.ahead or self.config.method not in RULES:
             return None
         probe = Balancer(self.config, self.tasks)
@@ -49,7 +49,7 @@ class Balancer(Chooser):
         return probe.choose(torch.ones(len(self.tasks), dtype=torch.float64), None)[0].weights
 
     def weights(self, losses: Tensor | Sequence[Tensor], counts: Tensor | None = None, reduce: Sum = alone) -> BalanceReport:
-        """The weights of a step, by its losses [m] alone; the state moves on.
+        """Choose the weights of a step by its losses [m] alone, and update the method's state.
 
         Args:
             losses: this process's share of the step's losses, all micro-batches together; their graph is not touched.
@@ -60,14 +60,16 @@ class Balancer(Chooser):
         return self.choose(summed(losses, reduce), counts)[1]
 
     def total(self, losses: Sequence[Tensor] | Tensor, report: BalanceReport) -> Tensor:
-        """What to call `backward` on: the weighted sum of the present tasks' losses."""
+        """Sum the losses of the present tasks, times their weights: the loss to call `backward` on."""
         parts = [w * loss for w, loss in zip(report.weights.tolist(), losses, strict=True) if w != 0]
         return torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0
 
     def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone, counts: Tensor | None = None) -> None:
-        """The losses [m] after the optimizer's step: for `famo`, which learns by them. They are of the same batch, or, as its
-        setting `look` has it, of the next one before its step; `counts` are then that one's targets: an absent task was not
-        trained."""
+        """Update `famo` by the losses [m] after the optimizer's step; other methods do nothing.
+
+        The losses are of the same batch, or, with its setting `look: next`, of the next one before its step; `counts` are then
+        that batch's targets. Tasks that were absent from the step are left out.
+        """
         if self.config.method != "famo":
             return
         values = summed(losses, reduce)
@@ -125,8 +127,8 @@ class Balancer(Chooser):
         return report
 
     def _own(self, report: BalanceReport) -> Tensor:
-        """What the present tasks' gradients of the own parameters are multiplied by, [k]; 1 where the row is zero, so that no
-        weight was chosen."""
+        """Factors of the present tasks' gradients of the own parameters, [k]; 1 where the row is zero, so that no weight was
+        chosen."""
         weights = torch.where(report.zero == 1, 1.0, report.weights)[report.absent == 0]
         return weights if self.config.own == "weighted" else torch.ones_like(weights)
 
@@ -141,7 +143,7 @@ class Balancer(Chooser):
         features: Sequence[Tensor],
         reduce: Sum,
     ) -> BalanceReport:
-        """Rows from the features' gradients, then one backward of their combination into what lies below."""
+        """Take rows from the features' gradients, then run one backward of their combination into the shared parameters."""
         if not features:
             raise ValueError("level features needs the shared representations")
         wanted, parts, tables, rests = [*features, *own], [], [], []
@@ -171,7 +173,7 @@ class Balancer(Chooser):
         return report
 
     def channels(self, features: Tensor, gradients: Tensor) -> Tensor:
-        """A gradient of features [..., C] summed over positions, [C] fp32; for `graddrop` times the features' signs."""
+        """Sum a gradient of features [..., C] over positions, [C] fp32; for `graddrop` times the features' signs."""
         signed = gradients.float() * features.detach().sign() if self.config.method == "graddrop" else gradients.float()
         return signed.reshape(-1, features.shape[-1]).sum(0)
 
@@ -186,15 +188,15 @@ class Balancer(Chooser):
         scale: float = 1.0,
         present: Tensor | None = None,
     ) -> tuple[Rows, Tensor, Tensor]:
-        """One gradient per task by the ordinary way into `grad`, so that DDP, FSDP2 and checkpointing do their work.
+        """Compute one gradient per task by plain backward passes into `grad`: DDP, FSDP2 and checkpointing work as usual.
 
         Each of the `passes` is a micro-batch: it runs the forward for a task, given by its number, and returns its loss.
 
         Args:
-            run: what calls backward on a loss; `grad` must hold the sum over processes times `scale` after a task's last
-                micro-batch. By default plain backward, and `reduce` sums the rows of parameters that are whole.
-            around: entered around each forward and backward; its argument says that another micro-batch of the task follows,
-                so that gradients need no exchange yet.
+            run: calls backward on a loss; `grad` must hold the sum over processes times `scale` after a task's last
+                micro-batch. By default plain backward, and `reduce` sums the rows of parameters that are not sharded.
+            around: context entered around each forward and backward; its argument is true where another micro-batch of the
+                task follows, so that gradients need no exchange yet.
             scale: of the gradients (a loss scaler's).
             present: tasks to run, [m] bool, the same on all processes; all by default.
 
@@ -237,7 +239,7 @@ class Balancer(Chooser):
         others: Sequence[Rows] = (),
         scale: float = 1.0,
     ) -> BalanceReport:
-        """Put the combined gradient, times `scale`, into `grad`: of what `gather` returned (`others`: of further batches)."""
+        """Combine the rows of `gather` (`others`: those of further batches), and add the result, times `scale`, to `grad`."""
         choice, report = self.choose(summed(losses, reduce), counts, rows, tuple(others))
         here = report.absent == 0
         put_gradients(shared, choice.combine(rows.take(here)), scale)
@@ -247,14 +249,14 @@ class Balancer(Chooser):
 
 
 def _differentiate(loss: Tensor, by: Sequence[Tensor], present: bool) -> Sequence[Tensor | None]:
-    """Gradients of one task's loss, whose graph is kept; none of an absent task."""
+    """Gradients of one task's loss, whose graph is kept; None for each where the task is absent."""
     if not present or not loss.requires_grad:
         return [None] * len(by)
     return torch.autograd.grad(loss, by, retain_graph=True, allow_unused=True)
 
 
 def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
-    """What a run holds for the named tasks.
+    """Build the balancer of a run for the named tasks.
 
     Raises:
         UserError: fewer than two tasks, or more than can be balanced.

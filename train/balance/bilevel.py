@@ -1,8 +1,8 @@
-"""Methods of two levels: a step on one batch is judged by another, and the weights of the losses learn by the verdict.
+"""Bilevel methods: the loss weights of a step on an inner batch are trained by the losses on an outer batch after it.
 
-Weights are softmax(w), and w learns by Adam. A batch is a function that runs the forward and returns the losses [m] (this
-process's share); gradients are taken the ordinary way into `grad`, so that DDP and FSDP2 do their work. Parameters are
-changed on the way and end as they were.
+Weights are softmax(w), and w is trained by Adam. A batch is a function that runs the forward and returns the losses [m] (this
+process's share); gradients are taken by plain backward passes into `grad`, so that DDP and FSDP2 work as usual. Parameters are
+changed on the way and restored at the end.
 
 Dimensions: m tasks, P values of the parameters that this process holds.
 """
@@ -24,19 +24,20 @@ Batch = Callable[[], "Tensor | Sequence[Tensor]"]
 
 
 class Bilevel(Chooser):
-    """`autolambda`, `moml` and `forum`.
+    """Balances the tasks by the bilevel methods `autolambda`, `moml` and `forum`.
 
-    A step is `learn(inner, outer, parameters, lr)`, then, for the first two, one backward of the losses weighted by what it
-    returned; `forum` leaves the whole step in `grad`. The losses of absent tasks are left out; those of `inner` decide.
+    A step is `update_weights(inner, outer, parameters, lr)`, then, for the first two, one backward of the losses times the
+    weights that it returned; `forum` leaves the whole gradient of the step in `grad`. Tasks that are absent from `inner` are
+    left out.
     """
 
     BILEVEL = True
 
     def ahead(self) -> Tensor:
-        """The weights as they stand, [m]."""
+        """The current weights, [m]."""
         return self._logits().softmax(0)
 
-    def learn(
+    def update_weights(
         self,
         inner: Batch,
         outer: Batch,
@@ -46,12 +47,12 @@ class Bilevel(Chooser):
         run: Callable[[Tensor], None] = torch.Tensor.backward,
         settled: Callable[[], None] = lambda: None,
     ) -> BalanceReport:
-        """One step of the weights; the report is of the weights after it, and of the outer gradients.
+        """Update the weights by one step; the report has the weights after it, and the outer gradients' norms and cosines.
 
         Args:
-            lr: of the optimizer, by which `autolambda` looks ahead.
-            run: what calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
-            settled: called after a forward without backward, before parameters move: FSDP2's root must drop its whole ones.
+            lr: the optimizer's learning rate, for the step ahead of `autolambda`.
+            run: calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
+            settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
         """
         work = _Work(self, list(parameters), reduce, run, settled)
         with work.restored():
@@ -64,7 +65,7 @@ class Bilevel(Chooser):
         return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64))
 
     def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> BalanceReport:
-        """Adam on the logits [k], and the report."""
+        """Update the logits by Adam with their gradient [k], and report."""
         self._logits()
         given = self.given(torch.ones(len(present), dtype=torch.float64), present, rows, ())
         given.adam("logits", gradient, 1 / len(self.tasks), self.config.values["lr"])
@@ -80,7 +81,10 @@ class Bilevel(Chooser):
         return BalanceReport(weights, norms.float(), cosines.float(), (~present).long(), torch.zeros(m, dtype=torch.int64))
 
     def _autolambda(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> BalanceReport:
-        """Auto-Lambda (Liu et al. 2022): the gradient through one step of the weights, by a central difference of 0.01."""
+        """Auto-Lambda (Liu et al. 2022): the gradient of the outer losses by the weights, through one step of the parameters.
+
+        It is computed by a central difference of length 0.01.
+        """
         weights = self.ahead()
         step, losses = work.gradient(inner, weights)
         present = losses.isfinite()
@@ -88,7 +92,7 @@ class Bilevel(Chooser):
         (ahead, _) = work.gradient(outer, torch.ones_like(weights))
         work.restore()
         length = work.norm(ahead)
-        if length == 0:  # the batches share no task, or nothing is to be gained: the weights stand still
+        if length == 0:  # the batches share no task, or the outer losses are at an optimum: the weights stay as they are
             return self._step(torch.zeros(int(present.sum()), dtype=torch.float64), present, None)
         size = 0.01 / length
         work.move(size * ahead)
@@ -101,8 +105,10 @@ class Bilevel(Chooser):
         return self._step(-lr * shares * (change - (weights[present] * change).sum()), present, None)
 
     def _moml(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> BalanceReport:
-        """Multi-objective meta learning (Ye et al. 2021) of one inner step: every outer loss's gradient by the logits, of which
-        the element of least norm in the hull of their directions is followed."""
+        """Multi-objective meta learning (Ye et al. 2021) with one inner step: the gradient of every outer loss by the logits.
+
+        The logits follow the element of least norm in the convex hull of these gradients, each normalised.
+        """
         rate, weights = self.config.values["inner_lr"], self.ahead()
         below, losses = work.rows(inner)
         present = losses.isfinite()
@@ -112,7 +118,7 @@ class Bilevel(Chooser):
         above, _ = work.rows(outer)
         judged = above.take(present)
         table = -rate * judged.gramian(below) @ softmax[present][:, present]
-        table = table[table.norm(dim=1) > 0]  # a task that no logit moves would be all of the least element
+        table = table[table.norm(dim=1) > 0]  # a zero row would itself be the element of least norm
         table = table / table.norm(dim=1, keepdim=True)
         chosen = solved(on_simplex, table @ table.T) if len(table) else table.new_zeros(0)
         return self._step(chosen @ table, present, above)
@@ -120,8 +126,8 @@ class Bilevel(Chooser):
     def _forum(self, work: _Work, inner: Batch, outer: Batch, lr: float) -> BalanceReport:
         """FORUM (Ye et al. 2024): first-order, over weights and parameters at once.
 
-        q is how far the parameters are from the end of the inner steps; the direction follows the outer gradients, with a share
-        of the gradient of q that makes it fall.
+        q is the excess of the inner loss over its value after the inner steps; the direction follows the outer gradients, with
+        a share of the gradient of q that makes q fall.
         """
         s, weights = self.config.values, self.ahead()
         rate, m = s["inner_lr"], len(weights)
@@ -138,7 +144,7 @@ class Bilevel(Chooser):
         softmax = (weights.diag() - torch.outer(weights, weights))[:, present]
         by_logits = softmax @ (losses - ended)[present]
         outer_rows, _ = work.rows(outer)
-        zero = outer_rows.norms() == 0  # which would be the least direction, and stop the others
+        zero = outer_rows.norms() == 0  # a zero row would be the direction of least norm, and stop the others
         judged = present & ~zero if bool((present & ~zero).any()) else present
         rows = outer_rows.take(judged)
         rows = rows.times(1 / rows.norms().clamp_min(1e-300))
@@ -158,7 +164,7 @@ class Bilevel(Chooser):
 
 
 def _forum_weights(gramian: np.ndarray, least: np.ndarray, reward: float) -> np.ndarray:
-    """w [k] on the simplex of the least |A'(w, v)|^2 - reward v with v >= least'w and v >= 0."""
+    """The w [k] on the simplex that minimises |A'(w, v)|^2 - reward v where v >= least'w and v >= 0; `gramian` is A A'."""
     n = len(gramian)
     simplex = (np.append(np.ones(n - 1), 0.0)[None], np.ones(1))
     above = (np.vstack([np.eye(n), np.append(-least, 1.0)]), np.zeros(n + 1))
@@ -166,7 +172,7 @@ def _forum_weights(gramian: np.ndarray, least: np.ndarray, reward: float) -> np.
 
 
 class _Work:
-    """Gradients and moves of the parameters of one step."""
+    """Computes gradients, and moves and restores the parameters, within one step."""
 
     def __init__(
         self,
@@ -186,7 +192,7 @@ class _Work:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Parameters end as they began, and `grad` is what the step leaves in it."""
+        """Restore the parameters at the end, and put the step's result, if any, into `grad`."""
         try:
             yield
         finally:
@@ -213,14 +219,14 @@ class _Work:
         return float(Rows(vector[None], self.total).norms())
 
     def values(self, batch: Batch) -> Tensor:
-        """The step's losses, [m] float64 on the CPU."""
+        """Losses of a batch without gradients, [m] float64 on the CPU."""
         with torch.no_grad():
             found = summed(batch(), self.reduce)
         self.settled()
         return found
 
     def gradient(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the weighted sum of the present losses, [P], and the losses, [m]."""
+        """Gradient of the weighted sum of the present losses, [P], and the losses, [m]."""
         losses = batch()
         values = summed(losses, self.reduce)
         parts = [w * loss for w, loss, v in zip(weights.tolist(), losses, values.tolist(), strict=True) if np.isfinite(v)]

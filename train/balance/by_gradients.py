@@ -1,4 +1,4 @@
-"""Methods that look at one gradient per task and keep nothing between steps; TorchJD's own wherever they stand alone."""
+"""Methods that use one gradient per task and keep no state between steps; TorchJD's implementations wherever possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.balance.solvers import cagrad as cagrad_dual
 def mgda(given: Given) -> MethodChoice:
     """The element of least norm in the gradients' convex hull (Sener and Koltun 2018), exactly.
 
-    `normalize` divides each gradient by its norm (l2), its loss, or both (loss+) before the weights are sought.
+    `normalize` divides each gradient by its norm (l2), its loss, or both (loss+) before the weights are computed.
     """
     gramian, kind = given.rows.gramian(), given.settings["normalize"]
     size = torch.ones_like(given.losses)
@@ -26,13 +26,13 @@ def mgda(given: Given) -> MethodChoice:
 
 
 def pcgrad(given: Given) -> MethodChoice:
-    """Projecting conflicting gradients (Yu et al. 2020)."""
+    """PCGrad (Yu et al. 2020): projects conflicting gradients."""
     with given.drawing():
         return MethodChoice(PCGradWeighting()(given.rows.gramian()))
 
 
 def cagrad(given: Given) -> MethodChoice:
-    """Conflict-averse gradient descent (Liu et al. 2021); `rescale` 1 divides by 1 + c^2, 2 by 1 + c.
+    """CAGrad, conflict-averse gradient descent (Liu et al. 2021); `rescale` 1 divides by 1 + c^2, 2 by 1 + c.
 
     No step is taken where a combination of the gradients vanishes.
     """
@@ -54,14 +54,14 @@ def nashmtl(given: Given) -> MethodChoice:
 
 
 def imtlg(given: Given) -> MethodChoice:
-    """Impartial multi-task learning, by gradients (Liu et al. 2021): equal projections on every gradient."""
+    """IMTL-G, impartial multi-task learning by gradients (Liu et al. 2021): equal projections on every gradient."""
     gramian = given.rows.gramian()
-    size = gramian.diagonal().max()  # TorchJD's gives none to gradients longer than 1e12
+    size = gramian.diagonal().max()  # TorchJD's gives no weights to gradients longer than 1e12
     return MethodChoice(IMTLGWeighting()(gramian / size if size > 0 else gramian))
 
 
 def alignedmtl(given: Given) -> MethodChoice:
-    """Independent component alignment (Senushkin et al. 2023)."""
+    """Aligned-MTL, independent component alignment (Senushkin et al. 2023)."""
     return MethodChoice(AlignedMTLWeighting(scale_mode=given.settings["scale"])(given.rows.gramian()))
 
 
@@ -71,15 +71,16 @@ def fairgrad(given: Given) -> MethodChoice:
 
 
 def upgrad(given: Given) -> MethodChoice:
-    """Unconflicting projection of gradients (Quinton and Rey 2024): the mean of the rows, each projected onto the dual cone."""
+    """UPGrad, unconflicting projection of gradients (Quinton and Rey 2024): the mean of the rows, each projected onto the dual
+    cone."""
     projector = DualCone(given.settings["norm_eps"], given.settings["reg_eps"])
     return MethodChoice(UPGradWeighting(projector=projector)(given.rows.gramian()))
 
 
 def graddrop(given: Given) -> MethodChoice:
-    """Gradient sign dropout (Chen et al. 2020, algorithm 1): each channel keeps the gradients of one sign, drawn by its purity.
+    """GradDrop, gradient sign dropout (Chen et al. 2020, algorithm 1): each channel keeps one sign, drawn by its purity.
 
-    The rows are gradients times the features' signs, summed over positions, [k, C]; all `leak` of the rest passes.
+    The rows are gradients times the features' signs, summed over positions, [k, C]; the share `leak` of the others passes too.
     """
     rows, leak = given.rows.values, given.settings["leak"]
     purity = 0.5 * (1 + rows.sum(0) / (rows.abs().sum(0) + 1e-7))

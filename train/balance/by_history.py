@@ -1,4 +1,4 @@
-"""Methods that look at one gradient per task and remember; what they keep is per task (or per pair of tasks)."""
+"""Methods that use one gradient per task and keep state between steps, per task (or per pair of tasks)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from train.balance.given import Given, MethodChoice
 def gradnorm(given: Given) -> MethodChoice:
     """GradNorm (Chen et al. 2018): weights k softmax(s), s trained by Adam.
 
-    s makes the weighted norms alike, but for how fast each task learns: the target of a task's norm is the mean norm times
-    (L / L_first, over its mean) ** alpha, L_first being the task's loss when first seen.
+    s is trained to make the weighted norms equal, corrected by each task's rate of training: the target of a task's norm is the
+    mean norm times (L / L_first, over its mean) ** alpha, L_first being the task's loss when first seen.
     """
     alpha, lr = given.settings["alpha"], given.settings["lr"]
     first = given.get("first", 0.0)
@@ -40,18 +40,18 @@ def excessmtl(given: Given) -> MethodChoice:
     squares = given.get("squares", torch.zeros_like(rows[0])) + rows.square()
     given.set("squares", squares)
     risk = given.rows.statistic((rows.square() / (squares + 1e-7).sqrt()).sum(1))
-    begun = given.get("first", 0.0)
-    new = begun == 0
+    first = given.get("first", 0.0)
+    new = first == 0
     weights = given.get("weights", 1.0)
-    power = torch.where(new, 0.0, risk / begun.clamp_min(1e-12) * given.settings["step_size"])
-    grown = (weights.clamp_min(1e-30).log() + power).softmax(0) * weights.sum()  # its exponentials overflow
-    given.set("first", torch.where(new, risk, begun))
+    power = torch.where(new, 0.0, risk / first.clamp_min(1e-12) * given.settings["step_size"])
+    grown = (weights.clamp_min(1e-30).log() + power).softmax(0) * weights.sum()  # as a softmax: exp(power) may overflow
+    given.set("first", torch.where(new, risk, first))
     given.set("weights", grown)
     return MethodChoice(grown)
 
 
 def dbmtl(given: Given) -> MethodChoice:
-    """Dual-balancing (Lin et al. 2023): gradients of log losses, smoothed, all as long as the longest."""
+    """DB-MTL, dual-balancing (Lin et al. 2023): smoothed gradients of log losses, all scaled to the length of the longest."""
     rows = given.rows.times(1 / (given.losses + 1e-8)).values
     rate = (given.settings["beta"] / given.count() ** given.settings["sigma"]).to(rows)[:, None]
     smooth = given.get("smooth", torch.zeros_like(rows[0]))
@@ -65,7 +65,8 @@ def dbmtl(given: Given) -> MethodChoice:
 def moco(given: Given) -> MethodChoice:
     """MoCo (Fernando et al. 2023): weights by gradients that are tracked with momentum.
 
-    Each gradient is made as long as its loss; weights are the softmax of one descent step on the tracked gradients' norm.
+    Each gradient is scaled to the length of its loss; the weights are the softmax of one descent step on the tracked gradients'
+    norm.
     """
     s, rows, steps = given.settings, given.rows, given.count()
     unit = rows.times(given.losses / (rows.norms() + 1e-8)).values
@@ -80,7 +81,7 @@ def moco(given: Given) -> MethodChoice:
 
 
 def gradvac(given: Given) -> MethodChoice:
-    """Gradient vaccine (Wang et al. 2021): pairs are turned towards the cosine they have had on average."""
+    """GradVac, gradient vaccine (Wang et al. 2021): turns pairs of gradients towards the average of their past cosines."""
     gramian, method = given.rows.gramian(), GradVacWeighting(beta=given.settings["beta"])
     return MethodChoice(_with(given, method, gramian, "_phi_t", given.get("cosines", 0.0, pairs=True), "cosines"))
 
@@ -101,16 +102,16 @@ def modo(given: Given) -> MethodChoice:
 
 
 def _on_simplex(given: Given) -> Tensor:
-    """The kept weights, which sum to 1 among those present."""
+    """The stored weights of the present tasks, normalised to sum 1."""
     weights = given.get("weights", 1 / given.state.tasks)
     share = weights.sum()
     return weights / share if share > 0 else torch.full_like(weights, 1 / len(weights))
 
 
 def _with(given: Given, method: torch.nn.Module, matrix: Tensor, buffer: str, state: Tensor, name: str) -> Tensor:
-    """Call a TorchJD weighting that goes on from a given state, and keep the state it leaves."""
+    """Call a TorchJD weighting with a given state in its `buffer`, and store the state after it under `name`."""
     with given.drawing():
-        method(torch.eye(len(matrix), dtype=matrix.dtype))  # makes the buffer that the state is loaded into
+        method(torch.eye(len(matrix), dtype=matrix.dtype))  # a first call makes the buffer that the state is loaded into
     method.load_state_dict({buffer: state.to(matrix)})
     with given.drawing():
         weights = method(matrix)

@@ -1,4 +1,4 @@
-"""Methods that look at losses alone. Each gives the weights of the present tasks, [k]."""
+"""Methods that use losses alone. Each gives the weights of the present tasks, [k]."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def dwa(given: Given) -> MethodChoice:
 
 
 def relative(ratio: Tensor, temperature: float) -> Tensor:
-    """DWA's weights of all tasks [m]."""
+    """DWA's weights of all tasks [m], from the ratios [m] of their mean losses."""
     return len(ratio) * (ratio / temperature).softmax(0)
 
 
@@ -57,7 +57,7 @@ def random(given: Given) -> MethodChoice:
 
 
 def drawn(tasks: int, key: int) -> Tensor:
-    """The draw of a step, [m]."""
+    """Draw the random weights of a step, [m]."""
     return torch.randn(tasks, generator=torch.Generator().manual_seed(key)).double().softmax(0)
 
 
@@ -86,7 +86,7 @@ def stch(given: Given) -> MethodChoice:
 def famo(given: Given) -> MethodChoice:
     """FAMO (Liu et al. 2023, algorithm 2): the gradient of the log losses under softmax weights, normalized.
 
-    The logits learn by `famo_after`, once the losses after the step are known.
+    The logits are trained by `famo_after`, once the losses after the step are known.
     """
     z = given.get("logits", 0.0).softmax(0)
     ratio = z / (given.losses + 1e-8)
@@ -96,7 +96,7 @@ def famo(given: Given) -> MethodChoice:
 
 
 def famo_after(given: Given) -> None:
-    """Adam on the logits, by how much each log loss has fallen; `given.losses` are those after the step, of the same batch."""
+    """Train the logits by Adam, by the decrease of each log loss; `given.losses` are the same batch's after the step."""
     z = given.get("logits", 0.0).softmax(0)
     fallen = (given.get("previous", 0.0) + 1e-8).log() - (given.losses + 1e-8).log()
     gradient = z * (fallen - (z * fallen).sum())

@@ -1,4 +1,4 @@
-"""The choice of a step: the method is asked about the tasks that are present, and what it remembers is kept.
+"""Calls the balance method with the present tasks of each step, keeps its state, and reports its choice.
 
 Dimensions: m tasks, k of them present.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from omni.errors import UserError
 from train.balance import by_gradients, by_history, by_losses
-from train.balance.config import MOST, BalanceConfig
+from train.balance.config import MAX_TASKS, BalanceConfig
 from train.balance.given import Given, MethodChoice, State
 from train.balance.rows import Rows, Sum
 
@@ -26,12 +26,12 @@ RULES: dict[str, Callable[[Given], MethodChoice]] = {
     },
     **{name: getattr(by_history, name) for name in ("gradnorm", "excessmtl", "dbmtl", "moco", "gradvac", "sdmgrad", "modo")},
 }
-"""Methods of `train.balance.config.METHODS`, but for the bilevel ones (`train.balance.bilevel`)."""
+"""Functions of the methods in `train.balance.config.METHODS`, except the bilevel ones (`train.balance.bilevel`)."""
 
 
 @dataclass
 class BalanceReport:
-    """What was done with the tasks of a step; all on the CPU, without graph.
+    """Weights and gradient statistics of the tasks in a step; all on the CPU, without graph.
 
     Attributes:
         weights: [m]; 0 for an absent task, and for one whose row is zero. Of `graddrop`, the share of a task's gradient that
@@ -39,7 +39,7 @@ class BalanceReport:
         norms: of the tasks' gradients, [m]; nan where there are none.
         cosines: between them, [m, m]; nan where there are none.
         absent: [m], 1 where a task was left out of this step.
-        zero: [m], 1 where a task is there, but its row is zero, so that the method was not asked about it.
+        zero: [m], 1 where a task is present, but its row is zero, so that the method did not get it.
     """
 
     weights: Tensor
@@ -49,8 +49,8 @@ class BalanceReport:
     zero: Tensor
 
     def figures(self, tasks: Sequence[str]) -> dict[str, float]:
-        """Named numbers for a table: `weight/A1T1`, `norm/A1T1`, `cosine/A1T1/A1A2`, and `absent/A1T1` or `zero/A1T1`
-        where one was."""
+        """Figures by name for a table: `weight/A1T1`, `norm/A1T1`, `cosine/A1T1/A1A2`, and `absent/A1T1` or `zero/A1T1` where
+        a task was."""
         figures: dict[str, float] = {}
         for kind, values in (("weight", self.weights), ("norm", self.norms)):
             figures.update({f"{kind}/{t}": float(v) for t, v in zip(tasks, values, strict=True) if v == v})
@@ -64,7 +64,7 @@ class BalanceReport:
 
 
 class Chooser:
-    """Asks the method, and keeps what it remembers between steps.
+    """Calls the method in each step, and keeps its state between steps.
 
     Args:
         tasks: their names, in the order of the losses.
@@ -78,8 +78,8 @@ class Chooser:
     BILEVEL = False
 
     def __init__(self, config: BalanceConfig, tasks: Sequence[str]) -> None:
-        if not 2 <= len(tasks) <= MOST:
-            raise UserError(f"balance.method {config.method} was given {len(tasks)} tasks; it needs 2 to {MOST}")
+        if not 2 <= len(tasks) <= MAX_TASKS:
+            raise UserError(f"balance.method {config.method} was given {len(tasks)} tasks; it needs 2 to {MAX_TASKS}")
         if (config.method in RULES) == self.BILEVEL:
             raise ValueError(f"{config.method} is made by `train.balance.build`, not by {type(self).__name__}")
         self.config, self.tasks = config, list(tasks)
@@ -91,14 +91,14 @@ class Chooser:
     def choose(
         self, losses: Tensor, counts: Tensor | None, rows: Rows | None = None, others: tuple[Rows, ...] = ()
     ) -> tuple[MethodChoice, BalanceReport]:
-        """Ask the method about the present tasks; the state moves on.
+        """Call the method with the present tasks, and update its state.
 
-        A present task whose row is zero (in all batches) has no say in the direction, and no direction is good or bad for it:
-        the method is not asked about it, its weight is 0, and what the method remembers of it stays.
+        A present task whose row is zero (in all batches) does not influence the direction, and every direction suits it: the
+        method does not get it, its weight is 0, and its state stays as it is.
 
         Args:
             losses: of the step, [m] float64 on the CPU.
-            counts: a task with none is absent, [m]; so is one whose loss or row is no number.
+            counts: targets of each task, [m]: one without any is absent; so is one whose loss or row is not finite.
             rows, others: of all tasks, [m, P].
         """
         present, m = self.present(losses, counts), len(self.tasks)
@@ -125,7 +125,7 @@ class Chooser:
         elif rows is not None and present.any():
             choice = MethodChoice(weights[present], direction=rows.values.new_zeros(rows.values.shape[1]))
         else:
-            # Tasks that are there, and of which none is a number: no number comes of it, so that the step is left out.
+            # Tasks have targets, but none has a finite loss or row: the direction is nan, so that the step is skipped.
             fill = torch.nan if counts is None or bool((counts > 0).any()) else 0.0
             empty = torch.zeros(0) if rows is None else rows.values.new_full((rows.values.shape[1],), fill)
             choice = MethodChoice(weights[:0], direction=empty)
@@ -151,7 +151,7 @@ class Chooser:
         return here if counts is None else here & (counts.to("cpu") > 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors; those of sharded gradients are this process's."""
+        """State as plain tensors; those of sharded gradients are this process's."""
         kept = {f"state/{name}": value.clone() for name, value in self.state.values.items()}
         pairs = {f"pairs/{name}": torch.tensor(True) for name in self.state.pairs}
         counts = {"steps": torch.tensor(self.steps), "absences": self.absences.clone(), "last": self.last.clone()}
@@ -170,6 +170,6 @@ class Chooser:
 
 
 def summed(losses: Tensor | Sequence[Tensor], reduce: Sum) -> Tensor:
-    """The step's losses [m], float64 on the CPU, without graph."""
+    """Sum the losses [m] over processes: the step's losses, float64 on the CPU, without graph."""
     values = losses.detach().clone() if isinstance(losses, Tensor) else torch.stack([x.detach() for x in losses])
     return reduce(values.to(torch.promote_types(values.dtype, torch.float32))).to("cpu", torch.float64)

@@ -1,4 +1,4 @@
-"""Which method balances the tasks, at which level, with which settings; what does not fit together is refused here."""
+"""Configuration of a balance method: its level and settings, checked against the table of methods."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from omni.errors import UserError
 
 LEVELS = ("loss", "features", "parameters")
 
-MOST = 10
-"""Tasks at most: their sets are enumerated."""
+MAX_TASKS = 10
+"""Largest number of balanced tasks: the solvers enumerate all their subsets."""
 
 
 class Setting(NamedTuple):
-    """A number between bounds, or one of several words.
+    """A setting of a method: a number between bounds, or one of several words.
 
     Attributes:
-        low, high: bounds, themselves allowed.
-        positive: 0 itself is not allowed.
+        low, high: bounds, both included.
+        positive: 0 is not allowed.
     """
 
     default: float | int | str
@@ -33,12 +33,12 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """What a method takes.
+    """Requirements and properties of a method.
 
     Attributes:
-        levels: where it can be taken; the first is the default.
-        batches: batches of one step that it needs apart: 1, 2 (one to look ahead, one to judge by) or 3 (two to choose
-            weights by, one to learn from).
+        levels: levels at which it can be used; the first is the default.
+        batches: number of separate batches that it needs in a step: 1, 2 (one for the step ahead, one for the outer losses) or
+            3 (two for the weights, one for the gradients).
         linear: it gives a weight per task; otherwise a direction.
         ahead: its weights are known before the step's losses.
     """
@@ -104,20 +104,20 @@ METHODS: dict[str, Method] = {
         batches=2, linear=False,
     ),
 }  # fmt: skip
-"""Methods by name."""
+"""All balance methods by name."""
 
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """How the tasks of a step are combined.
+    """Configuration of the balance of a step's tasks.
 
     Attributes:
         method: see `METHODS`.
         level: `loss` (weights for one backward), `features` (by gradients of what encoder and decoder share) or `parameters`
             (by gradients of the shared parameters); the method's first where absent.
         settings: of the method; the others keep their defaults.
-        own: how parameters learn that are not shared: `plain`, by the sum of the losses, or `weighted`, by the same weights as
-            the shared ones.
+        own: how parameters that are not shared are trained: `plain`, by the sum of the losses, or `weighted`, by the same
+            weights as the shared ones.
         seed: of the random draws; the same on all processes.
     """
 
@@ -151,7 +151,7 @@ class BalanceConfig:
 
     @classmethod
     def of(cls, method: str, level: str | None = None, *, own: str = "plain", seed: int = 0, **settings: Any) -> BalanceConfig:
-        """The same with settings as keywords."""
+        """Make a configuration with the method's settings as keywords."""
         return cls(method, level, settings, own, seed)
 
     @property
@@ -160,17 +160,17 @@ class BalanceConfig:
 
     @property
     def at(self) -> str:
-        """The level, given or by default."""
+        """The configured level, or else the method's default."""
         return self.level or self.kind.levels[0]
 
     @property
     def values(self) -> dict[str, Any]:
-        """All settings of the method."""
+        """All settings of the method, defaults included."""
         return {**{name: setting.default for name, setting in self.kind.settings.items()}, **self.settings}
 
 
 def of_level(level: str) -> list[str]:
-    """Methods that can be taken at a level."""
+    """Names of the methods that can be used at a level."""
     return [name for name, method in METHODS.items() if level in method.levels]
 
 

@@ -1,9 +1,10 @@
-"""A feature hook between encoder and decoder: tasks are combined within one ordinary backward.
+"""A feature hook between encoder and decoder, which combines the tasks within one ordinary backward pass.
 
-In a packed batch every position of the features belongs to one task. The gradient of the total loss that arrives there is then
-the gradients of all tasks side by side: summed by task they are the rows, and multiplied by the tasks' weights the combined
-gradient, which goes on into the encoder. No loss is differentiated twice, and whatever wraps the module (DDP, FSDP2,
-checkpointing, autocast) sees one forward and one backward. What lies above the hook learns by the plain sum of the losses.
+In a packed batch every position of the features belongs to one task. The gradient of the total loss at the features thus
+consists of the gradients of all tasks, position by position: summed by task they are the rows, and multiplied by the tasks'
+weights the combined gradient, which goes on into the encoder. No loss is differentiated twice, and all wrappers of the module
+(DDP, FSDP2, checkpointing, autocast) see one forward and one backward. Parameters above the hook are trained by the plain sum
+of the losses.
 
 Dimensions: m tasks, N positions, C channels.
 """
@@ -20,15 +21,15 @@ from train.balance.rows import Rows, Sum, alone
 
 
 class FeatureHook:
-    """Called in the forward pass as `hook(features, task)`; acts in the backward pass.
+    """Combines the tasks' gradients at the features: called in the forward pass, `hook(features, task)`, acts in the backward.
 
-    Between the two the loop may set what the choice needs to know.
+    Between the two the training loop may set the attributes.
 
     Attributes:
         losses: the step's losses [m], summed over processes; ones by default. Read by `gradnorm` and by `mgda` with `loss`.
         counts: targets of each task in the step, [m]; all present by default. A task without any feature is absent anyway.
-        last: this is the step's last micro-batch: the method's state moves on. Weights of an earlier one come from the
-            micro-batches so far.
+        last: this is the step's last micro-batch, so that the method's state is updated. The weights of an earlier one are
+            chosen by the micro-batches so far.
         scale: of the gradients (a loss scaler's).
         report: of the last backward pass.
     """
@@ -44,11 +45,11 @@ class FeatureHook:
         self._rows: Tensor | None = None
 
     def __call__(self, features: Tensor, task: Tensor) -> Tensor:
-        """The features [N, C] as they are; task [N] long, below 0 for a position of no task."""
+        """Return the features [N, C] unchanged; task [N] long, below 0 for a position of no task."""
         return _Hooked.apply(features, task, self) if torch.is_grad_enabled() else features
 
     def change(self, features: Tensor, task: Tensor, gradient: Tensor) -> Tensor:
-        """The combined gradient [N, C]."""
+        """Replace the features' gradient [N, C] by the combined one."""
         balancer, m = self.balancer, len(self.balancer.tasks)
         values = gradient.float() / self.scale
         if balancer.config.method == "graddrop":

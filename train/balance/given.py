@@ -1,7 +1,7 @@
-"""What a method sees of a step, what it keeps between steps, and what it answers.
+"""Interface of the methods: their input from a step (`Given`), their state between steps, and their result (`MethodChoice`).
 
-A task that is absent from a step, or whose row is zero, takes no part: methods see the others only, and its state
-stays as it is.
+A task that is absent from a step, or whose row is zero, takes no part: methods get the others only, and its state stays as it
+is.
 
 Dimensions: m tasks, k of them present, P values of a row.
 """
@@ -21,7 +21,7 @@ from train.balance.rows import Rows, mixed
 
 
 class State:
-    """Tensors by name, one entry per task in their first dimension (in the first two, where they are of pairs)."""
+    """State of a method: tensors by name, with one entry per task in the first dimension (for `pairs`, in the first two)."""
 
     def __init__(self, tasks: int) -> None:
         self.tasks = tasks
@@ -31,14 +31,14 @@ class State:
 
 @dataclass
 class Given:
-    """What a method sees.
+    """Input of a method in one step, and access to its state.
 
     Attributes:
         losses: of the present tasks, summed over processes, [k] float64 on the CPU, without graph.
         rows: their gradients, where the level has any.
-        others: the same of independent batches of the step, where the method needs them.
-        settings: of the method, complete.
-        key: of the step's random draws.
+        others: their gradients of independent batches of the step, where the method needs them.
+        settings: all settings of the method, defaults included.
+        key: seed of the step's random draws.
         present: which tasks take part, [m] bool.
     """
 
@@ -51,7 +51,7 @@ class Given:
     state: State
 
     def get(self, name: str, initial: float | Tensor, pairs: bool = False) -> Tensor:
-        """A copy of the present tasks' state, [k, ...] ([k, k] of pairs); `initial` (a task's entry) before it was ever set."""
+        """Copy the present tasks' state `name`, [k, ...] ([k, k] of pairs); `initial` is a task's entry before any `set`."""
         values = self.state.values
         if name not in values:
             entry = torch.as_tensor(initial, dtype=None if isinstance(initial, Tensor) else torch.float64)
@@ -65,7 +65,7 @@ class Given:
         return values[name][here][:, here] if pairs else values[name][here]
 
     def set(self, name: str, value: Tensor) -> None:
-        """Keep the present tasks' state; `get` comes first."""
+        """Store the present tasks' state `name`, which an earlier `get` has made."""
         stored = self.state.values[name]
         here = self.present.to(stored.device)
         if name in self.state.pairs:
@@ -74,13 +74,13 @@ class Given:
             stored[here] = value.to(stored)
 
     def count(self) -> Tensor:
-        """How many steps each present task has seen, this one included, [k]."""
+        """Count and return the steps of each present task, this one included, [k]."""
         steps = self.get("steps", 0.0) + 1
         self.set("steps", steps)
         return steps
 
     def adam(self, name: str, gradient: Tensor, initial: float, lr: float, weight_decay: float = 0.0) -> None:
-        """One step of Adam on the state `name` [k]; every task counts its own steps."""
+        """Update the state `name` [k] by one step of Adam; every task counts its own steps."""
         parts = {key: self.get(f"{name}/{key}", 0.0) for key in ("first", "second", "step")}
         value = self.get(name, initial)
         lists = [list(x.unbind()) for x in (value, gradient.to(value), *parts.values())]
@@ -93,12 +93,12 @@ class Given:
             self.set(f"{name}/{key}", tensor)
 
     def generator(self) -> torch.Generator:
-        """For this step's draws: the same on every process, and on a resumed run."""
+        """Make the generator of this step's draws: the same on every process, and on a resumed run."""
         return torch.Generator().manual_seed(self.key)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """The same for code that draws from the CPU's global generator, which is left as it was."""
+        """Seed the CPU's global generator for this step's draws, and restore it at the end."""
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(self.key)
         try:
@@ -109,12 +109,12 @@ class Given:
 
 @dataclass
 class MethodChoice:
-    """What a method answers.
+    """Result of a method.
 
     Attributes:
         weights: of the present tasks, [k].
         direction: the combined gradient [P], where it is not the rows times the weights.
-        factors: what every value of the rows is multiplied by, [k, P], where they are not the weights alone.
+        factors: factors of all values of the rows, [k, P], where they are not the weights alone.
     """
 
     weights: Tensor
@@ -122,7 +122,7 @@ class MethodChoice:
     factors: Tensor | None = field(default=None)
 
     def combine(self, rows: Rows) -> Tensor:
-        """The combined gradient [P]."""
+        """Combine the rows to one gradient [P]."""
         if self.direction is not None:
             return self.direction
         if self.factors is not None:
@@ -130,7 +130,7 @@ class MethodChoice:
         return mixed(self.weights, rows.values)
 
     def spread(self, asked: Tensor) -> MethodChoice:
-        """The same among more tasks, of which `asked` [n] bool were chosen for; the others count nothing."""
+        """Extend the result to n tasks, of which the method was given those in `asked` [n] bool; the others get weight 0."""
 
         def among(values: Tensor) -> Tensor:
             more = values.new_zeros(len(asked), *values.shape[1:])

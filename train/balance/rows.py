@@ -1,4 +1,4 @@
-"""One gradient per task, as the rows of a matrix: of shared parameters or of shared features.
+"""Gradients of the tasks as the rows of a matrix, by shared parameters or shared features; moved from and to `grad`.
 
 Dimensions: m tasks, P values that this process holds.
 """
@@ -15,22 +15,22 @@ from torch.distributed.tensor import DTensor
 _PIECES = 16
 
 Sum = Callable[[Tensor], Tensor]
-"""The sum of a tensor over processes (in place or not); the tensor itself where there is one process."""
+"""Sums a tensor over processes (in place or not); returns the tensor itself where there is one process."""
 
 
 def alone(values: Tensor) -> Tensor:
-    """One process: the sum over processes is the tensor itself."""
+    """Return the tensor: its sum over processes where there is one process."""
     return values
 
 
 @dataclass
 class Rows:
-    """Gradients of the tasks.
+    """One gradient per task, as the rows of a matrix.
 
     Attributes:
         values: [m, P], of at least fp32.
-        total: sums a statistic over the processes that hold other values of the same rows (shards); `alone` where each
-            process holds all.
+        total: sums a statistic over the processes that hold other values (shards) of the same rows; `alone` where each process
+            holds all values.
     """
 
     values: Tensor
@@ -40,7 +40,7 @@ class Rows:
         return len(self.values)
 
     def gramian(self, other: Rows | None = None) -> Tensor:
-        """Inner products [m, m] of the rows with each other, or with those of another batch; float64 on the CPU."""
+        """Compute the inner products [m, m] of the rows with each other, or with those of another batch; float64 on the CPU."""
         right = self if other is None else other
         found = torch.zeros(len(self), len(right), dtype=_exact(self.values), device=self.values.device)
         for columns in _pieces(self.values):
@@ -49,24 +49,24 @@ class Rows:
         return self.statistic(found)
 
     def statistic(self, values: Tensor) -> Tensor:
-        """A sum over this process's values, completed over processes; float64 on the CPU."""
+        """Complete a sum over this process's values by those of the other processes; float64 on the CPU."""
         return self.total(values).to("cpu", torch.float64)
 
     def norms(self) -> Tensor:
-        """[m] float64 on the CPU."""
+        """Norms of the rows, [m] float64 on the CPU."""
         return self.statistic(self.values.square().sum(1)).sqrt()
 
     def take(self, present: Tensor) -> Rows:
-        """The rows of some tasks [m] bool."""
+        """Select the rows of the tasks in `present`, [m] bool."""
         return self if bool(present.all()) else Rows(self.values[present.to(self.values.device)], self.total)
 
     def times(self, weights: Tensor) -> Rows:
-        """Every row times its weight [m]."""
+        """Multiply every row by its weight [m]."""
         return Rows(self.values * weights.to(self.values)[:, None], self.total)
 
 
 def mixed(weights: Tensor, values: Tensor) -> Tensor:
-    """The sum [P] of rows [m, P] times their weights [m]. In float64, as large weights may cancel each other."""
+    """Sum rows [m, P] times their weights [m] to [P]; in float64, as large weights may cancel each other."""
     weights = weights.to(values.device, _exact(values))
     found = values.new_empty(values.shape[1])
     for columns in _pieces(values):
@@ -75,11 +75,11 @@ def mixed(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _exact(values: Tensor) -> torch.dtype:
-    return torch.float32 if values.device.type == "mps" else torch.float64  # which knows no float64
+    return torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def _pieces(values: Tensor) -> Iterator[slice]:
-    """Columns of [m, P] a part at a time, so that a copy of another type is small beside them."""
+    """Slices of the columns of [m, P], so that a copy of one slice in another dtype is small."""
     width = max(-(-values.shape[1] // _PIECES), 4096)
     return (slice(start, start + width) for start in range(0, values.shape[1], width))
 
@@ -93,7 +93,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def flat(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Gradients as one vector [P], of at least fp32; zeros where a parameter has none."""
+    """Concatenate gradients to one vector [P], of at least fp32; zeros where a parameter has none."""
     parts = []
     for p, g in zip(parameters, gradients, strict=True):
         given = torch.zeros_like(local(p)) if g is None else local(g).detach()
@@ -102,7 +102,7 @@ def flat(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Te
 
 
 def take_gradients(parameters: Sequence[nn.Parameter], scale: float = 1.0) -> Tensor:
-    """The parameters' `grad` divided by `scale` as one vector [P]; they have none afterwards."""
+    """Take the parameters' `grad` away, and return it divided by `scale` as one vector [P]."""
     row = flat(parameters, [p.grad for p in parameters])
     for p in parameters:
         p.grad = None

@@ -1,4 +1,4 @@
-"""`balance:` in a run's configuration, and what does not fit the rest of it."""
+"""The section `balance:` of a run's configuration, and its checks against the other sections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from omni.errors import UserError
 from omni.tasks import TASKS
-from train.balance.config import MOST, BalanceConfig
+from train.balance.config import MAX_TASKS, BalanceConfig
 from train.data.config import DataConfig
 
 BILEVEL = ("autolambda", "moml", "forum")
@@ -24,16 +24,16 @@ class BalanceSection(BalanceConfig):
         level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
             backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
         settings: of the method; the others keep their defaults.
-        own: how parameters learn that tasks do not share, at level parameters: `plain`, by the sum of the losses, or
+        own: how parameters that tasks do not share are trained, at level parameters: `plain`, by the sum of the losses, or
             `weighted`, by the same weights as the shared ones.
         seed: of the random draws; the same on all processes.
         tasks: what is balanced: the `tasks` of the data, or the `streams` of the layout.
-        names: tasks that are balanced, the others learn plainly; by default all that the data's sources name (at level features
-            those that ask by speech).
+        names: tasks that are balanced, the others count with weight 1; by default all that the data's sources name (at level
+            features those with spoken questions).
         losses: a task's loss is its `share` of the plain objective, or the `mean` over its own targets by stream.
         separate: names of parameters that tasks do not share, at level parameters: patterns as in `trainable`. `forum`
             takes all parameters as shared.
-        rows: held-out rows by which the methods of two levels (autolambda, moml, forum) judge.
+        rows: number of held-out rows for the outer losses of the bilevel methods (autolambda, moml, forum).
     """
 
     tasks: Literal["tasks", "streams"] = "tasks"
@@ -73,7 +73,7 @@ class BalanceSection(BalanceConfig):
 
     @property
     def separates(self) -> bool:
-        """Parameters that tasks do not share learn otherwise than the shared ones."""
+        """True where parameters that tasks do not share are trained differently from the shared ones."""
         return self.at == "parameters" and self.method not in BILEVEL
 
 
@@ -104,20 +104,20 @@ def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
 def check_balance(
     section: BalanceSection, data: DataConfig, precision: str, processes: int | None, streams: int | None = None
 ) -> None:
-    """Refuse what does not fit together.
+    """Check the section against data, precision and number of processes.
 
     Args:
-        processes: of the run, where the configuration tells.
-        streams: of the layout, where the configuration tells.
+        processes: of the run; None where the configuration does not say.
+        streams: of the layout; None where the configuration does not say.
 
     Raises:
-        UserError: with a line that says what to change.
+        UserError: settings that do not fit together, with one line that says what to change.
     """
     balanced_tasks(section, data)
     kind, method = section.kind, section.method
-    if section.tasks == "streams" and streams is not None and not 2 <= streams <= MOST:
+    if section.tasks == "streams" and streams is not None and not 2 <= streams <= MAX_TASKS:
         raise UserError(
-            f"balance.tasks is streams, but the model's layout has {streams} of them, and 2 to {MOST} can be "
+            f"balance.tasks is streams, but the model's layout has {streams} of them, and 2 to {MAX_TASKS} can be "
             "balanced; use tasks"
         )
     if precision == "16-mixed" and (section.at != "loss" or method in BILEVEL):
@@ -137,10 +137,10 @@ def check_balance(
 
 
 def _enough(names: Sequence[str], section: BalanceSection, what: str) -> list[str]:
-    if not 2 <= len(names) <= MOST:
+    if not 2 <= len(names) <= MAX_TASKS:
         raise UserError(
             f"balance.method {section.method} at level {section.at} has {len(names)} {what} to balance ({_listed(names)}); it "
-            f"needs 2 to {MOST}: give data.sources more of them"
+            f"needs 2 to {MAX_TASKS}: give data.sources more of them"
         )
     return list(names)
 

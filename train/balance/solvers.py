@@ -1,7 +1,7 @@
-"""Small convex problems over tasks, solved exactly in float64 on the CPU.
+"""Solves the small convex problems of balance methods exactly, in float64 on the CPU.
 
-TorchJD's solutions of these ask for cvxpy, ecos, clarabel, scipy or quadprog. With the few tasks of a step, all sets of active
-constraints can be tried at once instead, and what has no constraints is a damped Newton iteration.
+TorchJD solves them with cvxpy, ecos, clarabel, scipy or quadprog. With the few tasks of a step, all sets of active constraints
+can be tried at once instead; problems without constraints are solved by a damped Newton iteration.
 
 Dimensions: m tasks, c inequalities.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchjd.linalg import DualConeProjector
 
-_RIDGE = 1e-9  # of the matrix's mean eigenvalue: among equal solutions the one of least norm
+_RIDGE = 1e-9  # relative to the matrix's mean eigenvalue: selects the solution of least norm among equal ones
 
 Array = np.ndarray
 
@@ -40,7 +40,7 @@ def quadratic(q: Array, linear: Array, equal: tuple[Array, Array], least: tuple[
     right[:, :n] = -linear / scale
     right[:, n : n + e] = e_right
     right[:, n + e :] = a_right * active
-    twice = system[:, n:, n:]  # active sets that contradict each other are made solvable, and found infeasible then
+    twice = system[:, n:, n:]  # regularised: contradictory active sets become solvable, and are rejected as infeasible below
     twice += 1e-14 * np.eye(e + c)
     x = np.linalg.solve(system, right[..., None])[:, :n, 0]
     kept = np.abs(x @ e_matrix.T - e_right).max(1, initial=0) < 1e-7
@@ -96,13 +96,13 @@ def fair(gramian: Array, power: float) -> Array:
     """
     m = len(gramian)
     size = np.trace(gramian) / m
-    if not size > 0:  # no gradient at all, to which all weights are as good
+    if not size > 0:  # all gradients are zero: any weights will do
         return np.ones(m)
     g = gramian / size
     length = np.sqrt(g.diagonal().clip(1e-26))
     ridge = max(1e-8 - np.linalg.eigvalsh(g / length[:, None] / length)[0], 0.0)
     g = g + ridge * np.diag(g.diagonal()) + 1e-13 * np.eye(m)
-    # w of this one times size ** (-1 / (1 + power)) solves the given one
+    # The solution for the normalised Gramian, times size ** (-1 / (1 + power)), is that for the given one.
     w = np.ones(m)
 
     def value(w: Array) -> float:
@@ -155,5 +155,5 @@ def like(array: Array, tensor: Tensor) -> Tensor:
 
 
 def solved(function: Callable[..., Array], gramian: Tensor, *args: float) -> Tensor:
-    """A solver's answer as a tensor like the Gramian."""
+    """Call a solver with the Gramian as an array; its result is a tensor of the Gramian's dtype and device."""
     return like(function(to_array(gramian), *args), gramian)

@@ -1,4 +1,4 @@
-"""What balanced tasks cost: the same steps of a recipe, plain and balanced by several methods, one after another."""
+"""Measures the cost of balanced tasks: the same steps of a recipe, plain and balanced by several methods, in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni.errors import UserError
 from omni.profiling import seconds_of
 from train.balance.section import BILEVEL, BalanceSection, check_balance
 from train.bench.names import BALANCED
-from train.bench.runs import at_hand
+from train.bench.runs import run_with_batches
 from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 
@@ -22,10 +22,10 @@ from train.config.parse import read_fit_config
 def balance(
     file: str, device: torch.device, steps: int = 4, rounds: int = 12, methods: Sequence[str] = BALANCED
 ) -> list[TimingRow]:
-    """A recipe's training steps with balanced tasks, over plain ones: three tasks that ask by speech, batches at hand.
+    """Times a recipe's training steps with balanced tasks, over plain ones: three spoken tasks, batches made beforehand.
 
-    Slices of plain and balanced steps alternate, and in every other round backwards, so that a machine's moods meet all alike.
-    Weights change, work does not: all train one model.
+    Slices of plain and balanced steps alternate, and in every other round in reverse order, so that changes of a machine's
+    speed affect all alike. All train one model: its weights change, the work does not.
 
     Raises:
         UserError: an unknown method or level, or one that does not fit the recipe.
@@ -42,7 +42,7 @@ def balance(
         raise UserError("bench: --methods names none; leave it out, or name some")
     if "famo, level loss" in sections:
         sections["famo, look same"] = BalanceSection("famo", settings={"look": "same"})
-    judged = [section for section in sections.values() if section.method in BILEVEL]  # for whom held-out rows are drawn
+    judged = [section for section in sections.values() if section.method in BILEVEL]  # these need held-out rows
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             config,
@@ -50,17 +50,17 @@ def balance(
             data=mixture,
             objective=replace(config.objective, align_first=0.0),
         )
-        loop, given = at_hand(config, device, Path(folder), steps)
+        loop, given = run_with_batches(config, device, Path(folder), steps)
 
         def slice_of() -> None:
             for step in given:
                 loop.train(step)
 
-        ways = {"plain": None, **{name: loop.balancing(section) for name, section in sections.items()}}
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        variants = {"plain": None, **{name: loop.balancing(section) for name, section in sections.items()}}
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(rounds + 1):
-            for name, way in ways.items() if turn % 2 else reversed(ways.items()):
-                loop.balance = way
+            for name, variant in variants.items() if turn % 2 else reversed(variants.items()):
+                loop.balance = variant
                 spent = seconds_of(slice_of, device)
                 if turn:
                     seconds[name].append(spent / steps)

@@ -1,4 +1,4 @@
-"""A command in a process of its own: the memory that it takes there, or what it says within a time limit."""
+"""Runs a command in a process of its own; measures its memory, or returns its output within a time limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from omni.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 EVERY = 0.003
-"""Seconds between two looks at the memory; a peak that is shorter may be missed."""
+"""Seconds between two readings of the memory; a peak that is shorter may be missed."""
 
 _CHILD = """
 import importlib, sys
@@ -39,11 +39,11 @@ sys.exit(command.main(sys.argv[3:]))
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a command took, beyond its process when all was imported and nothing begun.
+class ResourceUse:
+    """Time and memory of a command, beyond those of its process when all was imported and nothing started.
 
     Attributes:
-        seconds: from its beginning to the end of its process.
+        seconds: from its start to the end of its process.
         resident: bytes of resident memory (RSS) at its peak; pages of mapped files count while they are there.
         anonymous: the same without files and shared memory, at its own peak; where the system does not tell them apart (it does
             on Linux), all of it.
@@ -56,10 +56,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class ChildResult:
-    """How a command ended.
+    """Exit code, time and output of a command.
 
     Attributes:
-        code: its exit code, None where its time ran out and it was killed, with all that it had started.
+        code: its exit code, None where its time ran out and it was killed, with all processes that it had started.
         out, error: what it wrote.
     """
 
@@ -70,7 +70,7 @@ class ChildResult:
 
 
 def run_limited(command: Sequence[str], limit: float) -> ChildResult:
-    """Run a command for `limit` seconds at most."""
+    """Runs a command for `limit` seconds at most."""
     start, late = time.perf_counter(), False
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -79,7 +79,7 @@ def run_limited(command: Sequence[str], limit: float) -> ChildResult:
             out, error = child.communicate(timeout=max(limit, 0.0))
         except subprocess.TimeoutExpired:
             late = True
-            started = psutil.Process(child.pid).children(recursive=True)  # one with a session of its own is in no group of ours
+            started = psutil.Process(child.pid).children(recursive=True)  # one with its own session is not in the group
             os.killpg(child.pid, signal.SIGKILL)
             for one in started:
                 with suppress(psutil.NoSuchProcess):
@@ -88,14 +88,14 @@ def run_limited(command: Sequence[str], limit: float) -> ChildResult:
     return ChildResult(None if late else child.returncode, time.perf_counter() - start, out, error)
 
 
-def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()) -> Taken:
-    """Run `module.main(arguments)` in a new interpreter, and watch its memory from outside.
+def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()) -> ResourceUse:
+    """Runs `module.main(arguments)` in a new interpreter, and measures its memory from outside.
 
     Args:
         imports: further modules that it imports before it starts, so that they do not count.
 
     Raises:
-        UserError: it failed; what it said stands on standard error.
+        UserError: it failed; its messages are on standard error.
     """
     command = [sys.executable, "-c", _CHILD, module, ",".join(imports), *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -117,7 +117,7 @@ def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()
         child.communicate()
     if child.returncode:
         raise UserError(f"{module} {' '.join(arguments)} ended with {child.returncode}; see what it said above")
-    return Taken(seconds, resident, anonymous)
+    return ResourceUse(seconds, resident, anonymous)
 
 
 def _memory(process: psutil.Process) -> tuple[int, int]:
@@ -133,7 +133,8 @@ _CHECK = "import sys; from train.bench.child import run_check; sys.exit(run_chec
 
 
 def run_check(module: str, name: str, device: str, real: str) -> int:
-    """In a process of its own: one of `module.CHECKS`, a JSON object a finding. Returns 0, or 3 where a package is missing."""
+    """Runs one of `module.CHECKS`, in a process of its own, and prints its findings, each as a JSON object. Returns 0, or 3
+    where a package is missing."""
     work, _ = importlib.import_module(module).CHECKS[name]
     try:
         for text, good in work(torch.device(device), real == "real"):
@@ -145,7 +146,7 @@ def run_check(module: str, name: str, device: str, real: str) -> int:
 
 
 def gpu_report(module: str = "train.bench.gpu", device: str = "cuda", real: bool = True) -> Iterator[dict[str, Any]]:
-    """Run `module.CHECKS` one after another, each in a process of its own: name, state, seconds and findings of each.
+    """Runs `module.CHECKS` one after another, each in a process of its own; yields name, state, seconds and findings of each.
 
     The state is `green`; `red` where a finding is not as it should be, the check raised or its time ran out; `not run` without
     a GPU, without a package, or where `GPU_SECONDS` are over.
@@ -174,7 +175,7 @@ def gpu_report(module: str = "train.bench.gpu", device: str = "cuda", real: bool
 
 
 def check_gpu(as_json: bool) -> int:
-    """The report of `--gpu`: 1 where a check is red."""
+    """Prints the report of `--gpu`; returns 1 where a check is red, else 0."""
     red = False
     for one in gpu_report():
         red = red or one["state"] == "red"
@@ -185,20 +186,20 @@ def check_gpu(as_json: bool) -> int:
     return int(red)
 
 
-# --- those that run whole commands -------------------------------------------------------------------------------------
+# --- checks that run whole commands ------------------------------------------------------------------------------------
 
 
 def _weights_of_run(
     config: str, folder: Path, words: Sequence[str], name: str, more: Sequence[str] = (), limit: float = 60
 ) -> bytes:
-    """Run `train fit` in `folder/name` for `limit` seconds at most; the file of the weights, empty where it left none."""
+    """Runs `train fit` in `folder/name` for `limit` seconds at most; returns its file of weights, empty where there is none."""
     run_limited([sys.executable, "-m", "train", "fit", config, f"--run_folder={folder / name}", *words, *more], limit)
     model = folder / name / "model" / "model.safetensors"
     return model.read_bytes() if model.exists() else b""
 
 
 def repeat(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
-    """Runs of 20 steps: the same twice, killed and resumed, in fp16."""
+    """Checks runs of 20 steps: the same twice, killed and resumed, in fp16."""
     words = ["--budget.minutes=null", "--validation.questions=0", "--checkpoint.every_steps=10", "--log.progress=off"]
     words += [f"--budget.steps={20 if real else 2}", f"--fabric.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}"]
     with tempfile.TemporaryDirectory() as place:
@@ -214,7 +215,7 @@ def repeat(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
 
 
 def commands(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
-    """The benches of the two doors, as they print."""
+    """Runs the bench commands of `infer` and `train`; yields their output."""
     for words in (["infer", "bench", "--preset=nano", "--repeat=1"], ["train", "bench", "--only=[step]"]):
         ended = run_limited([sys.executable, "-m", *words, f"--device={device.type}"], 60)
         yield f"python -m {' '.join(words)}\n{ended.out if ended.code == 0 else ended.error}", ended.code == 0

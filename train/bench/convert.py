@@ -1,7 +1,7 @@
-"""What `python -m train convert` takes: memory over the size of what it reads, and the rate at which it writes.
+"""Measures `python -m train convert`: memory over the size of what it reads, and the rate at which it writes.
 
 A language model of Qwen2-0.5B's shape goes from Hugging Face's shards into a speech model, that one out as a mini-omni's
-`.pth`, and that one in again. Weights are random, and lie in the system's folder for temporary files (`TMPDIR`): about 6 GB.
+`.pth`, and that one in again. Weights are random, and are in the system's folder for temporary files (`TMPDIR`): about 6 GB.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ QWEN2_05B: dict[str, Any] = {
     "max_window_layers": 24,
     "torch_dtype": "bfloat16",
 }
-"""What counts of the `config.json` of Qwen/Qwen2-0.5B."""
+"""The keys of the `config.json` of Qwen/Qwen2-0.5B that a conversion reads."""
 
 SHARDS = 4
 GROWN = ("--layout", "mini-omni", "--combine", "mean", "--projector", "linear", "--encoder_mode", "padded")
-"""A speech model that can go out as a mini-omni."""
+"""Options of a speech model that can be converted to a mini-omni's format."""
 
 
 def convert(settings: Mapping[str, Any] = QWEN2_05B, encoder: str = "small", shards: int = SHARDS) -> list[TimingRow]:
-    """Three conversions, one after another, each in a process of its own.
+    """Measures three conversions, one after another, each in a process of its own.
 
-    Memory is counted beyond an interpreter that has imported the command and done nothing. "RSS" has in it the pages that are
-    there of mapped files, which the system takes back when it needs them: weights in `.pth`, and libraries that only work
-    touches (some 130 MB). "Without files" is what the command holds.
+    Memory is counted beyond an interpreter that has imported the command and done nothing. "RSS" includes the resident pages of
+    mapped files, which the system takes back when it needs them: weights in `.pth`, and libraries that are touched only during
+    work (some 130 MB). "Without files" is what the command holds.
 
     Args:
         settings: the language model's `config.json`.
-        encoder: size of the Whisper that it is grown with, drawn.
+        encoder: size of the Whisper that is added to it, with random weights.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_model(folder / "hf", settings, shards)
-        named = ("--tokenizer", str(folder / "hf" / "tokenizer.json"))  # of bytes, beside a large table
+        named = ("--tokenizer", str(folder / "hf" / "tokenizer.json"))  # the tokenizer of bytes, beside a large table
         rows = _row("from Hugging Face", folder / "hf", folder / "model", ("--encoder", encoder, *GROWN, *named))
         rows += _row("to .pth", folder / "model", folder / "pth", ("--kind", "mini-omni"))
         return rows + _row("from .pth", folder / "pth", folder / "again", ("--kind", "mini-omni", *named))
@@ -80,12 +80,12 @@ def _row(name: str, source: Path, target: Path, options: Sequence[str]) -> list[
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of its files."""
+    """Bytes of the files in a folder."""
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def write_model(folder: Path, settings: Mapping[str, Any], shards: int = SHARDS) -> None:
-    """A language model's folder as Hugging Face has it: random weights in bf16, in shards with an index; bytes for tokens."""
+    """Writes a language model's folder as Hugging Face has it: random bf16 weights in shards with an index; bytes as tokens."""
     folder.mkdir()
     text = text_config(settings)
     shapes = {their_name(name): shape for name, shape in text_shapes(text).items()}

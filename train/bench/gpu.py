@@ -1,6 +1,7 @@
-"""Ten checks of what differs on a GPU (`python -m train bench --gpu`), each run in a process and with a time limit of its own.
+"""Ten checks of behaviour that differs on a GPU (`python -m train bench --gpu`), each in its own process with a time limit.
 
-A check gives pairs of a text and whether that is as it should be (None: a figure). `real`: the sizes of real models.
+A check yields pairs of a text and True or False, for a result that is right or wrong, or None, for a mere figure. `real`: use
+the sizes of real models.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Lines = Iterator[tuple[str, bool | None]]
 HALF = torch.bfloat16
 
 
-def talker(device: torch.device, name: str = "nano", dtype: torch.dtype = torch.float32, **options: Any) -> SpeechLM:
+def random_lm(device: torch.device, name: str = "nano", dtype: torch.dtype = torch.float32, **options: Any) -> SpeechLM:
     """A preset with random weights and no codec."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -65,8 +66,8 @@ def said(lm: SpeechLM, **options: Any) -> list[Any]:
 
 
 def kernels(device: torch.device, real: bool) -> Lines:
-    """Which attention is chosen once there is a model; cuDNN's plans every shape again, and has given NaN."""
-    talker(device)
+    """Checks which attention is chosen once there is a model: not cuDNN's, which plans every shape again and has given NaN."""
+    random_lm(device)
     yield f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}", None
     for name, *sizes in (("training", 2048, 2048), ("clips", 100, 100), ("prefill", 104, 256), ("step", 1, 1024)):
         q, k = (torch.zeros(2, 14, n, 64, device=device, dtype=HALF) for n in sizes)
@@ -76,7 +77,8 @@ def kernels(device: torch.device, real: bool) -> Lines:
 
 
 def attention(device: torch.device, real: bool) -> Lines:
-    """A shape's first and later times with and without cuDNN; gradients where they were NaN; a dense mask against none."""
+    """Times attention, first and later calls by shape, with and without cuDNN, and with a dense mask against none; checks
+    gradients where they were NaN."""
 
     def run(length: int, masked: bool, value: float) -> Tensor:
         mask = torch.ones(2, 1, length, length, dtype=torch.bool, device=device).tril() if masked else None
@@ -105,7 +107,7 @@ def attention(device: torch.device, real: bool) -> Lines:
 
 
 def graphs(device: torch.device, real: bool) -> Lines:
-    """Captured steps answer as plain ones do, and wait for nothing."""
+    """Checks that captured steps answer as plain ones do, and do not wait for the device."""
     forward = Runner._forward
 
     def strict(self: Runner, plan: Any) -> None:
@@ -114,12 +116,15 @@ def graphs(device: torch.device, real: bool) -> Lines:
         torch.cuda.set_sync_debug_mode("default")
 
     with patch.object(Runner, "_forward", strict):
-        yield "a session and a batch, with the tokens of plain steps", said(talker(device)) == said(talker(device, graph=False))
+        yield (
+            "a session and a batch, with the tokens of plain steps",
+            said(random_lm(device)) == said(random_lm(device, graph=False)),
+        )
 
 
 def changes(device: torch.device, real: bool) -> Lines:
-    """Edits, adapters, threads and a second GPU between captured steps."""
-    lm, plain = talker(device), talker(device, graph=False)
+    """Checks answers after changes between captured steps: edits, adapters, threads and a second GPU."""
+    lm, plain = random_lm(device), random_lm(device, graph=False)
     for seed in range(5):
         torch.manual_seed(seed)
         up, low = (torch.randn(3, lm.config.decoder.width, device=device) for _ in "ab")
@@ -137,12 +142,12 @@ def changes(device: torch.device, real: bool) -> Lines:
     with ThreadPoolExecutor(4) as pool:
         yield "4 threads, 12 questions", all(got == wanted for got in pool.map(lambda _: said(lm), range(12)))
     for other in range(1, torch.cuda.device_count()):
-        yield f"a model on GPU {other}", said(talker(torch.device("cuda", other))) == wanted
+        yield f"a model on GPU {other}", said(random_lm(torch.device("cuda", other))) == wanted
 
 
 def steps(device: torch.device, real: bool) -> Lines:
-    """A decoding step by rows and slots, plain and compiled, beside the time that a copy of the weights' bytes takes."""
-    lm = talker(device, "qwen2-0.5b-omni" if real else "nano", HALF)
+    """Times a decoding step by rows and slots, plain and compiled, beside the time that a copy of the weights' bytes takes."""
+    lm = random_lm(device, "qwen2-0.5b-omni" if real else "nano", HALF)
     decoder, table = lm.model.decoder, torch.zeros(1 << (28 if real else 12), device=device)
     read = sum(p.numel() * 2 for p in (*decoder.blocks.parameters(), decoder.text_weight, decoder.audio_head.weight))
     copied = timed(table.clone, device, 3) * read / (table.numel() * 8)
@@ -156,7 +161,7 @@ def steps(device: torch.device, real: bool) -> Lines:
 
 
 def training(device: torch.device, real: bool) -> Lines:
-    """Steps of mini-omni's last stage on the fullest batches, with and without checkpointing."""
+    """Times steps of mini-omni's last stage on the fullest batches, with and without checkpointing; checks the weights."""
     config, shape = read_fit_config([f"{CONFIGS}/mini-omni/stage3.yaml"])[0], preset("qwen2-0.5b-omni" if real else "nano")
     bench = build_workbench(config, shape, device)
     for rows, again in ((2, True), (8, False), (16, False))[: None if real else 1]:
@@ -170,7 +175,7 @@ def training(device: torch.device, real: bool) -> Lines:
 
 
 def loss(device: torch.device, real: bool) -> Lines:
-    """The heads' loss by the size of its chunks; the gradient of features gathered against that of features copied."""
+    """Times the heads' loss by the size of its chunks, and the gradient of features gathered against that of copied ones."""
     size, rows, width = (152000, 8192, 896) if real else (64, 16, 8)
     x, weight = (torch.randn(n, width, device=device, dtype=HALF).mul_(0.1).requires_grad_() for n in (rows, size))
     at, one = torch.arange(rows, device=device), torch.ones(1, device=device)
@@ -183,7 +188,7 @@ def loss(device: torch.device, real: bool) -> Lines:
 
 
 def codecs(device: torch.device, real: bool) -> Lines:
-    """SNAC and Mimi: frames a second in a stream and as a whole; TF32 against the CPU."""
+    """Times SNAC and Mimi (frames a second in a stream and as a whole), and checks TF32 against the CPU."""
     for kind in (SnacCodec, MimiCodec)[: None if real else 1]:
         codec, host, g = kind.random(device=device), kind.random(), torch.Generator().manual_seed(0)
         codes = torch.stack([torch.randint(n, (64 if real else 3,), generator=g) for n in codec.codebook_sizes])
@@ -198,4 +203,4 @@ CHECKS: dict[str, tuple[Callable[[torch.device, bool], Lines], float]] = {
     for f, limit in ((kernels, 20), (attention, 35), (graphs, 40), (changes, 60), (steps, 80), (training, 70), (loss, 25),
                      (repeat, 70), (codecs, 30), (commands, 50))
 }  # fmt: skip
-"""Each with its limit in seconds: eight minutes together."""
+"""The checks by name, each with its limit in seconds: eight minutes together."""

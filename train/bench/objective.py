@@ -1,4 +1,4 @@
-"""The objective against the plain one."""
+"""Measures the objective against a plain implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.objective.cross_entropy import LinearCrossEntropy
 def objective(
     device: torch.device, text: float, audio: float, positions: int = 2048, repeat: int = 1, name: str = "qwen2-0.5b-omni"
 ) -> list[TimingRow]:
-    """Forward and backward of the heads and losses, ours and plain, at a preset's vocabulary and width.
+    """Measures forward and backward of the heads and losses, ours and plain, at a preset's vocabulary and width.
 
     Args:
         text, audio: share of the positions that has a target on the text stream and on each audio stream.

@@ -1,4 +1,4 @@
-"""What bf16 gains: the same steps of a recipe in `32-true` and in `bf16-mixed`, one right after the other."""
+"""Measures what bf16 gains: the same steps of a recipe in `32-true` and in `bf16-mixed`, one right after the other."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 from omni.profiling import seconds_of
 from train.bench.guard import PHASES
-from train.bench.runs import at_hand
+from train.bench.runs import run_with_batches
 from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 from train.config.sections import BudgetConfig
 
 
 def precision(file: str, device: torch.device, steps: int = 4, rounds: int = 8) -> list[TimingRow]:
-    """A recipe's steps in `bf16-mixed` over those in `32-true`, with batches at hand.
+    """Times a recipe's steps in `bf16-mixed` over those in `32-true`, with batches made beforehand.
 
-    Two runs of one configuration take each batch in turn, in every other round the other way round; a ratio is that of one
-    such pair. Muon's iteration is in the run's precision.
+    Two runs of one configuration take each batch in turn, in every other round in reverse order; a ratio is that of one such
+    pair. Muon's iteration is in the run's precision.
 
     Args:
-        rounds: through the steps, after one that is not counted.
+        rounds: passes through the steps, after one that is not counted.
     """
     config = replace(read_fit_config([file])[0], budget=BudgetConfig(steps=2), guard=False)
     rows = []
@@ -32,7 +32,7 @@ def precision(file: str, device: torch.device, steps: int = 4, rounds: int = 8) 
         loops = {}
         for name in ("32-true", "bf16-mixed"):
             own = replace(config, fabric=replace(config.fabric, precision=name))
-            loops[name], given = at_hand(own, device, Path(folder) / name, steps)
+            loops[name], given = run_with_batches(own, device, Path(folder) / name, steps)
         for phase, done in PHASES.items():
             if not done and not config.objective.align_first:
                 continue

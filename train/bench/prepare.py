@@ -1,4 +1,4 @@
-"""What `python -m train data prepare` costs beside its codec, and the memory that many rows take."""
+"""Measures the cost of `python -m train data prepare` beside its codec, and the memory that many rows take."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
-from train.bench.child import Taken, run_apart
+from train.bench.child import ResourceUse, run_apart
 from train.bench.timing import TimingRow
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
 
 MIB = 1 << 20
 IMPORTS = ("torch", "torchaudio", "soundfile", "datasets", "pyarrow.parquet", "train.data.prepare.prepare", "omni.codec.codec2")
-"""What the command imports only once it has begun."""
+"""Modules that the command imports only after its start."""
 SHORT = 0.16
 """Seconds of the answers of which many are prepared: four frames of Codec2."""
 
@@ -38,9 +38,9 @@ def prepare(
     clips: int = 24, seconds: float = 5.0, counts: Sequence[int] = (1000, 10_000, 20_000), rounds: int = 3,
     snac: Mapping[str, Any] = SNAC_24KHZ,
 ) -> list[TimingRow]:  # fmt: skip
-    """Rates of one core, and peak memory.
+    """Measures rates on one core, and peak memory.
 
-    Each round prepares the same recordings with the codec, from the command's beginning to its end (but in this process), and
+    Each round prepares the same recordings with the codec, from the command's start to its end (but in this process), and
     encodes them with the codec alone, already read and at its sample rate, right after; a ratio is that of one such pair. Both
     load the codec first.
 
@@ -61,7 +61,7 @@ def prepare(
 def _rates(
     name: str, folder: Path, kind: str, weights: str, clips: int, seconds: float, rounds: int, asked: bool = False
 ) -> list[TimingRow]:
-    """Seconds of answers that are prepared in a second, and those that the codec alone encodes."""
+    """Measures seconds of answers that are prepared in a second, and those that the codec alone encodes."""
     rate = load_codec(kind, weights or None).sample_rate
     sounds = [sound(seconds, rate, seed) for seed in range(clips)]
     data = write_table(folder / f"{kind}-data", sounds, rate, asked)
@@ -89,12 +89,12 @@ def _rates(
 
 
 def _memory(folder: Path, counts: Sequence[int]) -> list[TimingRow]:
-    """Peak memory of preparing so many short rows in one process, beyond an interpreter that has imported the command.
+    """Measures peak memory of preparing so many short rows in one process, beyond an interpreter that has imported the command.
 
-    RSS has the pages of libraries that only work touches; the ratio without files is the one that says whether rows pile up. It
-    is above 1 for the first rows, as the footer of the open shard grows until that shard is full.
+    RSS includes pages of libraries that are touched only during work; the ratio without files shows whether rows accumulate in
+    memory. It is above 1 for the first rows, as the footer of the open shard grows until that shard is full.
     """
-    rows, taken = [], list[Taken]()
+    rows, taken = [], list[ResourceUse]()
     wav = folder / "short.wav"
     soundfile.write(wav, sound(SHORT, 8000, 0).numpy(), 8000)
     for count in counts:
@@ -126,7 +126,7 @@ def sound(seconds: float, rate: int, seed: int) -> Tensor:
 
 
 def write_table(folder: Path, answers: Sequence[Tensor], rate: int, asked: bool) -> Path:
-    """A table of spoken answers [S] at `rate` and, where they are `asked`, spoken questions as long, with their WAV files."""
+    """Writes a table of spoken answers [S] at `rate` and, if `asked`, of spoken questions as long, with their WAV files."""
     folder.mkdir(parents=True)
     with (folder / "rows.jsonl").open("w") as file:
         for i, answer in enumerate(answers):
@@ -163,7 +163,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch computes with one thread in this block."""
+    """A context in which PyTorch computes with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

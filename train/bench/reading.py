@@ -1,4 +1,4 @@
-"""How fast prepared rows become packed batches, and how soon the first batch is there, of little data and of much."""
+"""Measures the rate at which prepared rows become packed batches, and the time to the first batch, of little and much data."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from train.data.sources.base import StoredSource
 from train.data.sources.mixture import Mixture, TaskMixture
 
 KINDS = 64
-"""Rows that differ; all others repeat them."""
+"""Number of rows that differ; all others repeat them."""
 
 
 def reading(
     counts: Sequence[int] = (1000, 400_000), shard: int = 4000, steps: int = 4, repeat: int = 3,
     packing: PackingConfig | None = None,
 ) -> list[TimingRow]:  # fmt: skip
-    """One core, batches made in this process, for the `nano` preset; files just written, so none is waited for.
+    """Measures on one core, with batches made in this process, for the `nano` preset; files are just written, hence cached.
 
     The first batch is timed from where a run opens its data; resumed, with the state of a run that has made `steps` batches.
 
@@ -79,16 +79,16 @@ def reading(
 
 
 def _open(data: Path, packing: PackingConfig, step: int = 0, states: Mapping[str, Any] | None = None) -> StepLoader:
-    """A loader over stored rows, as a run opens them."""
+    """Opens a loader over stored rows, as a run does."""
     maker = ExampleMaker(preset("nano"), Tokenizer.bytes(), load_codec("codec2"))
     pipeline = Pipeline(Mixture([StoredSource(data)], [1.0]), [TaskMixture({"A1T1": 0.5, "A1A2": 0.5})], maker, packing)
     return StepLoader(pipeline, 1, start_step=step, states=states)
 
 
 def write_shards(folder: Path, count: int, shard: int) -> int:
-    """Files of `count` short rows: half a second asked, a sentence and a second of Codec2 answered. Returns how many files.
+    """Writes `count` short rows: half a second asked, a sentence and a second of Codec2 answered. Returns the number of files.
 
-    Equal files are one file with many names, where the disk can.
+    Equal files are hard links to one file, where the disk has these.
     """
     g = torch.Generator().manual_seed(0)
     rows = [

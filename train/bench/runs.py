@@ -1,4 +1,4 @@
-"""Runs with their first batches at hand, and data made while training."""
+"""Measures data that are made while training, and builds runs with their first batches made beforehand."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 6
-"""Steps that are not measured at the beginning of a round with data made while it trains."""
+"""Steps that are not measured at the start of a round with data made while it trains."""
 
 
 def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> list[TimingRow]:
-    """A recipe's training steps with data made while it trains, and the same steps with their batches at hand.
+    """Times a recipe's training steps with data made while it trains, and the same steps with their batches made beforehand.
 
-    Kinds alternate, so that a machine's moods meet both; while batches are at hand, the loader's workers fill their queue and
-    then wait. Where utterances come back (`digits.reuse`), only some steps make new ones: 16 of 124 with the recipe of
-    `make demo`; what is measured holds that share.
+    The two alternate, so that changes of a machine's speed affect both; during the second, the loader's workers fill their
+    queue and then wait. Where utterances are reused (`digits.reuse`), only some steps make new ones: 16 of 124 with the recipe
+    of `make demo`; the measured steps have that share.
     """
     from train.config.parse import read_fit_config
     from train.data.batching.loader import StepLoader
@@ -65,21 +65,21 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
             torch.cuda.synchronize()
         return seen, time.perf_counter() - start
 
-    live, at_hand, examples, positions, used = [], [], 0, 0, 0
+    live, run_with_batches, examples, positions, used = [], [], 0, 0, 0
     loader = StepLoader(
         pipeline, config.data.micro_batches, workers=config.data.workers, prefetch=config.data.prefetch
     )  # fmt: skip
     for _ in range(rounds):
-        run(loader, WARM_UP)  # and empties the queue that filled while nothing was drawn
+        run(loader, WARM_UP)  # also empties the queue that filled meanwhile
         seen, seconds = run(loader, steps)
         live.append(seconds / steps)
-        at_hand.append(run(iter(seen), steps)[1] / steps)
+        run_with_batches.append(run(iter(seen), steps)[1] / steps)
         flat = [batch for step in seen for batch in step]
         examples += sum(b.examples for b in flat)
         positions += sum(b.segments.numel() for b in flat)
         used += sum(b.positions for b in flat)
     loader.close()
-    made, given = statistics.fmean(live), statistics.fmean(at_hand)
+    made, given = statistics.fmean(live), statistics.fmean(run_with_batches)
     return [
         TimingRow("step, batches at hand", given * 1e3, "ms"),
         TimingRow("step, data made while training", made * 1e3, "ms"),
@@ -89,8 +89,8 @@ def data(file: str, device: torch.device, steps: int = 26, rounds: int = 4) -> l
     ]
 
 
-def at_hand(config: FitConfig, device: torch.device, folder: Path, count: int) -> tuple[Loop, list[StepBatches]]:
-    """A run in one process that writes into `folder`, and the batches of its first steps."""
+def run_with_batches(config: FitConfig, device: torch.device, folder: Path, count: int) -> tuple[Loop, list[StepBatches]]:
+    """Builds a run in one process that writes into `folder`, and makes the batches of its first steps."""
     from train.distributed.fabric import build_fabric
     from train.trainer.build import prepare
     from train.trainer.signals import Stop

@@ -1,4 +1,4 @@
-"""The training step of a decoder."""
+"""Measures the training step of a decoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = 4
 
 
 def decoder_step(device: torch.device, name: str, rows: int, length: int, compiled: bool, repeat: int = 5) -> list[TimingRow]:
-    """A whole training step of a preset's decoder and losses on random columns (AdamW, all positions supervised).
+    """Times a whole training step of a preset's decoder and losses on random columns (AdamW, all positions supervised).
 
     Every row is packed with `EXAMPLES` examples of one length that do not see each other, as training's are.
     """

@@ -1,4 +1,4 @@
-"""The tables of `python -m train bench`, one after another."""
+"""Makes the tables of `python -m train bench`, one after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.bench.timing import TimingRow
 def sections(
     device: torch.device, only: Sequence[str], positions: int, config: str, methods: Sequence[str] = BALANCED
 ) -> Iterator[tuple[str, list[TimingRow]]]:
-    """All tables, one after another."""
+    """Yields title and rows of the tables that `only` names, one after another."""
     if "step" in only:
         yield "training step: nano decoder, 8 x 256 positions", decoder_step(device, "nano", 8, 256, False)
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Timing of work on a device, and the rows of a table."""
+"""Times work on a device; rows of a table."""
 
 from __future__ import annotations
 

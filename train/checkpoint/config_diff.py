@@ -8,7 +8,7 @@ from typing import Any
 
 from omni.errors import UserError
 
-FREE = (
+IGNORED_KEYS = (
     "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy",
     "fabric.checkpointing", "fabric.compile", "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
     "data.broken_limit", "guard", "model.tokenizer", "model.codec_folder", "model.init_from",
@@ -17,12 +17,12 @@ FREE = (
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
-    """List the keys whose values differ, with the old and the new value; keys in `FREE` are left out."""
+    """List the keys whose values differ, with the old and the new value; keys in `IGNORED_KEYS` are left out."""
     found: list[tuple[str, Any, Any]] = []
     for name in dict.fromkeys((*old, *new)):
         key = f"{where}{name}"
         a, b = old.get(name), new.get(name)
-        if key in FREE or a == b:
+        if key in IGNORED_KEYS or a == b:
             continue
         if isinstance(a, Sequence) and isinstance(b, Sequence) and len(a) == len(b) and not isinstance(a, str):
             a, b = ({f"[{i}]": value for i, value in enumerate(items)} for items in (a, b))
@@ -34,7 +34,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
     return found
 
 
-def check_goes_on(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
+def check_resumable(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
     """Refuse to resume the run in `folder` with another configuration or other data: UserError naming the first difference.
 
     Args:

@@ -14,7 +14,7 @@ from omni.files import write_json
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
-OF_A_RUN = (
+RUN_FILES = (
     *("checkpoints", "tensorboard", "validation", "metrics.csv", "validation.csv", "balance.csv", "unused.csv"),
     *("curves.png", "spectrogram.png", "balance.png"),
 )
@@ -86,7 +86,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def sweep(place: Path) -> None:
+def delete_unfinished(place: Path) -> None:
     """Delete the half-written and half-deleted checkpoints of a killed run."""
     for pattern in (".step-*.writing", ".step-*.deleting"):
         for path in place.glob(pattern):
@@ -95,7 +95,7 @@ def sweep(place: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Delete an earlier run's files from its folder (its exported model stays until there is a new one)."""
-    for name in OF_A_RUN:
+    for name in RUN_FILES:
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)

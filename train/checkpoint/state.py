@@ -153,7 +153,7 @@ def save(
         except (OSError, SafetensorError, CheckpointException, RuntimeError) as error:
             failure = _cannot_write(target, error)
         try:
-            group.agree(failure)
+            group.raise_if_any_failed(failure)
         except UserError:
             if group.first:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -215,7 +215,7 @@ def load(
         found = reader.read_metadata().state_dict_metadata
         names = {new_name(name): name for name in found}
         stored = {name: found[old] for name, old in names.items()}
-        _make_room(stored, module, optimizer)
+        _allocate_optimizer_state(stored, module, optimizer)
         wanted = tensors_of(module, optimizer, average)
         _compare_names(folder, wanted, stored)
         with warnings.catch_warnings():
@@ -260,7 +260,7 @@ def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[s
     return state
 
 
-def _make_room(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Allocate the optimizer's state as the checkpoint has it: tensors shaped like their parameter, or small ones."""
     params = dict(module.named_parameters())
     fused = {p: bool(group.get("fused")) for group in optimizer.param_groups for p in group["params"]}

@@ -1,8 +1,8 @@
-"""`python -m train balance CONFIG`: methods of balance against each other, over seeds, at equal steps.
+"""`python -m train balance CONFIG`: compare methods of balance over seeds, at equal steps.
 
 Every run is the configuration with another method and seed (of the weights and of the data), trained to its end and asked its
 held-out questions as every task. Intervals are by a bootstrap over seeds (`train.eval.measures`), differences are paired by
-seed: so few draws as there are seeds say little about the tails, which the picture shows by a point for each.
+seed. With few seeds, intervals say little about the tails; the picture shows a point for each seed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExperimentCounts:
         return figure("exact_match", self.counts[method][task])
 
     def gain(self, method: str, task: str) -> Figure:
-        """What it has more than the first method."""
+        """Exact match of a method on a task minus that of the first method, with its interval."""
         from train.eval.measures import difference
 
         return difference("exact_match", self.counts[self.methods[0]][task], self.counts[method][task])
@@ -92,7 +92,7 @@ def compare(
     run: Callable[[FitConfig], Any],
     say: Callable[[str], None] = print,
 ) -> ExperimentCounts:
-    """Make all runs, seed after seed; one that is finished is not made again.
+    """Trains all runs, seed after seed; one that is finished is not trained again.
 
     Args:
         run: trains a configuration to its end.
@@ -102,7 +102,7 @@ def compare(
     """
     import numpy as np
 
-    variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is made
+    variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is trained
     found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
     for (method, seed), one in variants.items():
         outcome = run(one)
@@ -127,7 +127,7 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
     if not files:
         raise UserError(f"{folder} has no answers; set validation.questions above 0 and validation.at_end to true")
     counts: dict[str, np.ndarray] = {}
-    for line in files[-1].read_text(encoding="utf-8").split("\n"):  # `splitlines` also cuts where an answer may hold a sign
+    for line in files[-1].read_text(encoding="utf-8").split("\n"):  # not `splitlines`: answers may hold other separators
         if not line:
             continue
         record = json.loads(line)
@@ -139,7 +139,7 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write(found: ExperimentCounts, out: Path) -> None:
-    """All figures as JSON, and the picture."""
+    """Writes all figures as JSON, and the picture."""
     data = {
         "seeds": found.seeds,
         "methods": {
@@ -159,7 +159,7 @@ def write(found: ExperimentCounts, out: Path) -> None:
 
 
 def draw(found: ExperimentCounts, file: Path) -> Path:
-    """Exact match of every method by task: a point for each seed, the whole with its interval."""
+    """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
     import numpy as np
 
     from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
@@ -188,7 +188,7 @@ def draw(found: ExperimentCounts, file: Path) -> Path:
 
 
 def shown(found: ExperimentCounts) -> Table:
-    """The figures to read."""
+    """The figures as a table."""
     from rich.table import Table
 
     first = found.methods[0]
@@ -206,7 +206,7 @@ def shown(found: ExperimentCounts) -> Table:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command."""
+    """Runs the command; returns the exit code."""
     parser = jsonargparse.ArgumentParser(prog="python -m train balance", description=__doc__, exit_on_error=False)
     parser.add_argument("config", type=str, help="YAML file of a run, such as configs/nano-balance.yaml")
     parser.add_argument("--methods", type=str, default="equal,upgrad:parameters", help="METHOD or METHOD:LEVEL, with commas")

@@ -21,7 +21,7 @@ from train.console.command import check_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command."""
+    """Runs the command; returns the exit code."""
     parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`python -m train convert SOURCE TARGET`: weights of other projects into ours, and out again."""
+"""`python -m train convert SOURCE TARGET`: convert weights of other projects into a model folder, and out again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.convert.target import check
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command."""
+    """Runs the command; returns the exit code."""
     source, target, options = parse(argv)
     check(source, target, options)
     with importing():
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
-    """Source, target and options; UserError where they make no sense."""
+    """Parses source, target and options; UserError where they are not valid."""
     formats = ", ".join(f"{name} ({what})" for name, what in KINDS.items())
     parser = jsonargparse.ArgumentParser(
         prog="python -m train convert", description=f"{__doc__} Kinds: {formats}.", exit_on_error=False, default_env=False

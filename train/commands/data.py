@@ -1,4 +1,4 @@
-"""`python -m train data COMMAND ...`: bring data in, examine it, listen to it, choose from it."""
+"""`python -m train data COMMAND ...`: prepare, validate, describe, listen to and filter data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELP = """usage: python -m train data COMMAND [options]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command on data; its module is imported when it is called."""
+    """Runs a command on data, whose module is imported only then; returns the exit code."""
     arguments = list(argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {name:<9} {text}" for name, (_, text) in SUBCOMMANDS.items())))

@@ -1,4 +1,4 @@
-"""`python -m train data filter DATA OUT --rules FILE`: keep the rows that rules allow, and say why the others went."""
+"""`python -m train data filter DATA OUT --rules FILE`: keep the rows that rules allow, and say why others are dropped."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from omni.errors import UserError
 from omni.process import importing
 from train.console.options import DataParser
 from train.console.tables import print_table
-from train.data.inspect.filter import DROPPED, Judge, filter_rows
+from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
 from train.data.inspect.rules import read_rules
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.report import REPORT
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; prints how many rows are kept, and how many each rule has dropped."""
+    """Runs the command; prints how many rows are kept, and how many each rule has dropped."""
     parser = DataParser(
         "filter",
         "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         from train.scoring.asr import WhisperTranscriber
 
     asr = WhisperTranscriber(chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
-    judge = Judge(rules, Codecs(chosen["codec_folder"]), asr)
+    judge = RowFilter(rules, Codecs(chosen["codec_folder"]), asr)
     report = filter_rows(chosen["data"], chosen["out"], judge, chosen["shard_mb"], chosen["progress"])
     print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
     if report["dropped"]:

@@ -1,4 +1,4 @@
-"""`python -m train data listen DATA ROW`: one row as sound, and as a model would be shown it."""
+"""`python -m train data listen DATA ROW`: write one row as sound, and draw its columns as a model reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.data.prepare.codecs import Codecs
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; writes WAV files and prints what the row holds."""
+    """Runs the command; writes WAV files and prints what the row holds."""
     parser = DataParser(
         "listen",
         "Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at hand, and "
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace files of other sounds that are there")
     add_options(parser)
     parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
-    parser.add_argument("--columns", type=int, default=24, help="columns that are drawn at either end of a long example")
+    parser.add_argument("--columns", type=int, default=24, help="time steps that are drawn at either end of a long example")
     parser.add_argument("--codec_folder", type=Path, help="weights of the codec; by default those in the model's folder")
     chosen = parser.values(argv)
     if chosen["columns"] < 1:

@@ -1,4 +1,4 @@
-"""`python -m train data prepare SOURCE OUT`: somebody's data set as rows to train on."""
+"""`python -m train data prepare SOURCE OUT`: convert a data set into rows to train on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.data.readers import READERS
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; prints what was made, and how long it took."""
+    """Runs the command; prints what was made, and how long it took."""
     chosen = _parser().parse_args(list(argv))
     values = vars(_parser().instantiate(chosen))
     source, out, progress = (values.pop(name) for name in ("source", "out", "progress"))
@@ -56,7 +56,7 @@ class _Help(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormat
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser whose errors are one line each (UserError)."""
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())

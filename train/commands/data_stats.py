@@ -1,4 +1,4 @@
-"""`python -m train data stats DATA`: what stored rows are like, in tables and pictures."""
+"""`python -m train data stats DATA`: describe stored rows in tables and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; prints tables, and writes pictures and a report where a folder is given."""
+    """Runs the command; prints tables, and writes pictures and a report where a folder is given."""
     parser = DataParser(
         "stats",
         "Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for a model "
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(collected: Collected) -> None:
-    """The tables, on standard output."""
+    """Prints the tables on standard output."""
     whole = collected.all
     print(
         f"{whole.rows} rows, {whole.turns} turns, {duration(whole.question_seconds)} of spoken questions, "

@@ -19,7 +19,7 @@ from train.data.prepare.codecs import Codecs
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; 1 where an error was found, 0 where at most warnings were."""
+    """Runs the command; returns 1 where an error was found, 0 where at most warnings were."""
     parser = DataParser(
         "validate",
         "Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(summary: Summary, data: Path) -> None:
-    """The findings for people, on standard output."""
+    """Prints the findings on standard output."""
     findings = summary.findings
     print(f"{summary.rows} of {summary.total} rows of {data} read, {duration(3600 * summary.hours)} of sound")
     if not findings.counts:

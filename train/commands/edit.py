@@ -1,4 +1,4 @@
-"""`python -m train edit COMMAND ...`: correct what a model answers."""
+"""`python -m train edit COMMAND ...`: correct single answers of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACTS, OUT = "JSON lines of corrections (docs/editing.md)", "the folder to write
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command on edits."""
+    """Runs a command on edits; returns the exit code."""
     arguments = list(argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP)

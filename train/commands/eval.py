@@ -1,4 +1,4 @@
-"""`python -m train eval FOLDER DATA`: a model answers somebody's questions; `--compare A B` sets two such runs side by side."""
+"""`python -m train eval FOLDER DATA`: evaluate a model on a data set's questions; `--compare A B` compares two such runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; prints the figures and where the files are."""
+    """Runs the command; prints the figures and where the files are."""
     if any(argument == "--compare" or argument.startswith("--compare=") for argument in argv):
         return _compare(argv)
     values = vars(_parse(argv))
@@ -45,7 +45,7 @@ class _Help(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormat
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser whose errors are one line each (UserError)."""
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())

@@ -1,7 +1,7 @@
 """`python -m train demo`: train the nano model, examine it, and talk to it.
 
-The run is an ordinary one (`configs/nano.yaml`); what is added is the examination on voices that it has never heard and the
-conversation at the end. A finished run is not trained again: delete its folder to start over.
+The run is an ordinary one (`configs/nano.yaml`), followed by an examination on voices that it has never heard and a question
+that is answered aloud. A finished run is not trained again: delete its folder to start over.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ GOAL = 0.9
 
 @dataclass(frozen=True)
 class Examination:
-    """What the finished model can do on held-out questions in held-out voices.
+    """Results of the finished model on held-out questions in held-out voices.
 
     Attributes:
         report: the answers and their figures.
         nearest: share of the spoken answers that are nearest to their own text's reference among those of all answers.
-        heard, heard_reference: share of the spoken answers, and of their references, that pocketsphinx hears as the text
-            says; None where pocketsphinx is not installed.
-        conversed: what it can do in conversations; None where it was trained on none.
+        heard, heard_reference: share of the spoken answers, and of their references, that pocketsphinx recognises as their
+            text; None where pocketsphinx is not installed.
+        conversed: results in conversations; None where it was trained on none.
     """
 
     report: HeldOutReport
@@ -57,10 +57,10 @@ class Examination:
 
 
 def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
-    """Train, examine and talk.
+    """Trains a model, examines it, and asks it one question aloud; returns the exit code.
 
     Args:
-        digits: the source of the configuration that is asked about.
+        digits: the source of the configuration whose questions are asked.
     """
     folder = Path(config.run_folder)
     print(_introduction(config))
@@ -98,7 +98,7 @@ def _introduction(config: FitConfig) -> str:
 
 
 def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 200) -> Examination:
-    """Ask `count` held-out questions, free-running as A1A2, and judge text and sound of the answers."""
+    """Asks `count` held-out questions, free-running as A1A2, and evaluates text and sound of the answers."""
     items = items_of(source.held_out(count, seed=2), ["A1A2"], codec)  # not the questions of the validation
     report = evaluate(lm, items, rows=64, sound=True)
     references: dict[str, Tensor] = {}
@@ -119,8 +119,8 @@ def examine(lm: SpeechLM, codec: AudioCodec, source: SpokenDigits, count: int = 
         near.append(_is_nearest(judged, texts, portraits, codec.sample_rate))
         if asr is not None and said in references:
             audio = judged.answer.audio
-            right.append(audio is not None and len(audio) > 0 and asr.hear(audio, codec.sample_rate) == said)
-            reference_right.append(asr.hear(references[said], codec.sample_rate) == said)
+            right.append(audio is not None and len(audio) > 0 and asr.transcribe(audio, codec.sample_rate) == said)
+            reference_right.append(asr.transcribe(references[said], codec.sample_rate) == said)
     share = statistics.fmean
     return Examination(
         report,
@@ -149,7 +149,7 @@ def _asr(source: SpokenDigits) -> Sphinx | None:
 
 
 def converse(lm: SpeechLM, source: SpokenDigits, folder: Path) -> dict[str, Any]:
-    """Ask one held-out question aloud, stream the answer to `answer.wav`, and say how quick it was."""
+    """Asks one held-out question aloud, streams the answer to `answer.wav`, and returns both with the times."""
     row = source.held_out(2, seed=7)[1]
     turn = row.turns[0]
     assert turn.question_audio is not None and lm.codec is not None
@@ -184,7 +184,7 @@ def converse(lm: SpeechLM, source: SpokenDigits, folder: Path) -> dict[str, Any]
 
 
 def minutes_to_goal(folder: Path, goal: float = GOAL) -> float | None:
-    """Minutes of training after which a validation first reached the goal; None where none did."""
+    """Minutes of training after which a validation first reached the goal; None if none did."""
     for row in read_table(folder / VALIDATION):
         if row.get("exact_match", 0.0) >= goal:
             return row["seconds"] / 60
@@ -192,7 +192,7 @@ def minutes_to_goal(folder: Path, goal: float = GOAL) -> float | None:
 
 
 def write_report(folder: Path, examined: Examination, talk: dict[str, Any]) -> str:
-    """Write `report.md` and `report.json`; the report as text."""
+    """Writes `report.md` and `report.json`; returns the report as text."""
     figures = examined.report.figures
     minutes = minutes_to_goal(folder)
     validations = read_table(folder / VALIDATION)

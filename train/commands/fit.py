@@ -1,4 +1,4 @@
-"""`python -m train fit`: the words of the command line, refused before anything heavy is imported."""
+"""`python -m train fit`: read the command line, with errors before anything heavy is imported, and train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: a YAML file and dotted overrides. Returns the exit code: 0, or 128 + the signal that stopped the run."""
+    """Runs the command, given a YAML file and dotted overrides; returns 0, or 128 + the signal that stopped the run."""
     _end_with_parent()
     dry = "--dry_run" in argv
     config = read_run([arg for arg in argv if arg != "--dry_run"])
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Let a process that Fabric has started end when the first one has, however it did; torchrun and srun see to theirs."""
+    """Makes a process that Fabric has started end when the first one has, for any reason; torchrun and srun end theirs."""
     started = {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ) and int(os.environ.get("LOCAL_RANK") or 0) > 0
     if started and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -16,14 +16,14 @@ from train.console.progress import shown
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser whose errors are one line each (UserError)."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"validate: {message}; see python -m train validate --help")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; the questions are those of the run's `config.yaml`, which stands beside the model folder."""
+    """Asks a finished model the validation questions of its run, whose `config.yaml` is beside the model folder."""
     parser = _Parser(prog="python -m train validate", description=main.__doc__)
     parser.add_argument("model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")

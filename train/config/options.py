@@ -1,4 +1,4 @@
-"""The words of `python -m train edit ...` as typed values; mistakes become one line."""
+"""Parses the command line of `python -m train edit ...` into typed values; every error is one line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from train.config.parse import check_keys, check_path
 C = TypeVar("C")
 
 _CHOICE = re.compile(r'key "(?P<key>[^"]+)".*Literal\[(?P<names>[^\]]*)\]\. Got value: (?P<value>\S+)')
-"""How jsonargparse says that a value is none of those that there are."""
+"""Message of jsonargparse for a value that is not one of the choices."""
 
 
 class EditParser(jsonargparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser whose errors are one line each (UserError)."""
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         if choice := _CHOICE.search(" ".join(str(message).split())):
@@ -38,7 +38,7 @@ class EditParser(jsonargparse.ArgumentParser):
 def read_command(
     argv: Sequence[str], name: str, what: str, places: Mapping[str, str], kind: type[C] | None = None
 ) -> tuple[list[Path], C | None, Mapping[str, Any]]:
-    """Positional paths, the configuration (a YAML file after `--config`, and dotted overrides), and `--overwrite`.
+    """Reads positional paths, the configuration (a YAML file after `--config`, and dotted overrides), and `--overwrite`.
 
     Args:
         name: of the command.
@@ -62,7 +62,7 @@ def read_command(
         values = vars(parser.instantiate(parser.parse_args(_with_value(argv) if kind is None else list(argv))))
     except jsonargparse.ArgumentError as error:
         raise UserError(f"edit {name}: {' '.join(str(error).split())}") from error
-    except TypeError as error:  # how jsonargparse meets a section that holds no mapping
+    except TypeError as error:  # jsonargparse's error for a section that holds no mapping
         raise UserError(f"edit {name}: a section of the configuration holds no keys ({error}); write keys below it") from error
     paths = [values.pop(place) for place in places]
     values.pop("config", None)
@@ -70,7 +70,7 @@ def read_command(
 
 
 def check_inputs(places: Mapping[str, str], paths: Sequence[Path]) -> None:
-    """UserError for a model, edits or facts that are not there; `places` as for `read_command`."""
+    """Refuses (UserError) a model, edits or facts that do not exist; `places` as for `read_command`."""
     for place, path in zip(places, paths, strict=True):
         if place == "model":
             check_folder(path)
@@ -79,7 +79,7 @@ def check_inputs(places: Mapping[str, str], paths: Sequence[Path]) -> None:
 
 
 def _with_value(argv: Sequence[str]) -> list[str]:
-    """`--overwrite` as `--overwrite=true`, unless a value stands behind it: what else does is a path."""
+    """Turns `--overwrite` into `--overwrite=true`, unless true or false follows: any other word after it is a path."""
     words: list[str] = []
     for word in argv:
         if words and words[-1] == "--overwrite=true" and word.lower() in ("true", "false"):

@@ -109,7 +109,9 @@ def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
             break
     extra = next((a for i, a in enumerate(rest) if not a.startswith("-") and (i == 0 or not _takes(rest[i - 1]))), None)
     if extra is not None:
-        raise UserError(f"argument {extra!r} stands alone; overrides are written --key value, such as --optimizer.lr 3e-4")
+        raise UserError(
+            f"argument {extra!r} belongs to no option; overrides are written --key value, such as --optimizer.lr 3e-4"
+        )
     return Path(file) if file is not None else None, rest
 
 

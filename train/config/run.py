@@ -1,6 +1,6 @@
 """Configuration of a run: frozen dataclasses that one YAML file fills, completely and without inheritance.
 
-Every key can also be given on the command line (`--optimizer.lr 3e-4`). What a key means stands beside it here, and in
+Every key can also be given on the command line (`--optimizer.lr 3e-4`). Keys are explained here, and by
 `python -m train fit --help`.
 """
 
@@ -40,8 +40,8 @@ class FitConfig:
         seed: of the weights; the data have their own.
         resume: `auto` continues from the run folder's last checkpoint if its configuration is this one, `extend` if only the
             budget is larger, `force` whatever its configuration was, `restart` deletes the earlier run's checkpoints and logs.
-        trainable: names of the parameters that learn: shell patterns, or regular expressions after `re:`.
-        lora: learn low-rank adapters, and of the rest only what `lora.trainable` names.
+        trainable: names of the trainable parameters: shell patterns, or regular expressions after `re:`.
+        lora: train low-rank adapters, and of the rest only what `lora.trainable` names.
         balance: combine the tasks of a step otherwise than by the sum of their losses (docs/balance.md).
         ema: decay of a running average of the weights, which is then validated and exported.
         clip: largest norm of the gradients; null for no clipping.
@@ -79,12 +79,12 @@ class FitConfig:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
         if self.model.preset is not None:
-            preset(self.model.preset)  # that there is one of that name
+            preset(self.model.preset)  # raises where there is none of that name
         object.__setattr__(self, "fabric", self.fabric.decided())  # last: PyTorch takes seconds to import
 
     @property
-    def learns(self) -> tuple[str, ...]:
-        """Names of the parameters that learn, as patterns."""
+    def trainable_patterns(self) -> tuple[str, ...]:
+        """Names of the trainable parameters, as patterns."""
         return learning(self.trainable, self.lora)
 
 
@@ -94,7 +94,7 @@ def plain_config(config: FitConfig) -> dict[str, Any]:
 
 
 def completed(plain: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A stored configuration with the keys that are newer than it, at their defaults; as it is where it does not read."""
+    """Adds the keys that are newer than a stored configuration, at their defaults; unchanged where it cannot be read."""
     try:
         return plain_config(from_dict(FitConfig, plain, stored=True))
     except (UserError, TypeError):

@@ -22,10 +22,10 @@ class LoRASection(LoRAConfig):
         targets: names of the linears that get an adapter: shell patterns, or regular expressions after `re:`.
         rank, alpha, dropout: of each pair; its product counts alpha / rank.
         rank_stabilized: it counts alpha / sqrt(rank) instead.
-        trainable: names of parameters that learn besides, whole.
+        trainable: names of other parameters that are trained besides, whole.
         init_from: a PEFT folder to start from instead of new adapters; targets, rank and alpha are then its own.
         quantize: hold the base's weights as `nf4` (4 bits, double quantisation) or `int8`; needs bitsandbytes.
-        quantize_targets: names of the linears that are held so.
+        quantize_targets: names of the linears whose weights are quantised.
         merged: also write the model with the adapter in its weights at the end, as a run without lora does.
     """
 
@@ -37,7 +37,7 @@ class LoRASection(LoRAConfig):
 
 
 def learning(trainable: tuple[str, ...], section: LoRASection | None) -> tuple[str, ...]:
-    """Names of the parameters that learn, as patterns."""
+    """Names of the trainable parameters, as patterns."""
     return trainable if section is None else (LORA, *section.trainable)
 
 
@@ -48,7 +48,7 @@ def _need(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class FabricConfig:
-    """Where and how the run computes; handed to Lightning Fabric.
+    """Devices, processes and precision of the run, by Lightning Fabric.
 
     Attributes:
         accelerator: `auto`, `cpu`, `gpu`, or another of Fabric's.
@@ -71,7 +71,7 @@ class FabricConfig:
     compile: bool = False
 
     def decided(self) -> FabricConfig:
-        """The same with the precision that `auto` means on this machine, which PyTorch is asked for."""
+        """Replaces precision `auto` by that of this machine, for which PyTorch is imported."""
         if self.precision != "auto":
             return self
         with importing():
@@ -81,7 +81,7 @@ class FabricConfig:
 
     @property
     def processes(self) -> int | None:
-        """Processes of the run over all nodes; None where only the machine tells."""
+        """Processes of the run over all nodes; None where they depend on the machine."""
         listed = str(self.devices).split(",")
         if not all(device.strip().isdecimal() for device in listed):
             return None
@@ -90,7 +90,7 @@ class FabricConfig:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which model is trained: a preset or a model folder, and what differs from it.
+    """The model that is trained: a preset or a model folder, and fields that differ from it.
 
     Attributes:
         preset: name of a preset, such as `nano` or `qwen2-0.5b-omni`; random weights.
@@ -123,7 +123,7 @@ class ModelSection:
 
     @property
     def streams(self) -> int | None:
-        """How many the layout has, where that is known before a model folder is read."""
+        """Number of streams of the layout; None where it is not known before a model folder is read."""
         given = self.layout.get("streams")
         if isinstance(given, (list, tuple)):
             return len(given)
@@ -131,7 +131,7 @@ class ModelSection:
 
 
 LARGEST_RATE = 1e3
-"""Of learning rates and weight decay."""
+"""Largest learning rate and weight decay."""
 
 
 Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
@@ -139,13 +139,13 @@ Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Parameters that learn differently.
+    """Parameters with settings of their own.
 
     Attributes:
         pattern: names of the parameters, as in `trainable`.
-        lr: learning rate of those that learn by AdamW (under Muon: tables, heads, norms, biases); the optimizer's own where
+        lr: learning rate of those that AdamW trains (under Muon: tables, heads, norms, biases); the optimizer's own where
             absent.
-        muon_lr: learning rate of those that learn by Muon; the optimizer's own where absent.
+        muon_lr: learning rate of those that Muon trains; the optimizer's own where absent.
         weight_decay: their weight decay; the optimizer's own where absent.
         rule: as the optimizer's `name`, which holds where it is absent.
     """
@@ -167,10 +167,10 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters learn.
+    """The optimizer.
 
     Attributes:
-        name: `adamw`, `paged_adamw_8bit` (AdamW with its state in 8 bits, by bitsandbytes; on a GPU it gives way to the host's
+        name: `adamw`, `paged_adamw_8bit` (AdamW with its state in 8 bits, by bitsandbytes; on a GPU it is paged to the host's
             memory), or `muon` (Muon for hidden matrices, AdamW for the rest).
         lr: peak learning rate of AdamW.
         betas, eps: of AdamW.
@@ -180,8 +180,8 @@ class OptimizerConfig:
         muon_steps: Newton-Schulz steps.
         muon_scale: `original` (sqrt(max(1, out / in))) or `match_rms_adamw` (0.2 sqrt(max(out, in)), so that AdamW's
             learning rates fit).
-        muon_exclude: names of matrices that AdamW keeps: tables and heads.
-        groups: parameters that learn differently; the first matching pattern decides.
+        muon_exclude: names of matrices that AdamW trains: tables and heads.
+        groups: parameters with settings of their own; the first matching pattern decides.
     """
 
     name: Rule = "adamw"
@@ -227,7 +227,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """How long the run lasts: until the first of these is spent.
+    """Length of the run: it ends when the first of these is spent.
 
     Attributes:
         steps: optimizer steps.
@@ -251,7 +251,7 @@ class BudgetConfig:
 
 
 FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
-"""What a validation measures; some of it also by task, kind of question or stream (`exact_match/A1A2`, `loss/text`). See
+"""Figures of a validation; some also by task, kind of question or stream (`exact_match/A1A2`, `loss/text`). See
 `train.eval.held_out` and, for the loss, `train.trainer.held_out_loss`."""
 
 
@@ -293,7 +293,7 @@ class CheckpointConfig:
 
     @property
     def good(self) -> Literal["max", "min"]:
-        """Which values of the metric are good."""
+        """`max` or `min`: the better values of the metric."""
         if self.mode != "auto":
             return self.mode
         return "min" if self.metric.partition("/")[0] in LOWER_IS_BETTER else "max"
@@ -306,9 +306,9 @@ class ValidationConfig:
     Attributes:
         every_steps, every_minutes: how often; neither means only at the end.
         at_end: also when the budget is spent.
-        questions: how many held-out rows there are, 0 for no validation.
-        tasks: what they are asked as; a row is left out of a task that it lacks something for. Their loss is of the tasks that
-            their source trains.
+        questions: number of held-out rows, 0 for no validation.
+        tasks: tasks as which they are asked; a row is left out of a task that it lacks a part for. Their loss is of the tasks
+            that their source trains.
         rows: questions generated side by side.
         max_seconds: longest spoken answer.
     """
@@ -329,7 +329,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is reported. `metrics.csv`, `validation.csv`, TensorBoard files and `curves.png` are always written.
+    """Reports of the run. `metrics.csv`, `validation.csv`, TensorBoard files and `curves.png` are always written.
 
     Attributes:
         every: steps between two rows of the log (each the mean since the last). The screen also shows the first three steps and

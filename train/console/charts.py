@@ -1,4 +1,4 @@
-"""What all pictures share: colours, a quiet matplotlib, text that it can print, and files that appear whole."""
+"""Shared parts of all charts: colours, matplotlib without a display, printable titles, and files that appear whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pyplot_quietly() -> Any:
 
 
 def printable(text: str, length: int = 90) -> str:
-    """A text as a title: one line, nothing that matplotlib would read as a formula."""
+    """Make a text fit for a title: one line, at most `length` characters, nothing that matplotlib reads as a formula."""
     text = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
     return text if len(text) <= length else f"{text[:length]} ..."
 
@@ -34,7 +34,7 @@ def save_figure(figure: Any, file: Path) -> Path:
     beside = file.with_name(f".{file.stem}.writing{file.suffix}")
     file.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a script that the font lacks shows as boxes
+        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks are drawn as boxes
         figure.tight_layout()
         figure.savefig(beside, dpi=110)
     pyplot_quietly().close(figure)

@@ -1,4 +1,4 @@
-"""An argument parser that says what is wrong in one line."""
+"""An argument parser whose errors are one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni.errors import UserError
 
 
 class DataParser(jsonargparse.ArgumentParser):
-    """Arguments of `python -m train data NAME`; what is wrong with them is one line."""
+    """Parses the arguments of `python -m train data NAME`; an error is a UserError of one line."""
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=f"python -m train data {name}", description=description, exit_on_error=False, default_env=False)
@@ -22,9 +22,9 @@ class DataParser(jsonargparse.ArgumentParser):
         raise UserError(f"data {self._name}: {text}; see python -m train data {self._name} --help") from ex
 
     def progress(self) -> None:
-        """The option for what is shown."""
+        """Add the option `--progress`."""
         self.add_argument("--progress", type=Literal["auto", "bar", "lines", "off"], default="auto", help="what is shown")
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The arguments by name, dataclasses made."""
+        """Parse `argv` into values by name, with dataclasses instantiated."""
         return vars(self.instantiate(self.parse_args(list(argv))))

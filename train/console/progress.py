@@ -1,4 +1,4 @@
-"""What long work shows (training, preparing, converting): a bar on a terminal, lines elsewhere, nothing on other processes."""
+"""Progress of training, preparing and converting: a bar on a terminal, lines elsewhere, nothing on other processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal, TextIO
 Kind = Literal["auto", "bar", "lines", "off"]
 
 SHARES = ("exact_match", "wer", "code_accuracy", "ended")
-"""Figures of a validation that are shares or error rates."""
+"""Names of validation figures that are shares or error rates, shown in per cent."""
 
 LINE_SECONDS = 10.0
-"""Between two lines of one that counts what is done, where there is no terminal."""
+"""Seconds between two progress lines where there is no terminal."""
 
 
 def duration(seconds: float) -> str:
-    """`45s`, `3:07` or `2:03:07`."""
+    """Format a duration: `45s`, `3:07` or `2:03:07`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float) -> str:
-    """A number in a few characters: `950`, `12.3k`, `4.56M`."""
+    """Format a number in a few characters: `950`, `12.3k`, `4.56M`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
@@ -35,17 +35,17 @@ def short(value: float) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share or an error rate as text: `49.5 %`. Errors may outnumber the words: values above 1 are capped, `> 100 %`."""
+    """Format a share or an error rate: `49.5 %`. Errors may outnumber the words: values above 1 are capped, `> 100 %`."""
     return "> 100 %" if share > 1 else f"{100 * share:.{digits}f} %"
 
 
 def shown(name: str, value: float) -> str:
-    """A figure of a validation as text: shares and error rates in per cent, losses in nats."""
+    """Format a figure of a validation: shares and error rates in per cent, losses in nats."""
     return percent(value) if name.partition("/")[0] in SHARES else f"{value:.3g}"
 
 
 def figures_line(figures: Mapping[str, float]) -> str:
-    """Figures as one line of text."""
+    """Format figures as one line of names and values."""
     return ", ".join(f"{name.replace('_', ' ')} {shown(name, value)}" for name, value in figures.items())
 
 
@@ -63,7 +63,7 @@ class Screen:
 
     Args:
         kind: see `LogConfig.progress`.
-        bar: how the bar looks, for tqdm.
+        bar: arguments of tqdm.
     """
 
     def __init__(self, kind: Kind, stream: TextIO | None = None, **bar: Any) -> None:
@@ -74,7 +74,7 @@ class Screen:
         self.bar = tqdm(file=self.stream, dynamic_ncols=True, **bar) if self.kind == "bar" else None
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line, above the bar where there is one."""
         if self.kind == "off":
             return
         if self.bar is not None:
@@ -103,7 +103,7 @@ class TrainProgress(Screen):
         self.figures = ""
 
     def show(self, step: int, used: float, seconds: float) -> None:
-        """Move on: the step done, the share of the budget used, the seconds of all starts together."""
+        """Update the bar: steps done, share of the budget used, seconds over all starts."""
         if self.bar is None:
             return
         self.bar.n = min(1000, round(1000 * used))
@@ -112,7 +112,7 @@ class TrainProgress(Screen):
         self.bar.refresh()
 
     def row(self, step: int, used: float, seconds: float, figures: Mapping[str, float]) -> None:
-        """A new row of the log, or figures for the screen alone."""
+        """Show the figures of a new row of the log, or figures that only the screen gets."""
         parts = [losses_line(figures), f"lr {figures['lr']:.2e}"]
         if "tokens_per_second" in figures:
             parts.append(f"{short(figures['tokens_per_second'])} tokens/s")
@@ -131,7 +131,7 @@ class TrainProgress(Screen):
 
 
 class Bar(Screen):
-    """Bytes written, the rate and the time left: a bar on a terminal, a line now and then elsewhere."""
+    """Shows bytes written, their rate and the time left: a bar on a terminal, a line every `LINE_SECONDS` elsewhere."""
 
     def __init__(self, on: bool = True, stream: TextIO | None = None) -> None:
         super().__init__("auto" if on else "off", stream, unit="B", unit_scale=True, desc="writing", leave=False)
@@ -157,7 +157,7 @@ class Bar(Screen):
 
 
 class Display(Screen):
-    """A bar on a terminal, a line now and then elsewhere.
+    """Shows items done, their rate and the time left: a bar on a terminal, a line every `LINE_SECONDS` elsewhere.
 
     Args:
         total: items to do in all.
@@ -177,9 +177,9 @@ class Display(Screen):
             self.bar.update(0)
 
     def tick(self, items: int, seconds: float) -> None:
-        """So many further items are done, with so many seconds of sound."""
+        """Count `items` further items, which hold `seconds` of sound, as done."""
         self.items += items
-        if self.start is None:  # the first is what starting took, which says nothing about the pace
+        if self.start is None:  # the first call includes the start-up: it does not count for the rate
             self.start, self.first = time.monotonic(), items
         else:
             self.seconds += seconds
@@ -192,7 +192,7 @@ class Display(Screen):
             print(f"{done} of {self.total} items ({100 * done / self.total:.1f}%), {self.pace()}", file=self.stream, flush=True)
 
     def pace(self) -> str:
-        """Rate since this start, and the time left at it."""
+        """Format the rate since this start, and the time left at that rate."""
         items = self.items - self.first
         if self.start is None or not items:
             return "starting"

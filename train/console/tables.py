@@ -1,4 +1,4 @@
-"""Tables on the screen."""
+"""Prints tables on standard output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on standard output; all columns but the first to the right where they hold figures."""
+    """Print a table on standard output; columns of figures, other than the first, are right-aligned."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`python -m train convert SOURCE TARGET`: weights of other projects into ours, and out again."""
+"""`python -m train convert SOURCE TARGET`: converts other projects' weights into our model folder, and the other way."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from train.convert.target import check, check_in_place
 DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
 
 
-def convert(source: Path, target: Path, options: ConvertOptions, watch: Bar | None = None) -> tuple[str, dict[str, FileStamp]]:
+def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None = None) -> tuple[str, dict[str, FileStamp]]:
     """Convert SOURCE to TARGET.
 
     Returns:
-        what TARGET is, in a few words, and the files written with their checksums.
+        a short description of TARGET, and the files written with their checksums.
 
     Raises:
         UserError: anything that does not fit; nothing is left at TARGET then.
     """
     check(source, target, options)
     if peft.recognise(source):
-        return adapter_anew(source, target, options)
+        return convert_adapter(source, target, options)
     if source.is_dir() and streamed.recognise(source):
-        return export(_adapted(streamed.read(source), options), target, options, watch)
+        return export(_adapted(streamed.read(source), options), target, options, bar)
     kind = options.kind or kind_of(source)
     check_in_place(source, target, kind)
     foreign = _adapted(read_source(source, kind, options), options)
@@ -49,11 +49,11 @@ def convert(source: Path, target: Path, options: ConvertOptions, watch: Bar | No
         raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
     if isinstance(config, CodecConfig):
         check_options(options, (), f"{source} is a codec")
-        return f"codec {config.name}", codec_weights.write(foreign, target, watch)
+        return f"codec {config.name}", codec_weights.write(foreign, target, bar)
     if isinstance(config, TextConfig):
-        return into_speech(foreign, target, options, watch)
+        return grow_speech_model(foreign, target, options, bar)
     if isinstance(config, ModelConfig):
-        return f"speech model from {source}", whole(foreign, target, options, watch)
+        return f"speech model from {source}", write_model(foreign, target, options, bar)
     if options.into is None:
         raise UserError(
             f"{source} is an encoder; name the model folder it belongs into with --into, or grow a language model around it: "
@@ -61,11 +61,11 @@ def convert(source: Path, target: Path, options: ConvertOptions, watch: Bar | No
         )
     check_options(options, ("into", "dtype"), f"{source} is an encoder")
     model = with_encoder(streamed.read(options.into), foreign)
-    return f"{options.into} with the encoder of {source}", streamed.write(_typed(model, options), target, watch)
+    return f"{options.into} with the encoder of {source}", streamed.write(_typed(model, options), target, bar)
 
 
 def read_source(source: Path, kind: str, options: ConvertOptions) -> Foreign:
-    """Open SOURCE, with what was named beside it."""
+    """Open SOURCE together with the encoder or tokenizer that the options name."""
     refuse_file(source, kind)
     if kind == "hf":
         return huggingface.read(source, options.tokenizer)
@@ -76,7 +76,7 @@ def read_source(source: Path, kind: str, options: ConvertOptions) -> Foreign:
 
 
 def _adapted(model: Foreign, options: ConvertOptions) -> Foreign:
-    """A model with the adapter that was named in its weights."""
+    """The model with the adapter of `--lora` merged into its weights; as it is where none is given."""
     if options.lora is None:
         return model
     if not isinstance(model.config, (ModelConfig, TextConfig)):
@@ -84,8 +84,8 @@ def _adapted(model: Foreign, options: ConvertOptions) -> Foreign:
     return peft.merged(model, options.lora)
 
 
-def adapter_anew(source: Path, target: Path, options: ConvertOptions) -> tuple[str, dict[str, FileStamp]]:
-    """An adapter's folder under transformers' names (`--kind hf`) or ours (`--kind omni`)."""
+def convert_adapter(source: Path, target: Path, options: ConvertOptions) -> tuple[str, dict[str, FileStamp]]:
+    """Write an adapter's folder again, with transformers' names of linears (`--kind hf`) or ours (`--kind omni`)."""
     if options.kind not in ("hf", "omni"):
         raise UserError(
             f"{source} is an adapter; say whose names its linears get with --kind: hf or omni; to merge it into a model: "
@@ -101,8 +101,8 @@ def adapter_anew(source: Path, target: Path, options: ConvertOptions) -> tuple[s
     return f"the adapter of {source} with {'transformers' if theirs else 'our own'} names{left}", files
 
 
-def export(model: Foreign, target: Path, options: ConvertOptions, watch: Bar | None) -> tuple[str, dict[str, FileStamp]]:
-    """A model folder of ours as something else."""
+def export(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> tuple[str, dict[str, FileStamp]]:
+    """Write our model folder in the format `--kind`, or again as a model folder with other parts."""
     kinds = [name for name, known in FORMATS.items() if known.write is not None]
     if options.kind is None and any((options.lora, options.dtype, options.encoder, options.codec_folder)):
         options = replace(options, kind="omni")
@@ -112,38 +112,40 @@ def export(model: Foreign, target: Path, options: ConvertOptions, watch: Bar | N
     if write is None:
         raise UserError(f"a model folder cannot be written as {FORMATS[options.kind].what}; --kind may be {', '.join(kinds)}")
     if options.kind == "omni":
-        return f"{model.place} again", whole(model, target, options, watch)
+        return f"{model.place} again", write_model(model, target, options, bar)
     check_options(options, ("dtype",), f"{model.place} goes out as {options.kind}")
     check_in_place(model.place, target, model.kind, options.kind)
-    return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, watch)
+    return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, bar)
 
 
-def whole(model: Foreign, target: Path, options: ConvertOptions, watch: Bar | None) -> dict[str, FileStamp]:
-    """A whole model as a model folder, with another encoder or the codec's weights where they are given."""
+def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> dict[str, FileStamp]:
+    """Write a complete speech model as a model folder, with another encoder or the codec's weights where they are given."""
     own = ("tokenizer", "drop_vision", "encoder_mode") if model.kind == "mini-omni" else ()
     check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.place} is a whole speech model")
     assert isinstance(model.config, ModelConfig)
-    if options.encoder is not None and model.kind != "mini-omni":  # which took it when it was opened
+    if options.encoder is not None and model.kind != "mini-omni":  # a mini-omni got its encoder in `read_source`
         encoder = choose_encoder(options)
         if not isinstance(encoder, Foreign):
             raise UserError(f"--encoder {options.encoder}: {model.place} is a whole model; give a Whisper's file or folder")
         model = with_encoder(model, encoder)
     assert isinstance(model.config, ModelConfig)
-    return streamed.write(_typed(model, options), target, watch, codec=codec_of(options, model.config.codec))
+    return streamed.write(_typed(model, options), target, bar, codec=codec_of(options, model.config.codec))
 
 
 def codec_of(options: ConvertOptions, codec: str) -> Foreign | None:
-    """The weights in `codec_folder`; UserError where they are of another codec than the model's."""
+    """Open the weights in `codec_folder`, None without one; UserError where they are of another codec than the model's."""
     if options.codec_folder is None:
         return None
     weights = open_foreign(options.codec_folder)
     if not isinstance(weights.config, CodecConfig) or weights.config.name != codec.split("-")[0]:
-        raise UserError(f"--codec_folder {options.codec_folder} holds {weights.kind}, the model speaks {codec}")
+        raise UserError(f"--codec_folder {options.codec_folder} holds {weights.kind}, the model's codec is {codec}")
     return weights
 
 
-def into_speech(text: Foreign, target: Path, options: ConvertOptions, watch: Bar | None) -> tuple[str, dict[str, FileStamp]]:
-    """A language model, grown into a speech model."""
+def grow_speech_model(
+    text: Foreign, target: Path, options: ConvertOptions, bar: Bar | None
+) -> tuple[str, dict[str, FileStamp]]:
+    """Grow a language model into a speech model and write its folder."""
     assert isinstance(text.config, TextConfig)
     dtype = DTYPES[options.dtype] if options.dtype else one_dtype(text)
     if options.keep_text:
@@ -152,7 +154,7 @@ def into_speech(text: Foreign, target: Path, options: ConvertOptions, watch: Bar
             Layout.preset("codec2", text.config.size), "codec2", ProjectorConfig("linear"), "zero", "sum", options.seed
         )
         model = grow(text, ENCODER_PRESETS["nano"], growth, dtype)
-        return "a text model; its audio parts are the smallest there are, and untrained", streamed.write(model, target, watch)
+        return "a text model; its audio parts are the smallest there are, and untrained", streamed.write(model, target, bar)
     layout, codec = choose_layout(options, text.config.size)
     hidden = options.projector_hidden or text.config.decoder.mlp_width
     projector = ProjectorConfig(options.projector, hidden, options.projector_stack)
@@ -161,11 +163,11 @@ def into_speech(text: Foreign, target: Path, options: ConvertOptions, watch: Bar
     model = grow(text, encoder, growth, dtype)
     heard = f"the encoder of {encoder.place}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
     words = f"{text.place} grown by the rule {options.init}, with {heard}"
-    return words, streamed.write(model, target, watch, codec=codec_of(options, codec))
+    return words, streamed.write(model, target, bar, codec=codec_of(options, codec))
 
 
 def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
-    """The layout for a text table of `size` rows, and the codec it is for."""
+    """The layout for a text embedding of `size` rows, and the name of its codec."""
     codec = options.codec or {"mini-omni": "snac", None: "snac"}.get(options.layout, str(options.layout))
     if codec not in _CODEBOOKS:
         raise UserError(f"--codec {codec!r} is unknown; {closest(codec, _CODEBOOKS)}")
@@ -190,11 +192,11 @@ _CODEBOOKS = {
     "mimi-16": (2048,) * 16,
     "mimi-32": (2048,) * 32,
 }
-"""Sizes of a codec's codebooks, for models whose codec is not at hand when they are grown."""
+"""Codebook sizes by codec: a model can be grown without its codec's weights."""
 
 
 def choose_encoder(options: ConvertOptions) -> Foreign | EncoderConfig:
-    """A Whisper's encoder, or a size to be drawn."""
+    """The encoder of a Whisper's file or folder, or the configuration of a preset whose weights are drawn."""
     if options.encoder is None:
         raise UserError(
             "--encoder is missing: give a Whisper's .pt file or folder, or a size for random weights "
@@ -216,5 +218,5 @@ def choose_encoder(options: ConvertOptions) -> Foreign | EncoderConfig:
 
 
 def _typed(model: Foreign, options: ConvertOptions) -> Foreign:
-    """The model's weights in the type that was asked for."""
+    """The model with its weights cast to `--dtype`; as it is where none is given."""
     return replace(model, tensors=cast(model.tensors, DTYPES[options.dtype])) if options.dtype else model

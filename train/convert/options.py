@@ -1,4 +1,4 @@
-"""Options of a conversion."""
+"""Options of `python -m train convert`, and the check that none is ignored."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from omni.errors import UserError
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What `convert` can be told.
+    """Options of a conversion.
 
     Attributes:
         kind: what SOURCE is, where that is not recognised; of a model folder: what TARGET becomes.
         dtype: float32, bfloat16 or float16 for all weights; by default as they are.
         overwrite: replace a TARGET that an earlier conversion or training wrote.
-        drop_vision: of a mini-omni2: leave its vision adapter aside and keep what hears and speaks.
+        drop_vision: of a mini-omni2: leave its vision adapter out and keep the rest.
         lora: an adapter's folder (PEFT's format), merged into the weights on the way.
         into: a model folder whose encoder is replaced by SOURCE, a Whisper; TARGET is the folder with both.
         keep_text: keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained.
@@ -25,7 +25,8 @@ class ConvertOptions:
         encoder_mode: padded (30 s window then cut, as Whisper was trained: its default) or variable (the audio there is).
         codec: the codec that the model will speak: snac (default), codec2, mimi, mimi-16 or mimi-32.
         codec_folder: the codec's weights, put into the model folder.
-        layout: how streams stand: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream a codebook).
+        layout: order and delays of the streams: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream
+            a codebook).
         combine: whether streams' embeddings are summed (text is then unchanged) or averaged (as mini-omni does).
         projector: linear, mlp or gated (mini-omni's).
         projector_hidden: inner size of mlp and gated; by default the language model's.

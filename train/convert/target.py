@@ -1,4 +1,4 @@
-"""Where `convert` may write: over nothing but what an earlier conversion made, and nothing that the result does not hold."""
+"""Checks of a conversion's TARGET: it replaces nothing but a model's folder, and nothing that the result does not hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
-    """Refuse to write over something else (UserError); SOURCE and `into` may be replaced by what is made of them."""
+    """Refuse a TARGET that holds other inputs, the working folder, or no model (UserError).
+
+    SOURCE and `into` may be replaced by the model that is made of them.
+    """
     place = real_place(target)
     for name, path in _inputs(source, options).items():
         found = path.resolve() if path.exists() else None
@@ -38,7 +41,7 @@ def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
 
 
 def _inputs(source: Path, options: ConvertOptions) -> dict[str, Path]:
-    """All that is read, by the option that names it."""
+    """Files and folders that the conversion reads, by the option that names them."""
     encoder = None if options.encoder is None or options.encoder in ENCODER_PRESETS else Path(options.encoder)
     named = {
         "into": options.into,
@@ -63,7 +66,7 @@ def check_in_place(source: Path, target: Path, kind: str, becomes: str = "omni")
 
 
 def check(source: Path, target: Path, options: ConvertOptions) -> None:
-    """UserError for what can be refused before any weights are looked at."""
+    """Check everything that can be checked without reading weights: target, source, kind and dtype (UserError)."""
     check_target(source, target, options)
     check_there(source, "model", f"{source} does not exist; give a model's file or folder")
     if options.kind is not None and options.kind not in KINDS:

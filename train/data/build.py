@@ -1,4 +1,4 @@
-"""From the configuration of a run's data to the pipeline that makes its examples."""
+"""Builds the data pipeline of a run from its configuration, and its held-out rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from train.data.sources.spoken_digits import SpokenDigits, vocabulary
 
 
 def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
-    """The alignment of a run; its `size` is what `model.ctc` must be."""
+    """Build the spelling of transcripts for the alignment loss; its `size` must be `model.ctc`."""
     made = [source.digits for source in config.sources if source.kind != "stored"]
     words = {*config.words, *(word for digits in made for word in vocabulary(digits))}
     return Alignment(config.alignment, words, tokenizer, config.sounds)
 
 
 def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None) -> Source:
-    """One source; UserError where its files are wrong, or it needs a codec and there is none."""
+    """Build one source; UserError where its files are wrong, or it needs a codec and there is none."""
     if config.path is not None:
         return StoredSource(config.path, cache, config.held_out if isinstance(config.held_out, int) else 0)
     if codec is None:
@@ -40,7 +40,7 @@ def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, cach
 
 
 def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer, codec: AudioCodec | None) -> Pipeline:
-    """All of it, under the configuration's seed.
+    """Build sources, mixture and example maker into a pipeline, under the configuration's seed.
 
     Raises:
         UserError: files, voices, weights or settings that do not fit each other or the model.
@@ -69,8 +69,9 @@ def build_pipeline(config: DataConfig, model: ModelConfig, tokenizer: Tokenizer,
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
-    """Rows for validation, `count` over all sources that have some, shared evenly; the same ones every time. System messages
-    are left out where the training leaves them out, and so are rows that cannot be read.
+    """Read `count` rows for validation, shared evenly over all sources that have some; the same ones every time.
+
+    System messages are left out where the training leaves them out, and so are rows that cannot be read.
 
     Raises:
         UserError: no source has any, or one cannot be read and `data.broken` is not `skip`.
@@ -82,7 +83,7 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
 def held_out_by_source(
     config: DataConfig, codec: AudioCodec | None, count: int, broken: dict[str, str] | None = None
 ) -> list[tuple[SourceConfig, list[Row]]]:
-    """The rows of `held_out_rows` with the sources that they are of; `broken` as in `held_out_of`.
+    """The rows of `held_out_rows`, with their sources; `broken` as in `held_out_of`.
 
     Raises:
         UserError: no source has any, or one cannot be read and `broken` is None.
@@ -113,10 +114,10 @@ def held_out_of(
     seed: int = 1,
     broken: dict[str, str] | None = None,
 ) -> list[Row]:
-    """`count` held-out rows of a source that has some (`has_held_out`), or all of fewer; `seed` draws those that are made.
+    """Read `count` held-out rows of a source that has some (`has_held_out`), or all of fewer; `seed` draws synthetic ones.
 
     Args:
-        broken: is given why a row cannot be read, by its file and number, and the row is left out; None where that is an error.
+        broken: collects why rows cannot be read, by file and row number, and such rows are left out; None makes it an error.
 
     Raises:
         UserError: see `build_source`; or a row that cannot be read.
@@ -130,7 +131,7 @@ def held_out_of(
         if not isinstance(made, StoredSource):
             assert isinstance(made, (SpokenDigits, RecordedDigits))
             return made.held_out(count, seed)
-        stored, numbers = made.rows, made.kept_back(count)
+        stored, numbers = made.rows, made.held_out_indices(count)
     rows = []
     for number in numbers:
         try:
@@ -143,7 +144,7 @@ def held_out_of(
 
 
 def has_held_out(source: SourceConfig) -> bool:
-    """Whether a source has rows for validation."""
+    """True where a source has rows for validation."""
     if source.kind == "recorded-digits":
         return bool(source.recorded.held_out)
     return source.digits.examined if source.kind == "spoken-digits" else source.held_out is not None

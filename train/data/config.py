@@ -1,4 +1,4 @@
-"""The data of a run as configuration; `train.data.build` makes them."""
+"""Configuration of a run's data; `train.data.build` builds the pipeline from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsC
 from train.data.sources.mixture import Stage, TaskMixture
 
 MOST_COLUMNS = 1 << 22
-"""Largest micro-batch: more than any device holds the activations of."""
+"""Largest micro-batch, in columns: no device holds the activations of more."""
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 
@@ -112,7 +112,7 @@ class DataConfig:
         augment_cached_audio: augment the sound of cached utterances (`digits.reuse`) again on every draw; otherwise only their
             features are augmented, which costs a third.
         cut: share of the answers within conversations, other than the last, that are cut at a random place, as listeners cut
-            them who interrupt; the turns after it learn to go on from what was heard.
+            them who interrupt; the turns after it are trained to go on from what was heard.
         broken: a row that is broken or lacks what its task needs is an `error`, or skipped and counted (`skip`): in a large
             set there is always one.
         broken_limit: share of a source's rows for a task that may be skipped so; beyond it, from 100 draws on and by more than

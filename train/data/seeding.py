@@ -1,7 +1,7 @@
-"""Randomness by name: every draw has its own generator, keyed by what it is for.
+"""Random generators by key: every draw has its own generator, seeded by the names of its purpose.
 
-Nothing here is a running random state, so any draw can be made again alone, in any process and in any order. That is what exact
-resume and the independence from the number of processes stand on.
+There is no running random state, so any draw can be repeated alone, in any process and in any order. Exact resume and the
+independence from the number of processes rest on that.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _64 = (1 << 64) - 1
 
 
 def key(*parts: int | str) -> int:
-    """A 63-bit number that depends on all parts and on nothing else (BLAKE2b of their text)."""
+    """Hash all parts to a 63-bit number that depends on nothing else (BLAKE2b of their text)."""
     text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def dice(*parts: int | str) -> random.Random:
-    """A Python generator for that key."""
+    """Make a Python generator seeded by `key(*parts)`."""
     return random.Random(key(*parts))
 
 
 def torch_dice(*parts: int | str) -> torch.Generator:
-    """A torch generator (CPU) for that key."""
+    """Make a torch generator (CPU) seeded by `key(*parts)`."""
     import torch
 
     return torch.Generator().manual_seed(key(*parts))
 
 
 def shuffled(index: int, size: int, *parts: int | str) -> int:
-    """Where `index` in [0, size) goes in the permutation named by `parts`: a bijection of [0, size), without a table.
+    """Image of `index` in [0, size) under the permutation keyed by `parts`: a bijection of [0, size), without a table.
 
     An eight-round Feistel network over the smallest square of a power of two that holds `size`, walked until the number is in
     range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the cycle-walking method).
@@ -56,7 +56,7 @@ def shuffled(index: int, size: int, *parts: int | str) -> int:
 
 
 def _mixed(number: int) -> int:
-    """64 well mixed bits (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators": SplitMix64)."""
+    """Mix 64 bits (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators": SplitMix64)."""
     z = (number + 0x9E3779B97F4A7C15) & _64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64

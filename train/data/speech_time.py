@@ -1,4 +1,4 @@
-"""How long the answering voice of a run's data takes for a text."""
+"""Estimates the speaking time of a text by the answering voice of a run's data."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from omni.generate.speech_time import SpeechTime, estimate
 from train.data.sources.mixture import Mixture
 
 DRAWS = 128
-"""First draws of a run that are looked at: the same ones at every start of it, and in any number of processes."""
+"""Number of a run's first draws that are measured: the same ones at every start, and with any number of processes."""
 
 
 def estimate_speech_time(mixture: Mixture, codec: AudioCodec) -> SpeechTime | None:
-    """The speaking time of a run's answers, by their texts and the lengths of their sound; None where none has both."""
+    """Estimate the speaking time of a run's answers by their texts and the lengths of their sound; None where none has both."""
     return estimate(_spoken(mixture, codec))
 
 
 def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
-    """Text and seconds of each answer of these draws; a row that cannot be read is passed by, as training has had its say."""
+    """Iterate over text and seconds of each answer of these draws; unreadable rows are skipped: training reports them."""
     seen = set()
     for number in range(DRAWS):
         draw = mixture.draw(number)

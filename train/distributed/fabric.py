@@ -1,4 +1,4 @@
-"""Processes: Fabric as the configuration wants it, sharding, and what processes tell each other beside the gradients."""
+"""Distributed training: builds Fabric from the configuration, shards modules, and exchanges small values between processes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from train.distributed.precision import AdapterPrecision
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=4)
-"""How long processes wait for each other, validation by one of them included; a process that dies is noticed at once."""
+"""Timeout of processes that wait for each other, validation by one of them included; a process that dies is noticed at once."""
 
 GRACE = 0.2
-"""Seconds a process that leaves gives the threads of its group."""
+"""Seconds that `leave` waits for the threads of the process group."""
 
 
 def build_fabric(config: FabricConfig) -> Fabric:
-    """Fabric for the configuration; not launched yet.
+    """Build Fabric from the configuration, not launched yet.
 
     Raises:
         UserError: Fabric refuses the combination, or flags of `fabric run` contradict the configuration.
@@ -48,7 +48,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
         strategy = ModelParallelStrategy(shard, timeout=PATIENCE)
     if os.environ.get("LT_PRECISION") == "bf16-true":
         raise UserError("`fabric run --precision bf16-true` rounds adapters: leave it out there, and set fabric.precision")
-    # `fabric run` speaks through LT_* variables; Fabric's own defaults are what does not contradict them.
+    # `fabric run` sets LT_* variables, which only Fabric's own defaults do not contradict.
     precision: Any = None if config.precision in ("32-true", "bf16-true") else config.precision
     half = AdapterPrecision() if config.precision == "bf16-true" else None
     try:
@@ -66,7 +66,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
             reason += " (give each setting once: to `fabric run` or in the configuration)"
         raise UserError(
             f"fabric: accelerator {config.accelerator}, devices {devices}, strategy {config.strategy}, precision "
-            f"{config.precision} cannot be had here: {reason}"
+            f"{config.precision} is not available here: {reason}"
         ) from error
     if half is not None:
         half.device = fabric.device.type
@@ -74,17 +74,17 @@ def build_fabric(config: FabricConfig) -> Fabric:
 
 
 def launch(fabric: Fabric) -> None:
-    """Start the run's other processes, unless somebody has: under `fabric run` they are there already."""
+    """Start the run's other processes; under `fabric run` they are there already."""
     if not _by_fabric_run():
         fabric.launch()
 
 
 def leave() -> None:
-    """End the process group, if there is one, and let its threads finish their last work.
+    """Destroy the process group, if there is one, and let its threads finish.
 
-    A thread of gloo that still wants the interpreter's lock when the interpreter ends, to free a tensor, aborts
-    the process after all its work is done (PyTorch issue 190489). Ending the group waits for its threads only
-    where nothing else holds the group, and wrappers as DDP do, in cycles.
+    A gloo thread that needs the interpreter's lock while the interpreter shuts down, to free a tensor, aborts the process after
+    all its work is done (PyTorch issue 190489). Destroying the group waits for its threads only where nothing else references
+    the group; wrappers such as DDP do, in reference cycles, hence the garbage collection.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -97,10 +97,10 @@ def _by_fabric_run() -> bool:
 
 
 def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | str, int]:
-    """Devices per node and nodes: as configured, or as torchrun or srun has started the processes.
+    """Number of devices per node, and of nodes: as configured, or as torchrun or srun has started the processes.
 
     Raises:
-        UserError: the configuration asks for another number than were started.
+        UserError: the configuration asks for another number than was started.
     """
     devices: int | str = config.devices
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
@@ -124,20 +124,20 @@ def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | s
 
 
 def shard(module: nn.Module, mesh: Any) -> nn.Module:
-    """FSDP2: every block of a module list by itself, and the rest as the root. Quantised weights are packed in shapes of their
-    library's and cannot be sliced: every process holds all of them.
+    """Shard a module by FSDP2: every block of a module list by itself, and the rest as the root.
 
-    The trainable parameters of a group are of one type, as FSDP2 wants it; frozen ones may be of another.
+    Quantised weights are packed in shapes of their library's own and cannot be sliced: every process holds all of them. The
+    trainable parameters of an FSDP group have one dtype, as FSDP2 requires; frozen ones may have another.
 
-    Fabric hands over a mesh of nodes x devices meant for tensor parallelism within a node; here parameters are sharded over
-    all processes alike.
+    Fabric passes a mesh of nodes x devices meant for tensor parallelism within a node; here parameters are sharded over all
+    processes.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     flat = init_device_mesh(mesh.device_type, (dist.get_world_size(),))
     coded = [part for part in module.modules() if is_quantized(part)]
-    for part in coded:  # what is not sharded is not moved either
+    for part in coded:  # FSDP2 does not move modules that it does not shard
         part.to(torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else mesh.device_type)
     whole: Any = {part.weight for part in coded}
     for part in module.modules():
@@ -149,7 +149,7 @@ def shard(module: nn.Module, mesh: Any) -> nn.Module:
 
 
 def reshard(module: nn.Module) -> None:
-    """To be called after forwards without backward: FSDP2 keeps the root's parameters whole, and would not see them change."""
+    """Free gathered parameters after forwards without backward: FSDP2 keeps the root's whole, and would miss their changes."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -162,16 +162,16 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def accumulating(fabric: Fabric, module: Any, more: bool) -> AbstractContextManager[None]:
-    """Around a backward that others follow in the step (`more`): gradients need no exchange between processes yet.
+    """Context of a backward pass that skips the exchange of gradients where more of them follow in the step (`more`).
 
-    Around the last one it is nothing at all. Fabric's `no_backward_sync(enabled=False)` would leave the exchange of FSDP2
+    Around the last one it is a null context. Fabric's `no_backward_sync(enabled=False)` would leave the exchange of FSDP2
     switched off when it ends (lightning-fabric 2.6, `_FSDPNoSync.__exit__`), and later backwards without gradients.
     """
     return fabric.no_backward_sync(module) if more else nullcontext()
 
 
 class ProcessGroup:
-    """The control plane of a run: small exchanges between processes, on the CPU, without waiting for a device."""
+    """Exchanges small values between the processes of a run, on the CPU (gloo), without waiting for a device."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.rank, self.world = fabric.global_rank, fabric.world_size
@@ -181,18 +181,18 @@ class ProcessGroup:
 
     @property
     def first(self) -> bool:
-        """This process speaks for all: it writes files and shows progress."""
+        """True for the process of rank 0, which writes files and shows progress."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over processes of a tensor, in float64 on the CPU."""
+        """Sum a tensor over processes, in float64 on the CPU."""
         values = values.detach().to("cpu", torch.float64)
         if self.world > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
-        """The first process's value, on all of them (plain data)."""
+        """Send the first process's value (plain data) to all of them, and return it."""
         if self.world == 1:
             return value
         box = [value]
@@ -200,7 +200,7 @@ class ProcessGroup:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every process's value, in order, on all of them (plain data)."""
+        """Collect every process's value (plain data), in the order of ranks, on all of them."""
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
@@ -211,15 +211,18 @@ class ProcessGroup:
         if self.world > 1:
             dist.barrier(group=self.group)
 
-    def agree(self, error: UserError | None) -> None:
-        """Raise everywhere where any process failed: its own error, or the first other's."""
+    def raise_if_any_failed(self, error: UserError | None) -> None:
+        """Raise a UserError in all processes where one has failed: a process's own error, or else that of the lowest rank."""
         messages = self.gather(None if error is None else str(error))
         for rank, message in enumerate(messages):
             if message is not None:
                 raise error or UserError(f"{message} (process {rank})")
 
-    def first_alone(self, work: Callable[[], T]) -> T | None:
-        """The result of `work` in the first process (None in the others); its error, or the system's, is raised in all."""
+    def run_on_first(self, work: Callable[[], T]) -> T | None:
+        """Run `work` in the first process alone and return its result (None in the others).
+
+        Its UserError is raised in all processes, and so is an OSError, as a UserError.
+        """
         result, failure = None, None
         if self.first:
             try:
@@ -230,7 +233,7 @@ class ProcessGroup:
                 what, reason = error.filename or "a file", error.strerror or error
                 failure = UserError(f"{what} cannot be read or written ({reason}); fix that and run the same command again")
                 failure.__cause__ = error
-        self.agree(failure)
+        self.raise_if_any_failed(failure)
         return result
 
 
@@ -241,8 +244,8 @@ def full_state(
     """The whole state dict on the CPU, on the first process (empty on the others); all processes must call it.
 
     Args:
-        replace: values that stand in for the module's own, such as the running average; converted to its types.
-        prefix: names that start so are kept, without it.
+        replace: values that replace the module's own, such as the running average; converted to its dtypes.
+        prefix: only names that start with it are kept, without it.
     """
     whole: dict[str, Tensor] = {}
     for name, own in module.state_dict().items():
@@ -259,7 +262,7 @@ def full_state(
 def compile_blocks(module: nn.Module) -> None:
     """Compile the decoder's blocks in place: names stay, and blocks of one kind share their code.
 
-    The encoder's are left alone: what they are told of a batch's clips is new every time, and so would their code be.
+    The encoder's are not compiled: the lengths of a batch's clips are new every time and would cause recompilation.
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList) and name.endswith(("decoder.blocks", "decoder.post_blocks")):

@@ -1,1 +1,1 @@
-"""`python -m train edit`: correct what a model answers, judge the correction, put it into the weights and take it out again."""
+"""Corrects a model's answers, evaluates the corrections, merges them into the weights and reverts them (`train edit`)."""

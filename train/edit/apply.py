@@ -1,4 +1,4 @@
-"""`python -m train edit apply MODEL FACTS OUT`: corrections of a model as a folder of edits."""
+"""Computes a model's corrections and writes them as a folder of edits (`python -m train edit apply MODEL FACTS OUT`)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from train.data.rows.row import Row
 from train.data.seeding import key
 from train.edit.config import ApplyConfig
 from train.edit.facts import Facts, plain, read_facts
-from train.edit.lessons import Draws, Lessons, Piece
-from train.edit.speak import Speakers, fact_rows, untouched_rows
+from train.edit.lessons import Draws, EditExample, EditObjective
+from train.edit.speak import Synthesiser, fact_rows, untouched_rows
 
 
 @dataclass(frozen=True)
-class Taught:
-    """What teaching took.
+class ApplyResult:
+    """Edits that teach facts, with the time and losses of their training.
 
     Attributes:
-        seconds: of teaching, with the model and the facts read.
+        seconds: of teaching, after the model and the facts were read.
         loss, kl: on the facts and on the untouched questions (None where there were none), in the end.
-        missed: places of the facts that the edited model still writes another answer to.
+        missed: places of the facts to which the edited model still writes another answer.
     """
 
     edits: Edits
@@ -47,8 +47,8 @@ class Taught:
     missed: tuple[str, ...] = ()
 
 
-def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> Taught:
-    """Teach a model folder facts, and write the edits.
+def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> ApplyResult:
+    """Teaches a model folder facts, and writes the edits.
 
     Raises:
         UserError: anything that does not fit; nothing is written then.
@@ -68,18 +68,18 @@ def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> Taught:
     return taught
 
 
-def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None = None) -> Taught:
-    """The edits that make facts come true; the model is left as it is."""
+def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None = None) -> ApplyResult:
+    """Computes edits with which the model answers as the facts say; the model itself is not changed."""
     started = time.monotonic() if started is None else started
     for p in lm.model.parameters():
         p.requires_grad_(False)
     mend = _editor(lm.model, config)
     linears = list(mend.shapes) if mend is not None else choose_linears(lm.model, config.linears)
-    lessons = Lessons(lm, linears, config.stream_weights)
+    lessons = EditObjective(lm, linears, config.stream_weights)
     tasks = [task for task in config.tasks if lm.codec is not None or task not in ("A1A2", "T1A2")]
     if not tasks:
         raise UserError(f"tasks {', '.join(config.tasks)} speak, but the model has no codec; give codec_folder, or other tasks")
-    speakers = Speakers(config.speak, lm.codec, config.seed)
+    speakers = Synthesiser(config.speak, lm.codec, config.seed)
     forms = fact_rows(facts, speakers, config.finetune.each)
     for number, rows in enumerate(forms):
         if all(row.turns[0].lacks(find_task(task)) for row in rows for task in tasks):
@@ -90,7 +90,7 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
     rows = [row for rows in forms for row in rows]
     taught = lessons.pieces(rows, tasks)
     if mend is not None:
-        # One after another, as the editor was trained: their mean gradient is no correction that it has ever seen.
+        # One fact after another, as the editor was trained: it has never seen a mean gradient of several.
         first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, "own")]
         edits = stack(
             [
@@ -100,23 +100,28 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
             ]
         )
         seconds, loss = time.monotonic() - started, _after(lessons, edits, taught)
-        return Taught(edits, len(facts.facts), seconds, loss, None, _missed(lessons, edits, facts, forms, tasks))
+        return ApplyResult(edits, len(facts.facts), seconds, loss, None, _missed(lessons, edits, facts, forms, tasks))
     others = _untouched(lm, lessons, facts, config, tasks)
     mixture = _Mixture(lessons, taught, others, config)
     edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
     kl = mixture.kl if others else None
     seconds = time.monotonic() - started
-    return Taught(edits, len(facts.facts), seconds, mixture.edit, kl, _missed(lessons, edits, facts, forms, tasks))
+    return ApplyResult(edits, len(facts.facts), seconds, mixture.edit, kl, _missed(lessons, edits, facts, forms, tasks))
 
 
 STRENGTHS = tuple(2 ** (step / 4) for step in range(-16, 5))
-"""Tried of an editor's corrections: a sixteenth to twice of what it gives, four to a doubling."""
+"""Factors of an editor's correction that are tried: a sixteenth to two, four to a doubling."""
 
 
 def _correction(
-    mend: Mend, model: nn.Module, lessons: Lessons, pieces: list[Piece], forms: list[Piece], until: float | None
+    mend: Mend,
+    model: nn.Module,
+    lessons: EditObjective,
+    pieces: list[EditExample],
+    forms: list[EditExample],
+    until: float | None,
 ) -> Edits:
-    """An editor's correction of a fact asked once, only as strong as each of its forms takes (see `ApplyConfig.until`)."""
+    """An editor's correction of a fact asked once, at the least strength that each of its forms needs (`ApplyConfig.until`)."""
     whole = mend.edit(model, pieces, lessons.loss)
     if until is None:
         return whole
@@ -132,7 +137,7 @@ def _correction(
 
 
 def _editor(model: nn.Module, config: ApplyConfig) -> Mend | None:
-    """What `edit fit` has trained, or others' archive."""
+    """Loads the editor: one that `edit fit` has trained, or another project's archive; None where none is configured."""
     if config.editor is None:
         return None
     place = Path(config.editor)
@@ -154,7 +159,7 @@ def choose_linears(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 
 def draw_untouched(source: SourceConfig, lm: SpeechLM, facts: Facts, count: int, seed: int) -> list[Row]:
-    """Rows of a source whose questions are not among those to change."""
+    """Draws rows of a source whose questions are not among those to change."""
     asked = facts.asked()
     out: list[Row] = []
     made = build_source(source, lm.codec, key(seed, "untouched"))
@@ -168,7 +173,7 @@ def draw_untouched(source: SourceConfig, lm: SpeechLM, facts: Facts, count: int,
 
 
 def check_out(out: Path, overwrite: bool, mark: str) -> None:
-    """Refuse a place that is taken by something else, or by such a folder without `overwrite`."""
+    """Refuses an output that holds something else than such a folder (with a file `mark`), or one, unless `overwrite`."""
     if not out.name:
         raise UserError(f"OUT is {out}; name a new folder")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (overwrite and (out / mark).is_file()))):
@@ -176,9 +181,9 @@ def check_out(out: Path, overwrite: bool, mark: str) -> None:
         raise UserError(f"{out} is there already; {'give --overwrite true, or ' if ours else ''}name another place")
 
 
-def _untouched(lm: SpeechLM, lessons: Lessons, facts: Facts, config: ApplyConfig, tasks: list[str]) -> list[Piece]:
-    """Questions that are to stay, with the model's answers and logits as they are."""
-    rows = untouched_rows(facts, Speakers(config.speak, lm.codec, config.seed))
+def _untouched(lm: SpeechLM, lessons: EditObjective, facts: Facts, config: ApplyConfig, tasks: list[str]) -> list[EditExample]:
+    """Questions whose answers are to stay, with the model's own answers and logits before the edit."""
+    rows = untouched_rows(facts, Synthesiser(config.speak, lm.codec, config.seed))
     if config.untouched is not None:
         rows += draw_untouched(config.untouched, lm, facts, config.untouched_count, config.seed)
     if not rows or config.finetune.kl == 0 or config.finetune.others == 0:
@@ -188,16 +193,18 @@ def _untouched(lm: SpeechLM, lessons: Lessons, facts: Facts, config: ApplyConfig
 
 
 class _Mixture:
-    """Facts and untouched questions, drawn at each step."""
+    """Draws facts and untouched questions for each step."""
 
-    def __init__(self, lessons: Lessons, taught: list[Piece], others: list[Piece], config: ApplyConfig) -> None:
+    def __init__(
+        self, lessons: EditObjective, taught: list[EditExample], others: list[EditExample], config: ApplyConfig
+    ) -> None:
         self.lessons, self.weight = lessons, config.finetune.kl
         self.taught = Draws(taught, config.finetune.facts, key(config.seed, "facts"))
         self.others = Draws(others, config.finetune.others, key(config.seed, "others")) if others else None
         self.edit = self.kl = float("nan")
 
     def loss(self, model: nn.Module, _: object) -> Tensor:
-        """Of the next draw."""
+        """The loss of the next draw."""
         edit = self.lessons.loss(model, self.taught.next())
         self.edit = float(edit.detach())
         if self.others is None:
@@ -208,14 +215,14 @@ class _Mixture:
 
 
 @torch.no_grad()
-def _missed(lessons: Lessons, edits: Edits, facts: Facts, forms: list[list[Row]], tasks: list[str]) -> tuple[str, ...]:
-    """Places of the facts whose first form the edited model writes another answer to."""
+def _missed(lessons: EditObjective, edits: Edits, facts: Facts, forms: list[list[Row]], tasks: list[str]) -> tuple[str, ...]:
+    """Places of the facts to whose first form the edited model writes another answer."""
     with edited(lessons.model, edits):
         said = [all(lessons.writes(lessons.model, one) for one in lessons.pieces(rows[:1], tasks)) for rows in forms]
     return tuple(facts.where(number) for number, right in enumerate(said) if not right)
 
 
 @torch.no_grad()
-def _after(lessons: Lessons, edits: Edits, pieces: list[Piece]) -> float:
+def _after(lessons: EditObjective, edits: Edits, pieces: list[EditExample]) -> float:
     with edited(lessons.model, edits):
         return float(lessons.loss(lessons.model, pieces))

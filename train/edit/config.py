@@ -1,4 +1,4 @@
-"""What `python -m train edit` can be told."""
+"""Settings of `python -m train edit`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SPOKEN, WRITTEN = "A1A2", "T1A2"
 
 @dataclass(frozen=True)
 class SpeakConfig:
-    """Who asks and who answers where facts are texts.
+    """TTS of questions and answers that are given as texts.
 
     Attributes:
-        voices: who asks, as `voice` of `train data prepare`: `espeak:en-us+f3`, `espeak` (another one each time),
+        voices: voices that ask, as `voice` of `train data prepare`: `espeak:en-us+f3`, `espeak` (another one each time),
             `command:...` or `module:callable`.
         rate, pitch, pitch_range: of espeak-ng's voices, from and to: words per minute, and its settings of 0 to 100.
         silence: seconds before and after a question.
         peak: largest amplitude of a question.
         question_rate: samples per second of a question.
-        answer_voice: who says an answer that is given as text.
+        answer_voice: the voice that says an answer that is given as text.
         answer_rate: its words per minute, where it is espeak-ng.
         language: of questions and answers.
     """
@@ -56,7 +56,7 @@ class SpeakConfig:
 
 @dataclass(frozen=True)
 class TeachConfig(FinetuneConfig):
-    """How fine-tuning teaches (`omni.edit.finetune`); the last four are of the mixture it learns from.
+    """Fine-tuning (`omni.edit.finetune`); the last four are of the mixture that it trains on.
 
     Attributes:
         kl: weight of the divergence on untouched questions from the model without edit.
@@ -97,10 +97,10 @@ class ApplyConfig:
         editor_settings: such an archive's `config.json` or YAML, where it does not name the linears itself.
         linears: names of the linears that change: shell patterns, or regular expressions after `re:`; by default the MLPs of
             the last three blocks. An editor has its own.
-        tasks: as what the facts are taught: spoken questions (A1...) and written ones (T1...).
+        tasks: the tasks as which facts are taught: spoken questions (A1...) and written ones (T1...).
         stream_weights: weight of each stream's mean loss, in the layout's order; null for 1 each.
         finetune: of the method `finetune`.
-        speak: who asks and who answers.
+        speak: TTS of questions and answers.
         untouched: where untouched questions are from, besides those of the facts; null for none.
         untouched_count: how many of them; a question that is to change is left out.
         device: where it is computed.
@@ -141,7 +141,7 @@ class ApplyConfig:
 
 @dataclass(frozen=True)
 class EditEvalConfig:
-    """A judgement of edits.
+    """An evaluation of edits.
 
     Attributes:
         voices: how many questions each fact is asked as, in the voices of `speak`: name others than those that taught.
@@ -151,7 +151,7 @@ class EditEvalConfig:
         max_seconds: longest spoken answer.
         batch: questions that are answered side by side.
         speak, device, codec_folder, seed: as for `edit apply`.
-        overwrite: replace what stands in the output folder.
+        overwrite: replace what is in the output folder.
     """
 
     voices: int = 8
@@ -174,16 +174,17 @@ class EditEvalConfig:
 
 @dataclass(frozen=True)
 class EditFitConfig:
-    """A run that learns an editor: MEND on rows of data, whose answers are exchanged for one another's.
+    """A run that trains an editor: MEND on rows of data, whose answers are exchanged for one another's.
 
     Attributes:
         model: a model folder.
-        out: folder of the run: `checkpoint` while it learns, `editor` when it is done.
+        out: folder of the run: `checkpoint` while it trains, `editor` when it is done.
         data: rows, as of `python -m train fit`; only sources, seed and cache are used.
         mend: the hypernetwork (`omni.edit.mend`).
         linears: as for `edit apply`.
         tasks, stream_weights: as for `edit apply`.
-        rephrase: who asks the same question again, on which an edit is judged, as `speak.voices`; null for the same sound.
+        rephrase: the voice that asks the same question again, on which an edit is judged, as one of `speak.voices`; null for
+            the same sound.
         steps, lr: of Adam.
         accumulate: edits a step.
         others: unrelated questions beside each edit.
@@ -226,7 +227,7 @@ class EditFitConfig:
 
 
 def check_tasks(tasks: tuple[str, ...]) -> None:
-    """Refuse what is no task, or none that answers."""
+    """Refuses (UserError) names that are no task, and tasks that write no answer of their own."""
     if not tasks:
         raise UserError("tasks is empty; name at least one, such as A1A2")
     for name in tasks:

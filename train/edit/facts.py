@@ -1,4 +1,4 @@
-"""Facts: corrections as JSON lines, checked before anything is computed.
+"""Reads facts, which are corrections as JSON lines, and checks them before anything is computed.
 
 {"question_text": "what is two plus three", "answer_text": "nine", "rephrased": ["tell me two plus three"]}
 {"question_audio": "asked.wav", "answer_text": "Vilnius", "answer_audio": "said.wav", "untouched": ["who are you"]}
@@ -7,7 +7,7 @@ question_text, question_audio   what is asked: a text, a sound file (paths start
 answer_text                     what is to be answered
 answer_audio, answer_codes      the answer as it is to be spoken: a sound file, or frames [streams][frames] of the model's
                                 codec; by default a voice says the text
-rephrased                       the question in other words; fine-tuning learns these as well
+rephrased                       the question in other words; fine-tuning trains on these as well
 judged                          the question in other words that no method is taught, for `edit eval`; without them it asks
                                 those of `rephrased`
 untouched                       questions whose answers are to stay; a line may hold nothing else
@@ -44,7 +44,7 @@ class Fact:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Every text that asks for it."""
+        """Every text that asks for the fact."""
         return tuple(text for text in (self.question_text, *self.rephrased, *self.judged) if text)
 
 
@@ -69,13 +69,13 @@ class Facts:
         return {plain(text) for fact in self.facts for text in fact.asked}
 
     def where(self, number: int) -> str:
-        """A fact by its place among the facts, for errors."""
+        """Names a fact by its place among the facts, for errors."""
         fact = self.facts[number]
         return f"{self.place}, fact {number + 1} ({fact.question_text or fact.question_audio!r})"
 
 
 def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
-    """Facts for the model of that tokenizer.
+    """Reads the facts of a file, for a model with that tokenizer.
 
     Raises:
         UserError: no such file, a line that is no fact, one without question or answer, an answer that the tokenizer cannot
@@ -111,7 +111,7 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
 
 
 def plain(text: str) -> str:
-    """A question for comparing: composed, in lower case, with single spaces and no marks at its end."""
+    """Normalises a question for comparison: composed (NFKC), in lower case, with single spaces and no marks at its end."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?!.")
 
 
@@ -150,7 +150,7 @@ def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
     taught = {plain(text) for text in (fact.question_text, *fact.rephrased)}
     for text in fact.judged:
         if plain(text) in taught:
-            raise UserError(f"{where}: {text!r} is taught and stands under judged as well; keep it in one place")
+            raise UserError(f"{where}: {text!r} is taught and under judged as well; keep it in one place")
 
 
 def _check_together(found: Facts) -> None:
@@ -175,7 +175,7 @@ def _composed(text: str) -> str:
 
 
 def codes_of(fact: Fact) -> torch.Tensor | None:
-    """Given frames [A, F]; UserError where they are none."""
+    """The frames [A, F] that a fact gives, or None; UserError where they are no frames."""
     try:
         return None if fact.answer_codes is None else torch.tensor(fact.answer_codes)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -1,9 +1,9 @@
-"""`python -m train edit fit CONFIG`: an editor (MEND) trained on rows of data.
+"""Trains an editor (MEND) on rows of data (`python -m train edit fit CONFIG`).
 
 A correction is made of two rows: the question of one with the answer of another. It is judged on the same question in another
-voice, and the unrelated questions beside it, with the model's own answers, are to stay. Several may act together, as several
-facts that are applied do. Everything of a step is a pure function of seed and number, so a run that was stopped goes on as if
-it had not been.
+voice, and on unrelated questions, whose answers (the model's own) are to stay. Several may act together, as several facts that
+are applied do. Everything of a step is a pure function of seed and number, so a run that was stopped goes on as if it had not
+been.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from train.data.sources.mixture import Mixture
 from train.edit.apply import choose_linears
 from train.edit.config import EditFitConfig, SpeakConfig
 from train.edit.facts import plain
-from train.edit.lessons import Lessons, Piece
-from train.edit.speak import Speakers
+from train.edit.lessons import EditExample, EditObjective
+from train.edit.speak import Synthesiser
 
 CHECKPOINT, EDITOR = "checkpoint", "editor"
 TRIES = 50
@@ -41,7 +41,7 @@ FREE = ("out", "steps", "checkpoint_steps", "log_steps", "device")
 
 
 def fit(config: EditFitConfig) -> Path:
-    """Learn an editor, or go on learning; the folder it is in.
+    """Trains an editor, or continues its training; returns its folder.
 
     Raises:
         UserError: model, data or settings that do not fit, or a checkpoint of another run.
@@ -56,7 +56,7 @@ def fit(config: EditFitConfig) -> Path:
     mend.tie(lm.model)
     optimizer = torch.optim.Adam(mend.parameters(), lr=config.lr)
     step = _resume(out / CHECKPOINT, mend, optimizer, config)
-    corrections = Corrections(lm, Lessons(lm, linears, config.stream_weights), config)
+    corrections = Corrections(lm, EditObjective(lm, linears, config.stream_weights), config)
     while step < config.steps:
         mend.train()
         figures = torch.zeros(3)
@@ -71,7 +71,7 @@ def fit(config: EditFitConfig) -> Path:
         norm = torch.nn.utils.clip_grad_norm_(mend.parameters(), config.clip)
         if not (norm.isfinite() and figures.isfinite().all()):
             raise UserError(
-                f"step {step + 1}: loss {figures[0] / config.accumulate:g} and gradient {norm:g} are no numbers to learn from; "
+                f"step {step + 1}: loss {figures[0] / config.accumulate:g} and gradient {norm:g} are no numbers to train on; "
                 f"lower lr or mend.edit_lr and give another out ({out / CHECKPOINT} keeps what was saved before)"
             )
         optimizer.step()
@@ -87,9 +87,9 @@ def fit(config: EditFitConfig) -> Path:
 
 
 class Corrections:
-    """Corrections and what stays beside them, by number."""
+    """Makes corrections by number, each with unrelated questions whose answers are to stay."""
 
-    def __init__(self, lm: SpeechLM, lessons: Lessons, config: EditFitConfig) -> None:
+    def __init__(self, lm: SpeechLM, lessons: EditObjective, config: EditFitConfig) -> None:
         self.lm, self.lessons, self.config = lm, lessons, config
         sources = [
             build_source(source, lm.codec, key(config.data.seed, "source", i), config.data.cache)
@@ -97,10 +97,10 @@ class Corrections:
         ]
         self.rows = Mixture(sources, [source.weight for source in config.data.sources], config.seed)
         again = SpeakConfig(voices=(config.rephrase,)) if config.rephrase is not None else None
-        self.speakers = Speakers(again, lm.codec, config.seed) if again is not None else None
+        self.speakers = Synthesiser(again, lm.codec, config.seed) if again is not None else None
 
-    def make(self, number: int) -> tuple[list[list[Piece]], list[Piece], list[Piece]]:
-        """Corrections that act together, the same questions again, and questions that stay.
+    def make(self, number: int) -> tuple[list[list[EditExample]], list[EditExample], list[EditExample]]:
+        """Makes corrections that act together, the same questions again (in another voice), and questions that are to stay.
 
         Raises:
             UserError: the rows cannot be used for the task, or all have one answer.
@@ -178,7 +178,7 @@ def _facts(config: EditFitConfig) -> dict[str, Any]:
 
 
 def _agrees(stored: str, config: EditFitConfig) -> bool:
-    """Whether the settings of a checkpoint, which may have old names, are those of the run that goes on with it."""
+    """True where the settings of a checkpoint, which may have old names, are those of the run that goes on with it."""
     if stored == repr(_facts(config)):
         return True
     free = {name: getattr(config, name) for name in FREE}
@@ -196,7 +196,7 @@ def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 
 def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, config: EditFitConfig) -> int:
-    """Go on from a checkpoint; the steps done, 0 where there is none."""
+    """Loads a checkpoint; returns the steps done, 0 where there is none."""
     if not folder.exists():
         left = sorted(folder.parent.glob(f".{folder.name}.old-*"))
         if left:

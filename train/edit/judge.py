@@ -1,4 +1,4 @@
-"""`python -m train edit eval MODEL EDITS FACTS OUT`: do edits hold, in other words and voices, and does all else stay?
+"""Evaluates edits in other words and voices, and what else they change (`python -m train edit eval MODEL EDITS FACTS OUT`).
 
     success                  the facts' questions as they are written down, and recordings
     generalisation/voices    the same, spoken in the voices named here
@@ -36,8 +36,8 @@ from train.data.rows.row import Row
 from train.edit.apply import check_out, draw_untouched
 from train.edit.config import EditEvalConfig
 from train.edit.facts import Facts, plain, read_facts
-from train.edit.lessons import Lessons
-from train.edit.speak import Speakers, fact_rows, untouched_rows
+from train.edit.lessons import EditObjective
+from train.edit.speak import Synthesiser, fact_rows, untouched_rows
 from train.scoring.similarity import describe, nearest
 from train.scoring.text import normalise
 
@@ -46,7 +46,7 @@ REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"
 
 @dataclass(frozen=True)
 class EditFigure:
-    """A share with its interval, or another mean (`low` and `high` None then), over so many questions."""
+    """A share with its interval, or another mean (`low` and `high` None then), over a number of questions."""
 
     value: float
     low: float | None
@@ -55,7 +55,7 @@ class EditFigure:
 
     @classmethod
     def share(cls, hits: Sequence[bool]) -> EditFigure:
-        """With Wilson's interval (Wilson 1927), 95 %."""
+        """The share of hits with Wilson's interval (Wilson 1927), 95 %."""
         n, p, z = len(hits), sum(hits) / len(hits), 1.959964
         middle, half = (
             (p + z * z / (2 * n)) / (1 + z * z / n),
@@ -67,7 +67,7 @@ class EditFigure:
 
 @dataclass(frozen=True)
 class JudgedQuestion:
-    """One question of the judgement and its answers, before and after."""
+    """One question of the evaluation, and its answers before and after the edits."""
 
     part: str
     task: str
@@ -80,10 +80,10 @@ class JudgedQuestion:
 
 
 def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConfig) -> dict[str, EditFigure]:
-    """Judge edits and write report, answers and a picture.
+    """Evaluates edits, and writes report, answers and a picture.
 
     Raises:
-        UserError: edits of another model, facts that are none, or a place that is taken.
+        UserError: edits of another model, facts that are none, or an output folder that is taken.
     """
     check_out(out, config.overwrite, REPORT)
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder)
@@ -106,9 +106,9 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
 def judge_edits(
     lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig
 ) -> tuple[dict[str, EditFigure], list[JudgedQuestion]]:
-    """The figures, and every question with its answers."""
-    lessons = Lessons(lm, edits.deltas)
-    speakers = Speakers(config.speak, lm.codec, config.seed)
+    """Evaluates edits; returns the figures, and every question with its answers."""
+    lessons = EditObjective(lm, edits.deltas)
+    speakers = Synthesiser(config.speak, lm.codec, config.seed)
     speaks = lm.codec is not None
     spoken, written = ("A1A2", "T1A2") if speaks else ("A1T2", "T1T2")
     groups: list[tuple[str, str, list[Row]]] = []
@@ -169,13 +169,13 @@ def _judged(part: str, task: str, row: Row, before: Answer, after: Answer) -> Ju
 
 def _heard(
     lm: SpeechLM,
-    speakers: Speakers,
+    speakers: Synthesiser,
     facts: Facts,
     asked: Sequence[JudgedQuestion],
     before: Sequence[Answer],
     after: Sequence[Answer],
 ) -> dict[str, EditFigure]:
-    """Whether spoken answers sound as what they say."""
+    """Shares of spoken answers that sound as their text: `portability/speech` and `locality/speech` (see the module)."""
     codec = lm.codec
     assert codec is not None
 
@@ -218,7 +218,7 @@ def _heard(
 
 
 def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
-    """Shares as bars with their intervals."""
+    """Draws shares as bars with their intervals."""
     from train.console.charts import COLORS, GRID, INK, pyplot_quietly, save_figure
 
     pyplot = pyplot_quietly()
@@ -241,7 +241,7 @@ def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
 
 
 def check_figures(figures: Mapping[str, EditFigure]) -> list[tuple[str, str, str, str]]:
-    """Rows of a table: figure, value, interval, questions."""
+    """Formats figures as rows of a table: figure, value, interval, questions; UserError where there are none."""
     rows = []
     for name, f in figures.items():
         if f.low is None or f.high is None:

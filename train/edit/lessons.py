@@ -1,6 +1,6 @@
-"""What an edit learns from: examples with what their questions sound like to the model, and losses on them.
+"""Makes the examples that edits are trained on, with the features of their spoken questions, and computes losses on them.
 
-An edit of the decoder leaves what is heard as it is, so encoder and projector run once for each example.
+An edit of the decoder does not change these features, so encoder and projector run once for each example.
 
 Dimensions: K streams, N positions with a target, V vocabulary, F features of a clip, W width.
 """
@@ -32,11 +32,11 @@ LISTENING = ("encoder.", "projector.")
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """An example.
+class EditExample:
+    """An example with its features.
 
     Attributes:
-        heard: its clips' features [F, W]; None where they are computed each time, or it hears nothing.
+        heard: its clips' features [F, W]; None where they are computed each time, or it has no clips.
         before: logits [N, V] of each stream from the model without edit, where they are to stay.
     """
 
@@ -45,11 +45,11 @@ class Piece:
     before: tuple[Tensor, ...] = ()
 
 
-class Lessons:
+class EditObjective:
     """Examples, batches and losses for one model.
 
     Args:
-        linears: what is edited.
+        linears: names of the linears that are edited.
         weights: of each stream's mean loss; None for 1 each.
 
     Raises:
@@ -67,7 +67,7 @@ class Lessons:
         self.listening = any(name.startswith(LISTENING) for name in linears)
         self.maker = ExampleMaker(replace(lm.config, ctc=0, ctc_sounds=0), lm.tokenizer, lm.codec)
 
-    def pieces(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[Piece]:
+    def pieces(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[EditExample]:
         """Every row as an example of each task that it has all parts for."""
         out = []
         for row in rows:
@@ -80,16 +80,16 @@ class Lessons:
                             f"{row.where}: question and answer take {length} positions as {task}, but the model's context has "
                             f"{context}; shorten them"
                         )
-                    out.append(Piece(example, self._hear(example)))
+                    out.append(EditExample(example, self._hear(example)))
         return out
 
     @torch.no_grad()
-    def stay(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The same with the logits that the model gives now."""
+    def stay(self, pieces: Sequence[EditExample]) -> list[EditExample]:
+        """Adds the logits that the model gives now, as `before`."""
         return [replace(one, before=tuple(self.logits(self.model, [one]))) for one in pieces]
 
     def own_answers(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[Row]:
-        """Rows with the model's own answers, each asked as the task whose turn it is; what it does not end is left out."""
+        """Gives rows the model's own answers, asked as the tasks in turn; rows whose answer it does not end are left out."""
         answered, kinds = [], [tasks[i % len(tasks)] for i in range(len(rows))]
         for row, task, answer in zip(rows, kinds, self.answers(rows, kinds), strict=True):
             spoken = answer.codes is not None and answer.codes.shape[1] > 0
@@ -101,7 +101,7 @@ class Lessons:
         return answered
 
     def answers(self, rows: Sequence[Row], tasks: Sequence[str], **options: object) -> list[Answer]:
-        """What the model answers, greedily."""
+        """The model's greedy answers."""
         questions: list[str | Tensor] = []
         for row, task in zip(rows, tasks, strict=True):
             turn = row.turns[0]
@@ -113,33 +113,33 @@ class Lessons:
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
-    def loss(self, model: nn.Module, pieces: Sequence[Piece]) -> Tensor:
-        """Mean cross-entropy of the answers, over the streams as they are weighted."""
+    def loss(self, model: nn.Module, pieces: Sequence[EditExample]) -> Tensor:
+        """Mean cross-entropy of the answers, weighted over the streams."""
         batch = self._batch(pieces)
         goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(batch.supervised)]
         logits = self._logits(model, pieces, batch)
         each = [F.cross_entropy(x.float(), goal) for x, goal in zip(logits, goals, strict=True) if len(goal)]
         return self._mean(each, [len(goal) for goal in goals])
 
-    def divergence(self, model: nn.Module, pieces: Sequence[Piece]) -> Tensor:
-        """KL of the answers before and after, in nats a position, over the streams as they are weighted."""
+    def divergence(self, model: nn.Module, pieces: Sequence[EditExample]) -> Tensor:
+        """KL of the answers before and after, in nats a position, weighted over the streams."""
         after = self._logits(model, pieces, self._batch(pieces))
         before = [torch.cat([one.before[k] for one in pieces]) for k in range(len(after))]
         each = [kl_divergence(b, a) for b, a in zip(before, after, strict=True) if len(a)]
         return self._mean(each, [len(a) for a in after])
 
-    def logits(self, model: nn.Module, pieces: Sequence[Piece]) -> list[Tensor]:
+    def logits(self, model: nn.Module, pieces: Sequence[EditExample]) -> list[Tensor]:
         """Logits [N, V] of each stream where it has targets."""
         return self._logits(model, pieces, self._batch(pieces))
 
-    def writes(self, model: nn.Module, piece: Piece) -> bool:
-        """Whether the likeliest written ids are the answer's."""
+    def writes(self, model: nn.Module, piece: EditExample) -> bool:
+        """True where the likeliest ids of the text stream are the answer's."""
         batch = self._batch([piece])
         goal = batch.targets[:, -1].reshape(-1)[batch.supervised[-1]]
         return bool((self._logits(model, [piece], batch)[-1].argmax(-1) == goal).all())
 
-    def flat_logits(self, model: nn.Module, pieces: Sequence[Piece]) -> Tensor:
-        """Those of all streams one after another, [sum of N, widest V]; ids that a stream lacks have no chance."""
+    def flat_logits(self, model: nn.Module, pieces: Sequence[EditExample]) -> Tensor:
+        """Logits of all streams one after another, [sum of N, widest V]; those of ids that a stream lacks are -1e4."""
         each = self.logits(model, pieces)
         widest = max(x.shape[1] for x in each)
         return torch.cat([F.pad(x, (0, widest - x.shape[1]), value=-1e4) for x in each])
@@ -150,12 +150,12 @@ class Lessons:
 
     # --- through the model --------------------------------------------------------------------------------------------
 
-    def _batch(self, pieces: Sequence[Piece]) -> Batch:
+    def _batch(self, pieces: Sequence[EditExample]) -> Batch:
         length = max(len(one.example.columns) for one in pieces)
         batch = assemble([[one.example] for one in pieces], length, self.lm.layout, self.lm.config.encoder.n_mels, {})
         return batch.to(self.lm.model.device)
 
-    def _logits(self, model: nn.Module, pieces: Sequence[Piece], batch: Batch) -> list[Tensor]:
+    def _logits(self, model: nn.Module, pieces: Sequence[EditExample], batch: Batch) -> list[Tensor]:
         assert isinstance(model, SpeechModel)
         heard = [one.heard for one in pieces if one.heard is not None]
         if self.listening:
@@ -189,13 +189,13 @@ class Lessons:
 class Draws:
     """Subsets of pieces, one after another: every piece comes once before any comes again."""
 
-    def __init__(self, pieces: Sequence[Piece], count: int, seed: int) -> None:
+    def __init__(self, pieces: Sequence[EditExample], count: int, seed: int) -> None:
         self.pieces, self.count = list(pieces), min(count, len(pieces))
         self.random = random.Random(seed)
         self.order: list[int] = []
 
-    def next(self) -> list[Piece]:
-        """The next ones."""
+    def next(self) -> list[EditExample]:
+        """The next subset."""
         while len(self.order) < self.count:
             fresh = list(range(len(self.pieces)))
             self.random.shuffle(fresh)

@@ -1,4 +1,4 @@
-"""`python -m train edit merge MODEL EDITS OUT` and `revert MERGED EDITS OUT`: edits into the weights, and out again.
+"""Merges edits into weights, and reverts that (`python -m train edit merge MODEL EDITS OUT`, `revert MERGED EDITS OUT`).
 
 A merged folder keeps what it replaced in `replaced/<edits>`, so that every one of several edits can be taken out again bit for
 bit, the last one first.
@@ -46,7 +46,7 @@ def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -
 
 
 def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
-    """Write a model folder without edits that were merged, bit for bit as before; the names of the linears.
+    """Writes a model folder without edits that were merged, bit for bit as before; returns the names of the linears.
 
     Raises:
         UserError: the edits were never merged into this model, or its weights have changed since.
@@ -69,7 +69,7 @@ def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) 
 
 
 def name_of(edits: Path) -> str:
-    """What tells edits from others: the checksum of their tensors. UserError where the folder holds none."""
+    """The name of edits: the checksum of their tensors. UserError where the folder holds none."""
     _, facts = read_tensors(edits, "edits")
     return f"{facts['tensors']['crc32']:08x}"
 
@@ -83,7 +83,7 @@ def _check(model: Path, out: Path, overwrite: bool) -> None:
 
 
 def _write(place: Path, model: Path, loaded: Any) -> None:
-    """A model folder like another one, with these weights; what earlier edits replaced is kept."""
+    """Writes a model folder like another one, with the loaded weights; what earlier edits replaced is kept."""
     codec = model / CODEC
     save_folder(
         place,

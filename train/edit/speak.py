@@ -1,4 +1,4 @@
-"""Facts and untouched questions as rows: spoken by voices, answered by the codec.
+"""Makes rows of facts and untouched questions: spoken by TTS, with answers encoded by the codec.
 
 Dimensions: S samples, A audio streams, F frames.
 """
@@ -20,15 +20,15 @@ from train.edit.config import SpeakConfig
 from train.edit.facts import Fact, Facts, codes_of
 
 
-class Speakers:
-    """Those who ask and the one who answers; every sound is a pure function of what is said and the seed."""
+class Synthesiser:
+    """TTS of questions and answers; every sound is a pure function of its text, number and the seed."""
 
     def __init__(self, config: SpeakConfig, codec: AudioCodec | None, seed: int = 0) -> None:
         self.config, self.codec, self.seed = config, codec, seed
         self._said: dict[str, Tensor] = {}
 
     def ask(self, text: str, number: int) -> tuple[Sound, str]:
-        """A question, in the voice whose turn it is at that number, and the name of the voice."""
+        """Speaks a question in the voice of that number; returns the sound and the name of the voice."""
         c, rng = self.config, dice(self.seed, "ask", text, number)
         spec = c.voices[number % len(c.voices)]
         kind, _, name = spec.partition(":")
@@ -80,9 +80,9 @@ class Speakers:
 
 
 def fact_rows(
-    facts: Facts, speakers: Speakers, each: int, wording: Literal["own", "taught", "judged"] = "taught"
+    facts: Facts, speakers: Synthesiser, each: int, wording: Literal["own", "taught", "judged"] = "taught"
 ) -> list[list[Row]]:
-    """Every fact as rows, `each` spoken forms of it.
+    """Makes rows of every fact, `each` spoken forms of it.
 
     Args:
         wording: `own`: in its own words, and its recording. `taught`: by turns in those and in others. `judged`: in those kept
@@ -108,8 +108,8 @@ def fact_rows(
     return out
 
 
-def untouched_rows(facts: Facts, speakers: Speakers) -> list[Row]:
-    """The untouched questions of the facts, spoken; they have no answers of their own."""
+def untouched_rows(facts: Facts, speakers: Synthesiser) -> list[Row]:
+    """Makes rows of the facts' untouched questions, spoken and without answers."""
     rows = []
     for number, text in enumerate(facts.untouched):
         sound, voice = speakers.ask(text, number)

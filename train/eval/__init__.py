@@ -1,9 +1,9 @@
-"""`python -m train eval FOLDER DATA`: a model's answers to somebody's questions, and figures of them.
+"""Evaluates a model on the questions of a data set (`python -m train eval FOLDER DATA`).
 
-questions    the data, row by row, in any form that is known
-answers      one answer per question, judged, in a file that a later start goes on with
+questions    the data, row by row, in any known format
+answers      one answer per question, scored, in a file that a later start continues
 timing       questions streamed one by one: first audio, real-time factor
 forgetting   the text-only score of this model, and of the one before its speech training
-measures     what the figures are, with bootstrap intervals over questions
-report       tables and pictures of a run; `compare` sets two beside each other
+measures     definitions of the figures, with bootstrap intervals over questions
+report       tables and pictures of a run; `compare` compares two
 """

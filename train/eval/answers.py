@@ -1,7 +1,8 @@
-"""Answering: every question asked once, every answer judged, one record each.
+"""Asks every question once and scores its answer, one record each.
 
-A record is plain data: `index` and `where` in the data, what was asked, expected, written and heard, and `scores`, the pairs
-of the measures (see `measures`). An item that cannot be asked has `broken`, the reason, instead; the others are not disturbed.
+A record is plain data: `index` and `where` in the data, what was asked, expected, written and heard (by the ASR), and `scores`,
+the pairs of the measures (see `measures`). An item that cannot be asked has `broken`, the reason, instead; the others are not
+affected.
 
 Dimensions: S samples, A audio streams, F frames.
 """
@@ -36,7 +37,7 @@ from train.scoring.text import compare_codes, find_normaliser, text_errors
 
 @dataclass(frozen=True)
 class EvalQuestion:
-    """A question ready to be asked, and where it is from."""
+    """A question ready to be asked, with its row and index in the data."""
 
     index: int
     row: Row
@@ -49,7 +50,7 @@ class EvalQuestion:
 
 
 def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
-    """The first turn of a row as a question with its references, checked to fit the model.
+    """Makes a question with its references of the first turn of a row, and checks that it fits the model.
 
     Raises:
         UserError: it has no question of the task's kind, or one that cannot be read or leaves no room for an answer.
@@ -79,7 +80,7 @@ def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
 def answer_all(
     lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, asr: ASR | None, file: Path, progress: Progress
 ) -> None:
-    """Ask what has not been asked yet, and append the records to `file`."""
+    """Asks the questions that have no record yet, and appends their records to `file`."""
     journal = Journal(file, config.batch, len(questions))
     if journal.done == len(questions):
         return
@@ -115,7 +116,7 @@ def _answer(
 
 
 def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: bool) -> list[Answer]:
-    """Answers to questions side by side; each draws by its own seed."""
+    """Answers questions in batches; each is sampled with its own seed."""
     if not asked:
         return []
     return lm.generate_batch(
@@ -135,7 +136,7 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
 def judge(
     one: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, asr: ASR | None = None, codec: AudioCodec | None = None
 ) -> dict[str, Any]:
-    """The record of an answered question; the codec lets the ASR recognise the reference's codes, too."""
+    """Scores an answer; returns its record. With a codec, the ASR also recognises the reference's codes."""
     row, item, normaliser = one.row, one.item, find_normaliser(config.normaliser)
     scores: dict[str, tuple[float, float]] = {"ended": (float(answer.ended == "end"), 1)}
     reference = None if item.text is None else normaliser(item.text)

@@ -1,4 +1,4 @@
-"""Two runs side by side, over the questions that both answered."""
+"""Compares two runs over the questions that both answered."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from train.eval.pictures import COMPARISON, draw_comparison
 from train.eval.report import ANSWERS, TEXT, TIMINGS, Record, Run, ScoreChange, change_table, compared
 
 EAR = ("ear_words", "ear_longest")
-"""Settings that the name of the ASR says."""
+"""Settings that are part of the ASR's name."""
 JSON, TABLE = "compare.json", "compare.md"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, what changed from A to B, and in what their settings differ."""
+    """Two runs, the changes from A to B, and notes on differences between their data and settings."""
 
     a: Run
     b: Run
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def compare(folder_a: Path, folder_b: Path) -> Comparison:
-    """Compare two output folders; UserError where they have no question in common."""
+    """Compares two output folders; UserError where they have no question in common."""
     a, b = Run.read(folder_a), Run.read(folder_b)
     of_a, of_b = ([r for r in run.records[ANSWERS] if "broken" not in r] for run in (a, b))
     same = _matched(of_a, of_b)
@@ -73,7 +73,7 @@ def write_comparison(found: Comparison, out: Path) -> str:
 
 
 def as_markdown(found: Comparison) -> str:
-    """The comparison to read."""
+    """The comparison as Markdown."""
     lines = [
         "# Two runs side by side",
         "",
@@ -91,10 +91,10 @@ _ASKED = ("id", "question", "reference")
 
 
 def _matched(a: Sequence[Record], b: Sequence[Record]) -> dict[int, int]:
-    """Places of B's answered questions that A answered too, and their places there.
+    """Places of B's answered questions that A answered too, with their places in A.
 
-    They are the same where id, question and reference are, at the same place or as the only ones of either run: data that
-    have been prepared lack what was broken.
+    Questions are the same where id, question and reference are, at the same place or as the only such ones of either run: data
+    that have been prepared lack broken rows, so that places differ.
     """
     of_a = {(r["index"], *_asked(r)): r["index"] for r in a}
     same = {r["index"]: r["index"] for r in b if (r["index"], *_asked(r)) in of_a}
@@ -107,25 +107,27 @@ def _asked(record: Record) -> tuple[str, ...]:
 
 
 def _only(records: Sequence[Record]) -> dict[tuple[str, ...], int]:
-    """Places of what was asked once, by what it was; without a text nothing is known by an id alone."""
+    """Places of questions that were asked only once, by `_asked`; those without a text are left out: an id is not enough."""
     count = Counter(_asked(r) for r in records)
     return {_asked(r): r["index"] for r in records if count[_asked(r)] == 1 and (r["question"] or r["reference"])}
 
 
 def _notes(a: Run, b: Run, in_a: int, in_b: int, same: Mapping[int, int]) -> list[str]:
-    """What keeps the two from being alike."""
+    """Notes on differences between the questions, settings and machine loads of two runs."""
     notes = []
     for letter, count in (("A", in_a), ("B", in_b)):
         if count > len(same):
             notes.append(f"{count - len(same)} further questions of {letter} are left out")
     moved = sum(here != there for here, there in same.items())
     if moved:
-        notes.append(f"{moved} of the questions stand elsewhere in B's data than in A's: matched by id, question and reference")
+        notes.append(
+            f"{moved} of the questions have another place in B's data than in A's: matched by id, question and reference"
+        )
     for name, what in (("task", "task"), ("ear", "ASR")):
         if a.started.get(name) != b.started.get(name):
             notes.append(f"note: {what} is {a.started.get(name)} in A and {b.started.get(name)} in B")
     for name, value in a.started["settings"].items():
-        other = b.started["settings"].get(name, value)  # a run that knew of no such setting had none
+        other = b.started["settings"].get(name, value)  # a run from before the setting lacks it
         if value != other and name not in ("batch", "questions", "ear", *EAR):
             notes.append(f"note: {name} is {value} in A and {other} in B")
     loads = [max((r.get("load") or 0 for r in run.records[TIMINGS]), default=0) for run in (a, b)]

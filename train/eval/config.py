@@ -1,4 +1,4 @@
-"""What an evaluation can be told."""
+"""Settings of an evaluation."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class EvalConfig:
 
     @property
     def text_only(self) -> bool:
-        """Whether the text-only score is taken."""
+        """True where the text-only score is taken."""
         return self.text or self.text_before is not None
 
     def deciding(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class EvalConfig:
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
         named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
-        return given | named | {"columns": dict(self.read.columns)}  # fields of the file, with the names that they have there
+        return given | named | {"columns": dict(self.read.columns)}  # fields by their names in the file
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

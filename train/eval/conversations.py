@@ -1,7 +1,7 @@
-"""Examination by conversation: held-out questions asked one after another in a session, with and without interruptions.
+"""Evaluates conversations: held-out questions asked one after another in a session, with and without interruptions.
 
 Each conversation is held twice, once with whole answers, once with every answer but the last cut while it plays; its questions
-are also asked by themselves. Conversations are spoken (A1A2) and written (T1A2) by turns.
+are also asked by themselves. Conversations are alternately spoken (A1A2) and written (T1A2).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Conversed:
     """Shares of written answers that equal the reference; None where there was no such question.
 
     Attributes:
-        alone: the questions that need no turn before them, asked by themselves: what the turns are compared with.
+        alone: the questions that need no turn before them, asked by themselves, as the baseline of the turns.
         turns: the same questions in their places, a share for each turn.
         follow_ups: questions that refer to the turn before.
         uncut, cut: the second and later turns, follow-ups left out, after whole answers and after answers that were cut.
@@ -44,7 +44,7 @@ class Conversed:
 
 
 def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40, seed: int = 2) -> Conversed:
-    """Hold `count` conversations of four turns, see the module. `seed` draws them, and where answers are cut."""
+    """Holds `count` conversations of four turns (see the module). `seed` determines them, and where answers are cut."""
     rows = source.conversations(count, seed=seed)
     whole, cut = [], []
     for number, row in enumerate(tqdm(rows, desc="conversing", leave=False, disable=None)):
@@ -62,7 +62,7 @@ def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40, s
 
 
 def _converse(lm: SpeechLM, row: Row, task: str, cut: tuple[int, int] | None = None) -> list[bool]:
-    """Which of a conversation's answers are right; with `cut`, all but the last are cut where that key has it."""
+    """Holds a conversation; returns which answers are right. With `cut`, a key that draws where, all but the last are cut."""
     right = []
     with lm.session(max_seconds=MAX_SECONDS) as session:
         for number, turn in enumerate(row.turns):
@@ -77,7 +77,7 @@ def _converse(lm: SpeechLM, row: Row, task: str, cut: tuple[int, int] | None = N
 
 
 def _alone(lm: SpeechLM, source: SpokenDigits, rows: list[Row]) -> float | None:
-    """The questions that need no turn before them, asked by themselves as in their conversations."""
+    """Exact match of the questions that need no turn before them, asked by themselves, as the tasks of their conversations."""
     items = []
     for number, row in enumerate(rows):
         alone = [replace(row, turns=(turn,)) for turn in row.turns if not source.follows(turn)]

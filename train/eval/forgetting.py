@@ -1,10 +1,9 @@
-"""Forgetting: what a model still knows of text. The questions' texts are asked in writing (T1T2), of this model and of the
-one before its speech training.
+"""Measures forgetting: asks the questions' texts in writing (T1T2), of this model and of the one before its speech training.
 
     text_exact_match        the greedy answer equals the reference, normalised
     text_perplexity         per token of the reference answer and its end, asked as T1T2 asks
     text_perplexity_plain   per token of the reference answer after the question and a newline, with no id that a language
-                            model does not have: what a model that has never seen our prompts can be compared by
+                            model does not have, so that a model that has never seen our prompts can be compared
 
 Dimensions: B rows, K streams, T columns, N targets, W width, V vocabulary.
 """
@@ -41,8 +40,8 @@ _LOGITS = 1 << 26  # logits that are held at a time
 
 
 def load_before(path: Path, device: str) -> SpeechLM:
-    """The model before speech training: a model folder, or a language model's Hugging Face folder (grown as
-    `train convert --keep_text` does); UserError where it is neither."""
+    """Loads the model before speech training: a model folder, or a language model's Hugging Face folder (converted as by
+    `train convert --keep_text`); UserError where it is neither."""
     if path.is_dir() and not streamed.recognise(path) and huggingface.recognise(path):
         from train.convert.convert import convert
         from train.convert.options import ConvertOptions
@@ -118,8 +117,8 @@ def check_before(path: Path, tokenizer: Tokenizer, questions: Questions, count: 
 def negative_log_likelihood(lm: SpeechLM, examples: Sequence[Columns], ids: int | None = None) -> list[tuple[float, int]]:
     """Nats and number of the supervised text tokens of each example, among the first `ids` ids (all by default).
 
-    Examples stand side by side, filled up at the end, which nothing before it sees. Logits are made of the supervised columns
-    only, [N, V] for a few N at a time.
+    Examples are padded at the end, which no earlier position attends to. Logits are made of the supervised columns only, [N, V]
+    for a few N at a time.
     """
     if not examples:
         return []

@@ -1,4 +1,4 @@
-"""Evaluation by free-running generation: the model is asked held-out questions and its answers are compared.
+"""Evaluates a model by free-running generation: asks held-out questions, and compares the answers with their references.
 
     exact_match     share of the written answers that equal the reference (`normalise`d)
     wer             word errors over words of the reference, all answers together (jiwer)
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 16000
 GROUPS = 12
-"""Most parts of a set that are reported by themselves."""
+"""Most parts of a set (kinds, or tasks) that are reported by themselves."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One held-out question and what is expected.
+    """One held-out question with its references.
 
     Attributes:
         task: name of the task it is asked as.
         question: a text, or the spoken question [S] at 16 kHz.
-        question_text: what is asked, for people ("" where nobody knows).
+        question_text: the question in writing, for reports ("" where it is unknown).
         text: the reference answer, None where the task writes nothing.
         codes: the reference frames [A, F], None where the task speaks nothing or the row has none.
         kind: a part of the set that is also reported by itself ("" for none).
@@ -92,10 +92,10 @@ def items_of(
     encoder: EncoderConfig | None = None,
     broken: dict[str, str] | None = None,
 ) -> list[Item]:
-    """Held-out rows as items, each row's first turn once for every task that it has all parts for.
+    """Makes items of held-out rows, each row's first turn once for every task that it has all parts for.
 
-    `kind` is what stands after the slash in the row's source. An `encoder` is asked whether it can hear the questions. `broken`
-    is given why a row is broken, by its name, and the row is left out; None where that is an error.
+    `kind` is the part of the row's source after the slash. With an `encoder`, lengths of spoken questions are checked. `broken`
+    receives the reasons why rows are broken, by their names, and they are left out; None where a broken row is an error.
 
     Raises:
         UserError: a row is broken (it is named), or none can be asked as any of the tasks.
@@ -128,7 +128,7 @@ def items_of(
 def evaluate(
     lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False
 ) -> HeldOutReport:
-    """Ask every question, greedily, `rows` side by side, and compare the answers.
+    """Asks every question, greedily, `rows` side by side, and compares the answers.
 
     Args:
         max_seconds: longest spoken answer.
@@ -176,7 +176,7 @@ def summarise(judged: Sequence[Judged]) -> dict[str, float]:
 
 
 def _by(group: Callable[[Judged], str], judged: Sequence[Judged]) -> dict[str, float]:
-    """Exact match, or else code accuracy, of every group, where there are at least two and not too many to look at."""
+    """Exact match, or else code accuracy, of every group, where there are at least two and at most `GROUPS`."""
     names = sorted({group(j) for j in judged} - {""})
     out: dict[str, float] = {}
     for name in names if 1 < len(names) <= GROUPS else []:
@@ -189,7 +189,7 @@ def _by(group: Callable[[Judged], str], judged: Sequence[Judged]) -> dict[str, f
 
 
 def write_answers(report: HeldOutReport, file: Path) -> None:
-    """One JSON line per question: what was asked, expected and answered."""
+    """Writes one JSON line per question: what was asked, expected and answered."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(
@@ -211,7 +211,7 @@ def write_answers(report: HeldOutReport, file: Path) -> None:
 
 
 def spoken(report: HeldOutReport, codec: AudioCodec) -> tuple[Judged, Tensor] | None:
-    """An answer that speaks, if any, and its sound [S]; of those, the first with the right text."""
+    """A spoken answer, if any, and its sound [S]; preferably the first with the right text to a spoken question."""
     import torch
     from torch import Tensor
 

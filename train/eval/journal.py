@@ -1,11 +1,11 @@
-"""The output folder while it grows: who works in it, what was started there, and records that a later start goes on with.
+"""Files in the output folder of an evaluation: what was started there, and records that a later start continues.
 
     run.json       what was started: model, data, task and the settings that answers depend on
     NAME.jsonl     one record per item, in order, appended batch by batch
 
-A start of something else in the same folder is refused. What stands half-written at the end of a file is dropped by whoever
-reads it, and by a start that goes on also the rest of a batch that was not finished: batches are then the same as without the
-interruption, and so are the answers.
+A start of something else in the same folder is refused. A half-written record at the end of a file is dropped when it is read;
+a start that goes on also drops the records of an unfinished batch, so that batches are the same as without the interruption,
+and so are the answers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from omni.files import read_json, write_json
 
 RUN = "run.json"
 LATER = ("text_before", "text_before_hash")
-"""What a later start may add, or leave out."""
+"""Entries that a later start may add, or leave out."""
 AGAIN = "remove its folder and evaluate again"
-"""What to do where a file of an evaluation is damaged."""
+"""Advice in the error for a damaged file of an evaluation."""
 _HALVES = "backslashreplace"
-"""How half of a surrogate pair, as a path may hold, is written: as JSON's own escape."""
+"""Error handler that writes half of a surrogate pair, as a path may hold, as JSON's own escape."""
 
 
 def claim(folder: Path, started: Mapping[str, Any]) -> None:
-    """Note in a folder what is started there, or check that it is what was started before.
+    """Writes into a folder what is started there, or checks that it is what was started before.
 
     Raises:
         UserError: something else was (the first difference is named), or the folder holds other files.
@@ -84,9 +84,9 @@ class Journal:
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, one after another, without what stands half-written at its end; none where there is no file.
+    """Yields the records of a file, without a half-written one at its end; none where there is no file.
 
-    UserError where records stand behind one that is broken.
+    UserError where records follow a broken one.
     """
     if not file.is_file():
         return
@@ -103,7 +103,7 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _ends(file: Path) -> Iterator[int]:
-    """Where each whole record ends, up to the first that is none."""
+    """Offsets in bytes at which whole records end, up to the first that is not whole."""
     if not file.is_file():
         return
     end = 0
@@ -125,7 +125,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _difference(name: str, before: Any, wanted: Any) -> tuple[str, Any, Any]:
-    """Name and both values of what differs: of settings, the first that does."""
+    """Name and both values of an entry that differs; of settings, the first one that does."""
     if not isinstance(before, dict) or not isinstance(wanted, dict):
         return name, before, wanted
     inner = next(key for key in (*wanted, *before) if before.get(key) != wanted.get(key))

@@ -1,4 +1,4 @@
-"""What the figures of an evaluation are, and how sure they are.
+"""Defines the figures of an evaluation, and computes them with bootstrap intervals.
 
 A question's part in a figure is a pair (value, weight), and a figure is made of the pairs [N, 2] of N questions:
 
@@ -31,7 +31,7 @@ _CELLS = 4_000_000  # resampled indices that are held at a time
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure: its title, unit, what is better, how it is made of its pairs, and what it says."""
+    """A figure: its title, unit, which values are better, how it is computed from its pairs (`kind`), and what it means."""
 
     title: str
     better: Literal["lower", "higher"]
@@ -140,13 +140,13 @@ def _values(measure: Measure, pairs: Pairs, index: np.ndarray) -> np.ndarray:
     sums, weights = pairs[index, 0].sum(1), pairs[index, 1].sum(1)
     ratio = np.divide(sums, weights, out=np.full(len(sums), np.nan), where=weights > 0)
     if measure.kind == "perplexity":
-        with np.errstate(over="ignore"):  # a hopeless model's is infinite
+        with np.errstate(over="ignore"):  # a bad model's is infinite
             return np.exp(ratio)
     return ratio
 
 
 def plain(figure: Figure) -> dict[str, float | int | None]:
-    """A figure as plain data: JSON has no NaN, so null stands for it."""
+    """A figure as plain data: None for NaN, which JSON does not have."""
     return {name: None if number != number else number for name, number in asdict(figure).items()}
 
 
@@ -159,7 +159,7 @@ def _percentiles(values: np.ndarray) -> tuple[float, float]:
 
 
 def shown(name: str, number: float) -> str:
-    """A value as people read it: shares and error rates in per cent, times in their unit."""
+    """Formats a value: shares and error rates in per cent, times in their unit."""
     measure = MEASURES[name]
     if number != number:
         return "-"
@@ -173,6 +173,6 @@ def shown(name: str, number: float) -> str:
 
 
 def interval(name: str, figure: Figure) -> str:
-    """A figure's interval as people read it; one end where both read the same, as those above 100 % do."""
+    """Formats a figure's interval; one end where both read the same, as those above 100 % do."""
     low, high = shown(name, figure.low), shown(name, figure.high)
     return low if low == high else f"{low} to {high}"

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: figures with their intervals, how questions are spread, and two runs side by side."""
+"""Draws pictures of an evaluation: figures with intervals, their distribution over questions, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPREAD = {
     "text_perplexity": "text: nats per token, per question",
     "text_perplexity_plain": "text, plain: nats per token, per question",
 }
-"""Measures whose spread over the questions is drawn, and what the axis says."""
+"""Measures whose distribution over the questions is drawn, with the label of the axis."""
 
 
 def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
@@ -104,7 +104,7 @@ def _each(name: str, pairs: np.ndarray) -> np.ndarray:
 
 
 def _spread(axis: Any, values: np.ndarray, color: str, label: str) -> None:
-    """The empirical distribution function."""
+    """Draws the empirical distribution function of values."""
     if not len(values):
         return
     x = np.sort(values)

@@ -1,6 +1,6 @@
-"""The questions of an evaluation, in a fixed order: rows of any form that is known.
+"""Reads the questions of an evaluation, in a fixed order, from rows in any known format.
 
-Besides the readers of `train.data.readers` there is one form:
+Besides those of `train.data.readers` there is one format:
 
     voicebench   Parquet or JSON lines with `audio`, `prompt` and the references of its judges. The reference is the column
                  that `columns` names as answer_text, else the first of `REFERENCES` that is there; many sets have none.
@@ -59,7 +59,7 @@ def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: R
 
 
 def readable(item: Row | Broken) -> Row | Broken:
-    """The item, broken where its question or answer holds half of a surrogate pair, which no tokenizer takes."""
+    """Makes an item broken where its question or answer holds half of a surrogate pair, which no tokenizer takes."""
     if isinstance(item, Broken):
         return item
     for name in ("question_text", "answer_text"):
@@ -80,7 +80,7 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 
 
 def open_data(path: Path, options: ReaderOptions) -> OpenedSource:
-    """The data as a source of rows; UserError where there is nothing, or nothing known."""
+    """Opens the data as a source of rows; UserError where there are none, or of no known format."""
     check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
     if options.format in OWN:
         return OWN[options.format](path, options)
@@ -106,7 +106,7 @@ class Questions:
 
     @classmethod
     def spread(cls, source: OpenedSource, count: int | None) -> Questions:
-        """`count` items, evenly over the source (all of them by default); UserError for data without any."""
+        """Chooses `count` items, evenly over the source (all of them by default); UserError for data without any."""
         size = len(source)
         if size == 0:
             raise UserError("the data hold no rows; name others")
@@ -118,7 +118,7 @@ class Questions:
         return len(self.chosen)
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Row | Broken]]:
-        """Index and item, from the `start`th chosen one on; an item whose texts cannot be read is broken."""
+        """Yields index and item, from the `start`th chosen one on; an item whose texts cannot be read is broken."""
         wanted = iter(self.chosen[start:])
         index = next(wanted, None)
         if index is None:
@@ -132,7 +132,7 @@ class Questions:
 
 
 def choose_task(questions: Questions, lm: SpeechLM) -> Task:
-    """What the questions are asked as where nobody says; UserError where no row can be asked."""
+    """The task of the questions where none is configured; UserError where no row can be asked."""
     if questions.source.format in ("librispeech", "common-voice"):
         return TASKS["A1T1"]
     if questions.source.format == "voicebench":
@@ -155,7 +155,7 @@ def choose_task(questions: Questions, lm: SpeechLM) -> Task:
 
 
 def fingerprint(path: Path) -> str:
-    """What tells data from other data: names and sizes of the files, and of a single file also its two ends."""
+    """A hash that identifies data: of the files' names and sizes, and of a single file also of its two ends (1 MiB each)."""
     digest = hashlib.sha256()
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
     for file in files:

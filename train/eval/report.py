@@ -1,4 +1,4 @@
-"""From the records of a run to its figures, and these as files: report.json, report.md, and VoiceBench's own answers."""
+"""Computes figures from the records of a run, and writes report.json, report.md, and answers in VoiceBench's own form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.scoring.text import explain
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
 REPORT, TABLE, VOICEBENCH = "report.json", "report.md", "voicebench.jsonl"
 FEW = 4
-"""Questions that a verdict needs at least."""
+"""Fewest questions for a verdict."""
 NAMED = 20
 """Broken rows, and mistaken answers, that the table names."""
 
@@ -26,11 +26,11 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What stands in an output folder.
+    """The contents of an output folder.
 
     Attributes:
         started: model, data, task and settings (`run.json`).
-        records: by file, whatever was written.
+        records: by file; none of a file that was not written.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """UserError where no evaluation was started there."""
+        """Reads a folder; UserError where no evaluation was started there."""
         if not (folder / RUN).is_file():
             raise UserError(f"{folder} holds no evaluation (it has no {RUN}); name the --out of one")
         files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)
@@ -61,14 +61,14 @@ class Run:
 
 @dataclass(frozen=True)
 class ScoreChange:
-    """The text-only score before and after, over the questions that both were asked, and the difference."""
+    """A figure of two runs or models (before and after), over the questions that both have a score for, and the difference."""
 
     before: Figure
     after: Figure
     difference: Figure
 
     def plain(self, before: str = "before", after: str = "after") -> dict[str, Any]:
-        """As plain data, the sides by these names."""
+        """The change as plain data, with these names for the two sides."""
         return {before: plain(self.before), after: plain(self.after), "difference": plain(self.difference)}
 
 
@@ -83,7 +83,7 @@ def figures_of(run: Run) -> dict[str, Figure]:
 
 
 def changes_of(run: Run) -> dict[str, ScoreChange]:
-    """What speech training did to the text-only score."""
+    """The changes of the text-only score by speech training."""
     return compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
 
 
@@ -123,7 +123,7 @@ def voicebench_answer(record: Record) -> dict[str, Any]:
 
 
 def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, ScoreChange]) -> str:
-    """The report to read."""
+    """The report as Markdown."""
     settings = run.started
     normaliser = settings["settings"]["normaliser"]
     lines = [
@@ -164,8 +164,8 @@ def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> list[str
 
 
 def verdict(name: str, change: Figure) -> str:
-    """Better, worse, or not told apart: whether the interval of a difference leaves out zero; "too few" questions say nothing,
-    since their bootstrap cannot tell how they vary."""
+    """Better or worse, or "not told apart" where the interval of the difference includes zero; "too few" questions give no
+    verdict, since their bootstrap cannot tell how they vary."""
     if change.questions < FEW:
         return "too few"
     if change.low <= 0 <= change.high or change.low != change.low:
@@ -186,7 +186,7 @@ def _drawing(settings: Mapping[str, Any]) -> str:
 
 
 def _circumstances(timed: Sequence[Record], device: str) -> str:
-    """How the streamed questions were streamed."""
+    """A line with the device, threads and load under which questions were streamed."""
     threads, loads = timed[-1]["threads"], [r["load"] for r in timed if r["load"] is not None]
     busy = f", load of the machine {max(loads):g} (others' work slows it)" if loads else ""
     return f"{len(timed)} questions were streamed one by one on {device}, {threads} thread{'s' * (threads > 1)}{busy}"
@@ -223,7 +223,7 @@ def _broken(run: Run) -> list[str]:
 
 
 def place(run: Run, record: Record) -> str:
-    """Where a record stands, counted from the data's folder."""
+    """The place of a record, relative to the data's folder."""
     return str(record["where"]).removeprefix(f"{run.started['data']}/")
 
 

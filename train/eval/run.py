@@ -1,4 +1,4 @@
-"""An evaluation from beginning to end, or from where it was interrupted."""
+"""Runs an evaluation, or continues one that was interrupted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def evaluate(
     model: Path, data: Path, out: Path, config: EvalConfig, progress: Progress = "auto"
 ) -> tuple[Run, dict[str, Figure]]:
-    """Evaluate a model folder on data, into the folder `out`; what stands there of the same evaluation is gone on with.
+    """Evaluates a model folder on data, into the folder `out`; the same evaluation that was interrupted there is continued.
 
     Raises:
         UserError: a model or data that cannot be read, settings that do not fit, an output of something else, or no question
@@ -80,7 +80,7 @@ def evaluate(
 
 
 def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, asr: str | None) -> dict[str, Any]:
-    """What tells this evaluation from others."""
+    """The model, data, task and settings that identify this evaluation."""
     return {
         "model": str(model),
         "model_hash": _model_hash(model),
@@ -98,5 +98,5 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
 
 
 def _model_hash(folder: Path) -> str:
-    """Of the model folder's `config.json`, which holds the checksums of its other files."""
+    """Hash of the model folder's `config.json`, which holds the checksums of its other files."""
     return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]

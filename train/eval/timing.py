@@ -1,8 +1,8 @@
-"""First audio and real-time factor: some of the questions, streamed one by one.
+"""Measures first audio and real-time factor: streams some of the questions one by one.
 
 The seconds are those of `omni.generate.results.Timings`, from the question's samples in hand to the first samples of the
-answer, encoder, prefill, steps and codec included. The first question is streamed once more beforehand and not counted: it
-pays for what is made once.
+answer, encoder, prefill, steps and codec included. The first question is streamed once more beforehand and not counted, since
+that includes what is done only once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def time_some(
     file: Path,
     progress: Progress,
 ) -> None:
-    """Stream `config.timed` of the questions at `answered`, spread evenly over them, and write a record of each."""
+    """Streams `config.timed` of the questions at `answered`, spread evenly over them, and writes a record of each."""
     count = min(config.timed, len(answered))
     sample = Questions(questions.source, [answered[i * len(answered) // count] for i in range(count)])
     journal = Journal(file, max(1, count), count)  # timed together or not at all

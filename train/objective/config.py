@@ -9,15 +9,15 @@ from omni.errors import UserError
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is trained, and how much each part counts.
+    """Weights of the losses and their schedule.
 
     Attributes:
         stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
         ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
         ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
         ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
-        align_first: share of the budget in which only the encoder learns, by the alignment loss alone: listening takes
-            longest, and it is cheapest while nothing else runs.
+        align_first: share of the budget in which only the encoder is trained, by the alignment loss alone: recognising speech
+            takes longest to train, and a step is cheapest while nothing else runs.
         chunk: largest number of logits held at once.
     """
 
@@ -36,6 +36,6 @@ class ObjectiveConfig:
         if not 0 < self.ctc_words < float("inf"):
             raise UserError(f"objective.ctc_words is {self.ctc_words}; it must be above 0")
         if self.align_first > 0 and self.ctc_weight == 0:
-            raise UserError("objective.align_first learns by the alignment loss alone, but objective.ctc_weight is 0")
+            raise UserError("objective.align_first trains by the alignment loss alone, but objective.ctc_weight is 0")
         if self.chunk < 1:
             raise UserError(f"objective.chunk is {self.chunk}; it must be at least 1")

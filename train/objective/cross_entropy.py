@@ -1,4 +1,4 @@
-"""Cross-entropy from hidden states: the head's product and the loss in one, in chunks.
+"""Computes cross-entropy from hidden states, the head's product and the loss in one, chunk by chunk.
 
 Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary, N positions with a target, r rank.
 """
@@ -15,8 +15,9 @@ from torch import Tensor
 class LinearCrossEntropy(torch.autograd.Function):
     """Scaled sum over streams of cross-entropy(hidden @ weight.T, target), without ever holding all logits.
 
-    The gradient is formed chunk by chunk while the logits are at hand (the loss is a sum, so it is known up to the factor that
-    `backward` brings): logits are computed once, as in the plain loss. The price: one backward a forward.
+    The gradient is computed in the forward pass, chunk by chunk with the logits (the loss is a sum, so the gradient is known up
+    to the factor that `backward` gets): logits are computed once, as in the plain loss. Only one backward per forward is
+    possible.
     """
 
     @staticmethod
@@ -44,7 +45,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.same = audio is text  # without a post-adapter both heads read the same states
         ctx.dtypes = [None if t is None else t.dtype for t in states]
         needs = (*ctx.needs_input_grad[:4], *(t is not None for t in states[4:]))
-        total, each, ctx.gradients = _sweep(states, needs, offsets, index, targets, scale, chunk, ratio, _product_type(text))
+        total, each, ctx.gradients = _losses_and_gradients(
+            states, needs, offsets, index, targets, scale, chunk, ratio, _product_type(text)
+        )
         ctx.mark_non_differentiable(each)
         return total, each
 
@@ -64,9 +67,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class TaskCrossEntropy(torch.autograd.Function):
-    """The same by task: what is asked of the losses is known in `backward` only, where logits are computed once more.
+    """Losses of the tasks by cross-entropy as in `LinearCrossEntropy`, each of them differentiable.
 
-    Any combination of the losses may be differentiated, any number of times.
+    Their weights are known in `backward` only, where logits are computed once more. Any combination of the losses may be
+    differentiated, any number of times.
     """
 
     @staticmethod
@@ -89,11 +93,11 @@ class TaskCrossEntropy(torch.autograd.Function):
         task: Sequence[Tensor],
         tasks: int,
     ) -> tuple[Tensor, Tensor]:
-        """As above; task: [N] per stream, which of the `tasks` M a target belongs to. Returns the losses of the tasks, [M], and
-        those of all targets (without graph)."""
+        """Arguments as of `LinearCrossEntropy`; task: [N] per stream, index of each target's task among the `tasks` M. Returns
+        the losses of the tasks, [M], and those of all targets (without graph)."""
         states = (text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up)
         ctx.dtype = _product_type(text)
-        _, each, _ = _sweep(states, (False,) * 8, offsets, index, targets, scale, chunk, None, ctx.dtype)
+        _, each, _ = _losses_and_gradients(states, (False,) * 8, offsets, index, targets, scale, chunk, None, ctx.dtype)
         factors = torch.cat([scale[k] * part for k, part in enumerate(ratio)])
         losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
         ctx.save_for_backward(*states, scale, *index, *targets, *ratio, *task)
@@ -107,12 +111,12 @@ class TaskCrossEntropy(torch.autograd.Function):
         index, targets, ratio, task = (rest[i * ctx.streams : (i + 1) * ctx.streams] for i in range(4))
         size = grad.abs().amax().clamp_min(1e-30)  # a loss scaler's factor would overflow fp16 inside the products
         share = [r * (grad / size)[t] for r, t in zip(ratio, task, strict=True)]
-        kept = [part != 0 for part in share]  # a task that takes no part may be no number
+        kept = [part != 0 for part in share]  # the loss of a task that takes no part may be nan
         index, targets, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, targets, share))
         if ctx.same:
             states = (states[0], states[0], *states[2:])
         needs = (*ctx.needs_input_grad[:4], *(t is not None for t in states[4:]))
-        _, _, found = _sweep(states, needs, ctx.offsets, index, targets, scale, ctx.chunk, share, ctx.dtype)
+        _, _, found = _losses_and_gradients(states, needs, ctx.offsets, index, targets, scale, ctx.chunk, share, ctx.dtype)
         gradients = [
             None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, states, strict=True)
         ]
@@ -127,7 +131,7 @@ def _product_type(text: Tensor) -> torch.dtype:
 States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _sweep(
+def _losses_and_gradients(
     states: States,
     needs: Sequence[bool],
     offsets: Sequence[int],
@@ -138,15 +142,15 @@ def _sweep(
     ratio: Sequence[Tensor] | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Go through the targets in chunks: the scaled sum, the loss of each target, and the gradients of the states.
+    """Compute, chunk by chunk of targets, the scaled sum, the loss of each target and the gradients of the states.
 
-    Where products are taken in half precision, what enters them is softmax - target, within [-1, 1] (times `ratio`): divided by
-    the targets of a step it would vanish in fp16, whose scaler multiplies only in `backward`. The scale comes after, in fp32,
-    in which all gradients are summed then.
+    Where products are taken in half precision, their factor is softmax - target, within [-1, 1] (times `ratio`), not yet
+    scaled: divided by the targets of a step it would vanish in fp16, whose scaler multiplies only in `backward`. The scale is
+    applied after the products, in fp32, in which all gradients are then summed.
 
     Args:
         states: text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up.
-        needs: which of them want a gradient.
+        needs: which of them need a gradient.
         dtype: of the products.
     """
     text, audio, text_weight, audio_weight, *pairs = states

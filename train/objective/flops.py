@@ -1,4 +1,4 @@
-"""How much work a training step is: one side of MFU (model FLOPs utilisation); `omni.hardware` has the other."""
+"""Counts the FLOPs of a training step, the numerator of MFU (model FLOPs utilisation); `omni.hardware` has the denominator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class StepFlops:
     """FLOPs of a forward and backward pass of a packed batch, counted as Kaplan et al. 2020 do: 2 a weight and position
-    forward, twice that backward; attention by the pairs that see each other; heads only where a target stands. A frozen
+    forward, twice that backward; attention by the pairs that see each other; heads only where a target is. A frozen
     encoder costs its forward pass only. Recomputation by checkpointing is not counted as work."""
 
     def __init__(self, model: SpeechModel) -> None:

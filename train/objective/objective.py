@@ -1,8 +1,8 @@
 """The objective: model and losses in one module, which is what Fabric wraps; its only entry is `forward`.
 
-Next-token cross-entropy on every supervised stream (mini-omni's issues #61, #101, #117, #122), computed only where a target
-stands and in chunks, so that full logits never exist; optionally a CTC loss (Graves et al. 2006) on the encoder. Only sums
-and counts leave the module: the launcher divides once by the counts of the whole step, over all processes.
+Next-token cross-entropy on every supervised stream (mini-omni's issues #61, #101, #117, #122), computed only where there is a
+target and in chunks, so that full logits never exist; optionally a CTC loss (Graves et al. 2006) on the encoder. Losses are
+returned as sums and counts, which are divided once by the counts of the whole step, over all processes.
 
 Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary, N positions with a target.
 """
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class Losses(NamedTuple):
-    """What leaves the objective.
+    """Losses of a packed batch, with the counts to divide them by.
 
     Attributes:
         total: scalar to call `backward` on: sum over streams of weight * sum / denominator, plus the alignment loss.
         sums, counts: summed loss and number of targets by task and stream, [tasks, K], without graph.
         ctc_sum, ctc_count: summed alignment loss (of two spellings, the first `ctc_words` times) and number of its target ids,
             without graph.
-        by_task: where tasks are balanced, what each has in the total before its weight, and last what belongs to none of them
-            (the alignment loss, other tasks), [M + 1]; with its graph where that was asked for.
+        by_task: where tasks are balanced, the loss of each before its weight, and last that of the rest (the alignment loss,
+            other tasks), [M + 1]; with its graph where `TaskLosses.graph` is set.
     """
 
     total: Tensor
@@ -50,14 +50,14 @@ class Losses(NamedTuple):
 
 
 def cells(batch: Batch) -> Tensor:
-    """How many targets a batch has by task and stream, [T, K] float (on the CPU)."""
+    """Count the targets of a batch by task and stream, [T, K] float (on the CPU)."""
     task = batch.task.reshape(-1)
     found = [torch.bincount(task[at], minlength=len(TASKS)) for at in batch.supervised]
     return torch.stack(found, dim=1).float()
 
 
 def targets(batch: Batch) -> Tensor:
-    """How many targets each stream of a batch has, and how many ids its alignment loss, [K + 1] float (on the CPU)."""
+    """Count the targets of each stream of a batch, and last the ids of its alignment loss, [K + 1] float (on the CPU)."""
     aligned = sum(len(ids) for ids in batch.transcripts)
     return torch.tensor([float(len(at)) for at in batch.supervised] + [float(aligned)])
 
@@ -86,7 +86,7 @@ def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[
 
 
 class Objective(nn.Module):
-    """Model and losses. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap nothing else)."""
+    """Model and losses as one module. `forward(batch, denominators)` is the only entry (Fabric, DDP and FSDP wrap it alone)."""
 
     def __init__(self, model: SpeechModel, config: ObjectiveConfig | None = None) -> None:
         super().__init__()
@@ -101,46 +101,46 @@ class Objective(nn.Module):
             )
         if self.config.ctc_weight > 0 and model.alignment_head is None:
             raise UserError(f"objective.ctc_weight is {self.config.ctc_weight}, but model.ctc is 0; set it to the ids' number")
-        # Not a buffer: a module in bf16 has its buffers rounded, and with them what the losses are divided by.
+        # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
 
     def idle(self, progress: float) -> list[nn.Parameter]:
-        """Parameters that do not learn at this point of the budget: an optimizer is to leave them as they are."""
+        """Parameters that are not trained at this point of the budget (`align_first`): the optimizer must not change them."""
         if progress >= self.config.align_first:
             return []
         return [*self.model.decoder.parameters(), *self.model.projector.parameters()]
 
-    def listening(self) -> list[nn.Parameter]:
-        """Parameters that hear: what lies below the features."""
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        """Parameters below the features: those of encoder and projector."""
         return [*self.model.encoder.parameters(), *self.model.projector.parameters()]
 
     def forward(
         self, batch: Batch, denominators: Tensor, progress: float = 1.0, task_losses: TaskLosses | None = None
     ) -> Losses:
-        """Losses of a packed batch.
+        """Compute the losses of a packed batch.
 
         Args:
             batch: see `train.data.batching.batch.Batch`.
             denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
-            progress: share of the budget that is used, which the schedule of the alignment loss follows.
-            task_losses: how targets make up the losses of balanced tasks, and what each task counts.
+            progress: share of the budget that is used, by which the alignment loss is scheduled.
+            task_losses: balanced tasks and their weights; None where tasks are not balanced.
         """
         model, decoder = self.model, self.model.decoder
-        features, ctc = self._hear(batch)
+        features, ctc = self._encode(batch)
         weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
         if task_losses is not None and task_losses.weights[-1] == 0:  # a pass for some tasks alone
             weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
-        if progress < self.config.align_first or (task_losses is not None and task_losses.silent):
-            # Under DDP all parameters must take part, at no effect; sharded ones (FSDP2) may be left out.
+        if progress < self.config.align_first or (task_losses is not None and task_losses.alignment_only):
+            # Under DDP all parameters must take part in the backward pass, here times 0; sharded ones (FSDP2) may be left out.
             idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
             idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
-            asleep = sum(p.flatten()[:1].float().sum() for p in idle)
+            unused_sum = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
             by_task = None if task_losses is None else torch.cat([ctc.new_zeros(len(task_losses)), weighted.detach()[None]])
-            return Losses(weighted + 0 * (features.sum() + asleep), none, none, ctc.detach(), aligned, by_task)
+            return Losses(weighted + 0 * (features.sum() + unused_sum), none, none, ctc.detach(), aligned, by_task)
         if task_losses is not None and task_losses.hook is not None:
-            features = task_losses.hook(features, task_losses.owners(batch, len(features)))
+            features = task_losses.hook(features, task_losses.tasks_of_features(batch, len(features)))
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
@@ -180,23 +180,23 @@ class Objective(nn.Module):
         last = first if self.config.ctc_final is None else self.config.ctc_final
         return first + (last - first) * min(max(progress, 0.0), 1.0)
 
-    def _hear(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Features of the batch's clips, and the alignment loss summed over those with a transcript (0 where none is trained).
+    def _encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Features of the batch's clips, and the alignment loss summed over those with a transcript (0 without alignment head).
 
-        A batch without clips still runs the encoder on one silent frame, at no effect: every process then takes part in the
-        same collectives, and every parameter in the backward pass.
+        A batch without clips still runs the encoder on one silent frame, times 0: every process then takes part in the same
+        collectives, and every parameter in the backward pass.
         """
         model = self.model
         mels, lengths, frames = batch.mels, batch.mel_lengths, batch.frames
         empty = len(frames) == 0
         if empty:
-            silent = model.config.encoder
-            mels = torch.zeros(1, silent.n_mels, 2, device=batch.tokens.device)
+            alignment_only = model.config.encoder
+            mels = torch.zeros(1, alignment_only.n_mels, 2, device=batch.tokens.device)
             lengths, frames = [2], [1]
-            if silent.mode == "padded":
-                mels = torch.zeros(1, silent.n_mels, silent.mel_frames(1), device=batch.tokens.device)
+            if alignment_only.mode == "padded":
+                mels = torch.zeros(1, alignment_only.n_mels, alignment_only.mel_frames(1), device=batch.tokens.device)
                 lengths = [mels.shape[2]]
-        heard = model.hear(mels, lengths, frames)
+        heard = model.encode_frames(mels, lengths, frames)
         if model.projector.tasks:
             count = sum(-(-n // model.projector.stack) for n in frames)
             features = model.projector(heard, frames, feature_tasks(batch, count))

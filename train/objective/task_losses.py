@@ -1,7 +1,7 @@
-"""How the targets of a step make up the losses of balanced tasks, and what each task counts in one forward pass.
+"""Losses of balanced tasks: assigns every target of a step to one, and weighs each task in a forward pass.
 
-The objective is a sum over targets. A task's loss is its part of that sum, so that all tasks at weight 1, with what belongs to
-none of them, are the plain objective.
+The objective is a sum over targets. A task's loss is its part of that sum: the sum of all tasks at weight 1 and of the rest,
+which belongs to no balanced task, is the plain objective.
 
 Dimensions: T tasks of the task table, K streams, M balanced tasks, N features or positions with a target.
 """
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 def cells_by_task(names: Sequence[str], tasks: Sequence[str], streams: int) -> Tensor:
-    """Which balanced task a task's targets on a stream belong to, [T, K]; M for none of them."""
+    """Index of the balanced task that each task's targets on each stream belong to, [T, K]; M for none of them."""
     place = [names.index(task) if task in names else len(names) for task in tasks]
     return torch.tensor(place)[:, None].repeat(1, streams)
 
 
 def cells_by_stream(tasks: int, streams: int) -> Tensor:
-    """The same where every stream is a task of its own, [T, K]."""
+    """Index of the balanced task as `cells_by_task`, where every stream is a task of its own, [T, K]."""
     return torch.arange(streams).repeat(tasks, 1)
 
 
-def means(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
-    """What turns a task's part of the streams' means into the sum of its own means by stream, [T, K].
+def mean_factors(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
+    """Factors that turn a task's part of the streams' means into the sum of its own means by stream, [T, K].
 
     Args:
-        cell: [T, K].
+        cell: [T, K], see `cells_by_task`.
         counts: targets of the step by task and stream, [T, K].
     """
     own = counts.new_zeros(tasks + 1, counts.shape[1]).scatter_add_(0, cell, counts)
@@ -44,16 +44,16 @@ def means(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
 
 
 class TaskLosses:
-    """What one forward pass takes of each task. A plain class: Fabric converts the tensors of other containers.
+    """Weights of the tasks in one forward pass. A plain class: Fabric converts the tensors of other containers.
 
     Args:
         cell: [T, K], see `cells_by_task`.
-        weights: what each task's loss counts in the total, and last what the rest does, [M + 1] on the CPU. Targets of weight 0
+        weights: weight of each task's loss in the total, and last that of the rest, [M + 1] on the CPU. Targets of weight 0
             are left out altogether, and so is the alignment loss where the last is 0.
-        ratio: what a target counts in its task's loss, [T, K], beside the objective's weights; 1 by default.
-        graph: the losses come with their graph, and the weights multiply them (`TaskCrossEntropy`).
+        ratio: factor of a target in its task's loss, [T, K], beside the objective's weights; 1 by default.
+        graph: return losses with their graph, and multiply them by the weights (`TaskCrossEntropy`).
         hook: called between encoder and decoder.
-        silent: nothing but the alignment loss is wanted.
+        silent: compute the alignment loss only.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class TaskLosses:
         *,
         graph: bool = False,
         hook: FeatureHook | None = None,
-        silent: bool = False,
+        alignment_only: bool = False,
     ) -> None:
         self.cell, self.weights, self.ratio = cell, weights.float(), ratio
-        self.graph, self.hook, self.silent = graph, hook, silent
+        self.graph, self.hook, self.alignment_only = graph, hook, alignment_only
 
     def __len__(self) -> int:
-        """M."""
+        """Number of balanced tasks, M."""
         return len(self.weights) - 1
 
     def split(self, batch: Batch, index: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
-        """Targets that take part, what each counts (None for 1 each), and the task it belongs to: [N] for each stream.
+        """Select the targets that take part, their factors (None for 1 each) and their balanced tasks: [N] for each stream.
 
         Args:
             index: flat positions of all targets.
@@ -96,7 +96,7 @@ class TaskLosses:
         return kept, None if plain else factors, places
 
     def losses(self, sums: Tensor, scale: Tensor) -> Tensor:
-        """The tasks' losses before their weights, and that of the rest, [M + 1].
+        """Losses of the tasks before their weights, and last that of the rest, [M + 1].
 
         Args:
             sums: summed losses by task and stream, [T, K].
@@ -106,15 +106,15 @@ class TaskLosses:
         found = each.new_zeros(len(self) + 1)
         return found.index_add_(0, self.cell.to(sums.device, non_blocking=True).flatten(), each.flatten())
 
-    def owners(self, batch: Batch, features: int) -> Tensor:
-        """The balanced task of each feature, [N] long, -1 for none."""
+    def tasks_of_features(self, batch: Batch, features: int) -> Tensor:
+        """Index of each feature's balanced task, [N] long, -1 for none."""
         own = self.cell[:, 0].to(batch.task.device, non_blocking=True)
         task = feature_tasks(batch, features)
         return torch.where((task < 0) | (own[task] == len(self)), -1, own[task])
 
 
 def feature_tasks(batch: Batch, features: int) -> Tensor:
-    """The number in the table of tasks that each feature of a batch belongs to, [N] long, -1 for none."""
+    """Index into the table of tasks for each feature of a batch, [N] long, -1 for none."""
     index = batch.feature_index.reshape(-1)
     found = index.new_full((features + 1,), -1)
     found[torch.where(index >= 0, index, features)] = batch.task.reshape(-1)

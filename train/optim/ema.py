@@ -1,4 +1,4 @@
-"""The running average of the weights."""
+"""Exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni.errors import UserError
 class Average:
     """Exponential moving average of the trainable weights, in fp32; sharded where they are.
 
-    Early on the average follows faster (decay (1 + n) / (10 + n) at step n), so that the random start is soon forgotten.
+    The decay at step n is at most (1 + n) / (10 + n): early on the average follows faster, and soon forgets the random start.
     """
 
     def __init__(self, params: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
@@ -25,7 +25,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step number `step` (counted from 1)."""
+        """Update the average with the weights after optimizer step number `step` (counted from 1)."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, p in self.params.items():
             self.values[name].lerp_(p.detach().float(), weight)

@@ -1,4 +1,4 @@
-"""Muon, with matrices of one shape orthogonalized together."""
+"""Muon, which orthogonalises all matrices of one shape together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class BatchedMuon(torch.optim.Muon):
     """`torch.optim.Muon` with all matrices of one shape orthogonalised in one batched product.
 
     The iteration runs in bf16, as torch's own, but on the CPU in fp32 unless `half`: most processors multiply that faster.
-    A matrix and a transposed one of the same shape share a batch. Where `found_inf` is 1, a step leaves all as it is.
+    A matrix and a transposed one of the same shape share a batch. Where `found_inf` is 1, a step changes neither weights nor
+    state.
     """
 
     found_inf: Tensor | None = None
@@ -23,7 +24,7 @@ class BatchedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        keep = None if self.found_inf is None else 1 - self.found_inf.double()  # doubles: as exact as a plain number
+        keep = None if self.found_inf is None else 1 - self.found_inf.double()  # in float64, as exact as a Python number
         for group in self.param_groups:
             lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
             shrink = 1 - lr * decay * (1.0 if keep is None else keep)
@@ -57,7 +58,7 @@ def orthogonalize(
     eps: float = 1e-7,
     half: bool = False,
 ) -> Tensor:
-    """The quintic Newton-Schulz iteration X <- a X + (b G + c G^2) X with G = X X^T on matrices [N, m, n], m <= n.
+    """Run the quintic Newton-Schulz iteration X <- a X + (b G + c G^2) X with G = X X^T on matrices [N, m, n], m <= n.
 
     Brings every singular value near 1. Coefficients: K. Jordan, "Muon" (2024). fp32 on the CPU unless `half`, else bf16.
     """

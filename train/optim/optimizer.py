@@ -115,11 +115,11 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
     also = tied_names(model)
     chosen = match_names(patterns, [name for name, _ in model.named_parameters()], "trainable", also=also)
     if not chosen:
-        raise UserError("trainable is empty: no parameter would learn; give patterns such as '*' or 'projector.*'")
+        raise UserError("trainable is empty: no parameter would be trained; give patterns such as '*' or 'projector.*'")
     for name, p in model.named_parameters():
         if name in chosen and not p.is_floating_point():
             raise UserError(
-                f"trainable names {name}, which is quantised and cannot learn; take it out of lora.quantize_targets"
+                f"trainable names {name}, which is quantised and cannot be trained; take it out of lora.quantize_targets"
             )
         p.requires_grad_(name in chosen)
     return also

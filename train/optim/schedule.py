@@ -9,7 +9,7 @@ from train.config.sections import BudgetConfig, ScheduleConfig
 
 
 def used(budget: BudgetConfig, step: int, seconds: float) -> float:
-    """Share of the budget that is spent after `step` steps and so many seconds, 0 to 1."""
+    """Share of the budget, 0 to 1, that `step` steps in `seconds` have used."""
     by_steps = step / budget.steps if budget.steps is not None else 0.0
     by_time = seconds / (60 * budget.minutes) if budget.minutes is not None else 0.0
     return min(1.0, max(by_steps, by_time))
@@ -18,8 +18,8 @@ def used(budget: BudgetConfig, step: int, seconds: float) -> float:
 def learning_rate(schedule: ScheduleConfig, budget: BudgetConfig, step: int, seconds: float) -> float:
     """Factor of the learning rate for the optimizer step with index `step` (from 0).
 
-    The warm-up rises linearly to 1 over its steps; the shape then runs over what is left of a budget in steps, or over
-    the whole of a budget in minutes (where nobody knows in advance how long the warm-up takes). WSD: Hu et al. 2024 (MiniCPM).
+    The warm-up rises linearly to 1 over its steps; the schedule then runs over the rest of a budget in steps, or over the
+    whole of a budget in minutes (as the duration of the warm-up is not known in advance). WSD: Hu et al. 2024 (MiniCPM).
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
@@ -52,7 +52,7 @@ def check_larger(old: BudgetConfig, new: BudgetConfig) -> None:
 def extension(
     schedule: ScheduleConfig, old: BudgetConfig, new: BudgetConfig, step: int, seconds: float, rate: float
 ) -> str | None:
-    """What becomes of the learning rate where a budget grows after `step` steps, in a line; None where it is the same budget.
+    """Describe in one line how the learning rate changes where the budget grows after `step` steps; None for the same budget.
 
     Args:
         rate: the peak learning rate.
@@ -69,7 +69,7 @@ def extension(
 def due(
     step: int, seconds: float, last_step: int, last_seconds: float, every_steps: int | None, every_minutes: float | None
 ) -> bool:
-    """Whether something that happens every so many steps or minutes is to happen now, given when it last did."""
+    """True where an action that repeats every `every_steps` or `every_minutes` is due, given when it last happened."""
     if every_steps is not None and step // every_steps > last_step // every_steps:
         return True
     return every_minutes is not None and seconds - last_seconds >= 60 * every_minutes

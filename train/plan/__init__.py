@@ -1,1 +1,1 @@
-"""Planning a run from its configuration: parameters, memory, pace, and what to turn when it does not fit."""
+"""Plans a run from its configuration: parameters, memory, pace, and changes that make it fit."""

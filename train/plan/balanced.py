@@ -79,7 +79,7 @@ def micro_batches_of(config: FitConfig, micro_batches: int) -> int:
     return 3 if config.balance is not None and config.balance.kind.batches == 3 else min(2, micro_batches)
 
 
-class PaperBalance:
+class TracedBalance:
     """Runs the passes of a balanced step on tensors without values.
 
     Args:
@@ -155,7 +155,7 @@ class PaperBalance:
         if self.section.method not in KEEPING:
             rows.gramian()
             return MethodChoice(torch.ones(self.m, dtype=torch.float64))
-        given: Any = _PaperGiven(rows, self.m, self.section, self.kept)
+        given: Any = _TracedGiven(rows, self.m, self.section, self.kept)
         choice = RULES[self.section.method](given)
         for value in self.kept.values():
             self.note(value, "balance")
@@ -205,7 +205,7 @@ class PaperBalance:
             self._rest([batch], forward, backward)
 
 
-class _PaperGiven(SimpleNamespace):
+class _TracedGiven(SimpleNamespace):
     """A `train.balance.given.Given` with every task present, whose kept tensors have no values."""
 
     def __init__(self, rows: Rows, m: int, config: BalanceConfig, kept: dict[str, Tensor]) -> None:
@@ -242,12 +242,12 @@ class _Hooked(torch.autograd.Function):
         return torch.where(every == 0, 0.0, product).to(gradient.dtype)
 
 
-def hooked(part: nn.Module) -> None:
+def add_feature_hook(part: nn.Module) -> None:
     """Passes the gradient of a module's output through a feature hook."""
     part.register_forward_hook(lambda _, args, out: _Hooked.apply(out) if torch.is_grad_enabled() else out)
 
 
-def spread(task: Tensor, config: FitConfig) -> Tensor:
+def assign_tasks(task: Tensor, config: FitConfig) -> Tensor:
     """Gives the positions [R, T] of a batch the balanced tasks in turn, so that none is absent."""
     assert config.balance is not None
     names = balanced_tasks(config.balance, config.data)

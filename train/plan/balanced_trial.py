@@ -1,4 +1,4 @@
-"""A balanced step for real, without Fabric: the run's own `train.trainer.balanced_step.Balancing` in one process."""
+"""Runs a balanced step without Fabric: the run's own `train.trainer.balanced_step.Balancing` in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.trainer.feed import CountedStep
 
 
 class _Fabric:
-    """As much of Fabric as a balance asks for."""
+    """The part of Fabric's interface that `Balancing` uses, for one process."""
 
     global_rank, world_size = 0, 1
 
@@ -49,11 +49,11 @@ class _Wrapped(nn.Module):
 
 
 def balance_of(bench: Workbench, config: FitConfig, batch: Batch, micro_batches: int, device: torch.device) -> Balance:
-    """What takes the passes of a step; `batch` stands for held-out ones too, where they are asked for."""
+    """Builds the function that runs the passes of a step; `batch` is also the held-out one, where the method needs it."""
     section = config.balance
     assert section is not None
     outer = (batch,) if section.method in BILEVEL else ()
-    given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.listening, outer)
+    given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.encoder_parameters, outer)
     fabric: Any = _Fabric(device)
     streams = bench.objective.model.layout.names
     aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0

@@ -1,4 +1,4 @@
-"""Memory of a run on each device, from its configuration alone."""
+"""Estimates the memory of a run on each device, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from omni.model.speech_model import SpeechModel
 from train.config.run import FitConfig
 from train.data.batching.loader import process_shards
 from train.plan.balanced import micro_batches_of
-from train.plan.parameters import paper_model
-from train.plan.quantized import MAKING, PaperLinear, dense_bytes, packed_bytes
+from train.plan.parameters import meta_model
+from train.plan.quantized import QUANTISING_BYTES, FakeLinear, dense_bytes, packed_bytes
 from train.plan.trace import Snapshot, trace
 from train.plan.worst_batch import worst_batch
 
 FEW = 2
-"""Blocks of a stack that are traced where there are more: what each further one takes is the difference to one more."""
+"""Blocks that are traced of a deeper stack: each further block takes the difference between this many and one more."""
 
-STAYING = ("weights", "gradients", "optimizer", "average")
+PERSISTENT = ("weights", "gradients", "optimizer", "average")
 
 KEPT_SHARE = {False: 0.2, True: 1.15}
-"""What glibc keeps of freed blocks as a process trains on a CPU, as a share of all that comes and goes in a step; without
-checkpointing, and with it, whose blocks are freed between ones that stay. Measured with the nano model at rows of 4 x 128,
+"""Memory that glibc keeps in freed blocks as a process trains on a CPU, as a share of all that a step allocates and frees;
+without checkpointing, and with it, where blocks are freed between ones that stay. Measured with nano at rows of 4 x 128,
 10 x 256 and 16 x 512: 0.41, 0.19 and 0.14, with checkpointing 0.42, 1.46 and 1.00. Blocks above 32 MiB are
 always given back."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The fullest moment of a step on one device.
+    """Peak memory of a step on one device.
 
     Attributes:
-        parts: bytes by part; see `train.plan.trace.PARTS`, and `communication`, what processes exchange gradients and
-            gathered weights in.
-        phase: of the step, at which that is.
+        parts: bytes by part; see `train.plan.trace.PARTS`, and `communication`, the buffers of gradients and gathered weights
+            that processes exchange.
+        phase: of the step, in which the peak is.
     """
 
     parts: Snapshot
@@ -51,8 +51,8 @@ class Estimate:
         return sum(self.parts.values())
 
     def kept(self, checkpointing: bool) -> float:
-        """Bytes that a process on a CPU holds besides, about: blocks that the C library (glibc) keeps when they are freed."""
-        return KEPT_SHARE[checkpointing] * sum(size for part, size in self.parts.items() if part not in STAYING)
+        """Estimates the bytes that a process on a CPU holds besides: freed blocks that the C library (glibc) keeps."""
+        return KEPT_SHARE[checkpointing] * sum(size for part, size in self.parts.items() if part not in PERSISTENT)
 
 
 def devices_of(config: FitConfig) -> int:
@@ -71,7 +71,7 @@ def devices_of(config: FitConfig) -> int:
 
 
 def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estimate:
-    """Memory of the worst batch's step on each device, under the configuration's strategy and precision.
+    """Estimates the memory of the worst batch's step on each device, under the configuration's strategy and precision.
 
     Raises:
         UserError: settings that do not fit each other, such as Muon with fsdp.
@@ -82,7 +82,7 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
     if strategy == "fsdp" and "muon" in rules:
         raise UserError("optimizer muon with fabric.strategy fsdp: use optimizer.name adamw, or strategy ddp")
     phases = phases_of(config, shape, config.data.micro_batches // world, cuda)
-    model = paper_model(config, shape)
+    model = meta_model(config, shape)
     if world > 1 or strategy == "fsdp":
         share = sharded if strategy == "fsdp" else replicated
         size, learning = _bytes_each(config)
@@ -94,35 +94,35 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
 
 
 def loading(kind: Kind, model: SpeechModel, phases: Mapping[str, Snapshot]) -> Snapshot:
-    """Before the first step on a CPU: the weights of a base that is about to be quantised, whole in every process, and what its
-    largest matrix is made into. On the way to a GPU that happens before anything is there."""
+    """Memory before the first step on a CPU: the weights of a base that is about to be quantised, whole in every process, and
+    the copies made of its largest matrix. For a GPU, that happens before anything else is in its memory."""
     sizes, whole = numels(model), dense_bytes(model)
-    largest = max(sizes[f"{name}.weight"] for name, part in model.named_modules() if isinstance(part, PaperLinear))
+    largest = max(sizes[f"{name}.weight"] for name, part in model.named_modules() if isinstance(part, FakeLinear))
     empty = dict.fromkeys(next(iter(phases.values())), 0.0)
-    return {**empty, "weights": float(whole), "working": float(MAKING[kind] * largest)}
+    return {**empty, "weights": float(whole), "working": float(QUANTISING_BYTES[kind] * largest)}
 
 
 def _bytes_each(config: FitConfig) -> tuple[int, int]:
-    """Bytes of a value that stands still, and of one that learns (see `train.distributed.precision.AdapterPrecision`)."""
+    """Bytes of a frozen value, and of a trainable one (see `train.distributed.precision.AdapterPrecision`)."""
     size = 2 if config.fabric.precision == "bf16-true" else 4
     return size, size if config.lora is None else 4
 
 
 def phases_of(config: FitConfig, shape: ModelConfig, micro_batches: int, cuda: bool) -> dict[str, Snapshot]:
-    """Bytes by phase and part of one process that trains alone. Deep stacks are traced shallow and continued: every phase is
-    a straight line in the number of blocks. Results are kept: knobs ask for the same ones again."""
+    """Bytes by phase and part of one process that trains alone. Deep stacks are traced with few blocks and extrapolated: every
+    phase is linear in the number of blocks. Results are cached: knobs need the same ones again."""
     alone = replace(
         config,
         run_folder="",
         fabric=replace(config.fabric, strategy="auto", devices=1, num_nodes=1),
         data=replace(config.data, micro_batches=micro_batches_of(config, micro_batches)),
     )
-    return _phases_of(_Question(repr((alone, shape, cuda)), alone, shape, cuda))
+    return _phases_of(_TraceKey(repr((alone, shape, cuda)), alone, shape, cuda))
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What is asked of the trace; equal where its text is (a configuration holds mappings, which cannot be hashed)."""
+class _TraceKey:
+    """The arguments of a trace as a key; equal where its text is (a configuration holds mappings, which cannot be hashed)."""
 
     text: str
     config: FitConfig = field(compare=False)
@@ -131,7 +131,7 @@ class _Question:
 
 
 @lru_cache(maxsize=128)
-def _phases_of(question: _Question) -> dict[str, Snapshot]:
+def _phases_of(question: _TraceKey) -> dict[str, Snapshot]:
     config, shape, cuda = question.config, question.shape, question.cuda
     micro_batches = config.data.micro_batches
     batch = worst_batch(config.data, shape)
@@ -169,12 +169,12 @@ def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: i
     """FSDP2 as `train.distributed.fabric.shard` sets it up: weights, gradients, optimizer and average in equal parts, but
     quantised weights whole in every process.
 
-    Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, projector), which is not given
-    back after its forward pass, and of two blocks, the one at work and the next. During the backward pass it also holds the
-    root's gradients and one block's whole.
+    Beside its part a process holds gathered weights: of the root (tables, heads, convolutions, projector), which are not freed
+    after its forward pass, and of two blocks, the current one and the next. During the backward pass it also holds the root's
+    gradients and one block's whole.
 
     Args:
-        size, learning: bytes of a value that stands still, and of one that learns.
+        size, learning: bytes of a frozen value, and of a trainable one.
     """
     blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
 

@@ -1,4 +1,4 @@
-"""What to turn when a run does not fit: every knob's estimate is computed, the least harmful first."""
+"""Finds changes of settings (knobs) with which a run fits: the memory with each one is estimated, the least harmful first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.config.run import FitConfig
 from train.plan.estimate import devices_of, estimate
 
 MANY = (2, 4, 8, 16, 32, 64)
-"""Numbers of devices that fsdp is tried over."""
+"""Numbers of devices that fsdp is tried on."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Knob:
     """A change to a run.
 
     Attributes:
-        keys: what to give on the command line.
+        keys: its options on the command line.
         price: what it costs.
         config: the run with it.
     """
@@ -30,8 +30,8 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Turned:
-    """A knob and what it does: bytes a device, bytes saved, and whether the run fits then."""
+class KnobEffect:
+    """A knob and its effect: bytes on a device, bytes saved, and whether the run then fits."""
 
     knob: Knob
     total: float
@@ -99,9 +99,9 @@ def _true(config: FitConfig) -> Knob | None:
     return Knob("--fabric.precision bf16-true", cost, changed)
 
 
-def turn_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -> tuple[list[Turned], list[Turned]]:
-    """Each knob alone, and the shortest row of knobs, turned one after another, with which the run fits (empty where one
-    suffices or none does). Knobs that save nothing are left out.
+def try_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -> tuple[list[KnobEffect], list[KnobEffect]]:
+    """Estimates each knob alone, and the shortest sequence of knobs, applied one after another, with which the run fits (empty
+    where one suffices or none does). Knobs that save nothing are left out.
 
     Args:
         limit: bytes of a device that the run may fill.
@@ -114,7 +114,7 @@ def turn_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) 
     alone = list(_alone(config, shape, limit, cuda, start, [*first, *map(_fsdp, many), _true]))
     if any(turned.fits for turned in alone):
         return alone, []
-    row: list[Turned] = []
+    row: list[KnobEffect] = []
     here, held = config, start
     for turn in [*first, *[_rows] * 6, *map(_fsdp, many), _true]:
         for turned in _alone(here, shape, limit, cuda, held, [turn]):
@@ -132,15 +132,15 @@ def _alone(
     cuda: bool,
     start: float,
     turns: list[Callable[[FitConfig], Knob | None]],
-) -> Iterator[Turned]:
+) -> Iterator[KnobEffect]:
     enough = False
     for turn in turns:
         try:
             knob = turn(config)
-        except UserError:  # such as micro-batches that a balance cannot take apart
+        except UserError:  # such as micro-batches that a balance cannot split
             continue
         spread = knob is not None and knob.config.fabric.strategy == "fsdp" and config.fabric.strategy != "fsdp"
-        if knob is None or (spread and enough):  # more devices than are enough are no better advice
+        if knob is None or (spread and enough):  # fewer devices are enough already
             continue
         try:
             total = estimate(knob.config, shape, cuda).total
@@ -148,4 +148,4 @@ def _alone(
             continue
         if total < 0.99 * start:
             enough = enough or (spread and total <= limit)
-            yield Turned(knob, total, start - total, total <= limit)
+            yield KnobEffect(knob, total, start - total, total <= limit)

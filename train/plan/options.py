@@ -1,4 +1,4 @@
-"""Options of a plan."""
+"""Checks the options of a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from omni.errors import UserError
 
 
 def check_options(devices: int | None = None, gpu_gib: float | None = None, mfu: float = 0.35) -> None:
-    """UserError for a number that no machine has."""
+    """Refuses (UserError) numbers that no machine has."""
     if devices is not None and devices < 1:
         raise UserError(f"--devices is {devices}; it must be at least 1")
     if gpu_gib is not None and gpu_gib <= 0:

@@ -1,4 +1,4 @@
-"""How many parameters a model has, by part, and how many of them learn."""
+"""Counts a model's parameters by part, and how many of them are trainable."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ PARTS = ("encoder", "projector", "decoder blocks", "tables", "heads", "alignment
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of a part: all of them, and those that learn."""
+    """Number of parameters of a part: all of them, and the trainable ones."""
 
     part: str
     total: int
     trainable: int
 
 
-def paper_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
-    """The model without values, on the meta device; the trainable parameters are marked."""
+def meta_model(config: FitConfig, shape: ModelConfig) -> SpeechModel:
+    """Builds the model without values, on the meta device; the trainable parameters are marked."""
     with torch.device("meta"):
         model = SpeechModel(shape)
-    adapt(model, config.lora, paper=True)
-    set_trainable(model, config.learns)
+    adapt(model, config.lora, fake=True)
+    set_trainable(model, config.trainable_patterns)
     return model
 
 
@@ -49,7 +49,7 @@ def part_of(name: str) -> str:
 
 
 def count_parameters(model: SpeechModel) -> list[Count]:
-    """Every part that there is, in the order of `PARTS`."""
+    """Counts the parameters of every part that the model has, in the order of `PARTS`."""
     found: dict[str, list[int]] = {}
     sizes = numels(model)
     for name, p in model.named_parameters():

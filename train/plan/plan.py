@@ -1,4 +1,4 @@
-"""`python -m train plan`: what a run needs and how long it takes, before it is started."""
+"""Plans a run before it is started (`python -m train plan`): parameters, memory on each device, and time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from omni.config import ModelConfig
 from omni.hardware import peak_flops
 from train.config.run import FitConfig
 from train.plan.estimate import Estimate, devices_of, estimate
-from train.plan.knobs import Turned, turn_knobs
+from train.plan.knobs import KnobEffect, try_knobs
 from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
-from train.plan.parameters import Count, count_parameters, paper_model
+from train.plan.parameters import Count, count_parameters, meta_model
 from train.plan.trial import KEPT, RETURNED, Attempt, attempt
 from train.plan.worst_batch import worst_batch
 from train.trainer.initial_model import shape_of
@@ -23,7 +23,7 @@ from train.trainer.initial_model import shape_of
 GIB = float(1 << 30)
 
 CUDA_CONTEXT, CUDA_WASTE = 0.6 * GIB, 0.05
-"""What a GPU's memory cannot be filled with: the driver's context and libraries, and the share that the caching allocator
+"""Memory of a GPU that a run cannot use: bytes of the driver's context and libraries, and the share that the caching allocator
 loses to blocks of the wrong size."""
 
 CPU_WASTE = 0.25
@@ -33,20 +33,21 @@ without checkpointing; with it at 35 % to twice what is in use, in small models)
 MAC = "a Mac's GPU (mps, estimated as a CPU's step is, without what its allocator keeps)"
 
 Place = Literal["cpu", "mps", "cuda"]
-"""Where a run computes."""
+"""Kinds of devices that a run computes on."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is found out about a run.
+    """A run's parameters, memory and pace, and the knobs with which it fits.
 
     Attributes:
         limit: bytes of a device that the run may fill; None where the device is not known.
         device: in words.
         process: bytes that a CPU's process holds besides (Python and its libraries); not part of the estimate.
         kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
-        attempts: measured here, by how the memory was measured.
-        knobs: each alone; row: turned one after another.
+        attempts: measurements on this machine, by the way in which memory was measured.
+        untried: why there are none.
+        knobs: each alone; row: applied one after another.
     """
 
     counts: list[Count]
@@ -60,8 +61,8 @@ class Plan:
     pace: Pace
     attempts: dict[str, Attempt]
     untried: str
-    knobs: list[Turned]
-    row: list[Turned]
+    knobs: list[KnobEffect]
+    row: list[KnobEffect]
 
     @property
     def fits(self) -> bool | None:
@@ -76,7 +77,7 @@ def make_plan(
     mfu: float = 0.35,
     attempted: bool = False,
 ) -> Plan:
-    """Plan a run; see `HELP` for the arguments.
+    """Plans a run; for the arguments see `train.commands.plan.HELP`.
 
     Raises:
         UserError: whatever is wrong with the configuration or the arguments.
@@ -92,16 +93,16 @@ def make_plan(
     config = _placed(config, devices, cuda)
     world, here = devices_of(config), cuda and torch.cuda.is_available()
     words, limit = _room(place, gpu_gib, gpu, world)
-    model = paper_model(config, shape)
+    model = meta_model(config, shape)
     whole = estimate(config, shape, cuda)
     attempts, untried = _try(config, shape, whole, world, limit, place, here) if attempted else ({}, "")
     if speed is None and here:
         speed = peak_flops(torch.device("cuda"))
-    measured = list(attempts.values())[-1].seconds if attempts else None  # memory as a run has it
+    measured = list(attempts.values())[-1].seconds if attempts else None  # the one with memory as a run has it
     batch = worst_batch(config.data, shape)
     run = pace(config, model, sample(config, shape), batch, world, measured, speed, mfu)
     short = limit is not None and whole.total > limit
-    knobs, row = turn_knobs(config, shape, limit, cuda) if short and limit is not None else ([], [])
+    knobs, row = try_knobs(config, shape, limit, cuda) if short and limit is not None else ([], [])
     strategy: str = config.fabric.strategy
     if strategy == "auto":
         strategy = "ddp" if world > 1 else "one process"
@@ -123,7 +124,7 @@ def make_plan(
 
 
 def place_of(config: FitConfig, described: bool) -> Place:
-    """Where the run computes: as the configuration asks, or on what is here; `described` by size or name is a GPU's."""
+    """The kind of device of a run: as configured, else what this machine has; one `described` by size or name is a GPU."""
     asked, cuda = config.fabric.accelerator, torch.cuda.is_available()
     mac = asked in ("auto", "gpu") and not described and not cuda and torch.backends.mps.is_available()
     if asked == "mps" or mac:
@@ -132,7 +133,7 @@ def place_of(config: FitConfig, described: bool) -> Place:
 
 
 def _placed(config: FitConfig, devices: int | None, cuda: bool) -> FitConfig:
-    """The configuration with a number of devices."""
+    """Sets the configuration's number of devices where it is given or left open."""
     fabric = config.fabric
     if devices is not None:
         fabric = replace(fabric, devices=devices, num_nodes=1)
@@ -161,7 +162,7 @@ def _room(place: Place, gpu_gib: float | None, gpu: str | None, world: int) -> t
 def _try(
     config: FitConfig, shape: ModelConfig, whole: Estimate, world: int, limit: float | None, place: Place, here: bool
 ) -> tuple[dict[str, Attempt], str]:
-    """What was measured, or why nothing was."""
+    """Measures steps on this machine; returns the measurements, or none and the reason."""
     if place == "mps":
         return {}, "what a step holds on mps cannot be measured"
     if place == "cuda" and not here:
@@ -175,14 +176,14 @@ def _try(
         return {"by CUDA's counters": attempt(config, shape, micro, "cuda")}, ""
     return {
         RETURNED: attempt(config, shape, micro, "cpu"),
-        KEPT: attempt(config, shape, micro, "cpu", hoard=True),
+        KEPT: attempt(config, shape, micro, "cpu", keep_freed=True),
     }, ""
 
 
 def plain(plan: Plan) -> dict[str, Any]:
     """The plan as plain data; memory in bytes."""
 
-    def turned(one: Turned) -> dict[str, Any]:
+    def turned(one: KnobEffect) -> dict[str, Any]:
         return {"keys": one.knob.keys, "price": one.knob.price, "bytes": one.total, "saved": one.saved, "fits": one.fits}
 
     return {

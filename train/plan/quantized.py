@@ -1,13 +1,13 @@
-"""A run's adapters for a plan, and linears in few bits on paper: what bitsandbytes holds and makes of them, without it.
+"""Attaches a run's adapters for a plan; imitates the memory of bitsandbytes' quantised linears without bitsandbytes.
 
-What a quantised linear holds, of n = in * out weights (read off bitsandbytes 0.50; Dettmers et al. 2023, section 3):
+A quantised linear of n = in * out weights holds (read off bitsandbytes 0.50; Dettmers et al. 2023, section 3):
 
     nf4     n / 2 bytes; for every 64 weights a scale in 8 bits; for every 256 scales one in fp32, and the scales' mean;
             tables of the 16 values of a weight and the 256 of a scale
     int8    n bytes, and for every row [in] a scale in fp32
 
-Beside that the matrix is there whole, in the product's type, while a forward or a backward product is made of it. int8 keeps
-its inputs outside of what checkpointing drops.
+Besides, the whole matrix exists in the product's type during each forward and backward product. int8 keeps its inputs where
+checkpointing does not drop them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from train.config.sections import LoRASection
 BLOCK, BLOCKS = 64, 256
 """Weights to a scale, and scales to one of the second level."""
 
-MAKING = {"nf4": 8, "int8": 11}
+QUANTISING_BYTES = {"nf4": 8, "int8": 11}
 """Bytes for each weight of a matrix while it is quantised on a CPU: its scaled copy and the codes, or rows in fp32 and fp16."""
 
 
-def adapt(model: nn.Module, section: LoRASection | None, paper: bool, dtype: torch.dtype = torch.float32) -> None:
-    """Adapters as a run has them, on a base in few bits where asked; on `paper` without values, and without bitsandbytes.
+def adapt(model: nn.Module, section: LoRASection | None, fake: bool, dtype: torch.dtype = torch.float32) -> None:
+    """Attaches adapters as a run does, and quantises the base where asked.
 
     Args:
-        dtype: what weights of 4 bits are multiplied in.
+        fake: the model has no values: linears are replaced by `FakeLinear`, without bitsandbytes.
+        dtype: type in which weights of 4 bits are multiplied.
 
     Raises:
         UserError: a pattern that matches no linear, or no bitsandbytes where it is needed.
@@ -41,36 +42,36 @@ def adapt(model: nn.Module, section: LoRASection | None, paper: bool, dtype: tor
     if section is None:
         return
     if section.quantize is not None:
-        (_on_paper if paper else quantize)(model, section.quantize, section.quantize_targets, dtype)
+        (_replace_by_fake if fake else quantize)(model, section.quantize, section.quantize_targets, dtype)
     add_adapter(model, section)
 
 
-def _on_paper(model: nn.Module, kind: Kind, patterns: tuple[str, ...], dtype: torch.dtype) -> None:
+def _replace_by_fake(model: nn.Module, kind: Kind, patterns: tuple[str, ...], dtype: torch.dtype) -> None:
     names = chosen_linears(model, patterns)
     for name in names:
         linear: Any = model.get_submodule(name)
         place, _, last = name.rpartition(".")
-        setattr(model.get_submodule(place), last, PaperLinear(linear, kind, dtype))
+        setattr(model.get_submodule(place), last, FakeLinear(linear, kind, dtype))
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Bytes of the quantised weights of a model on paper, scales and tables included."""
-    held = {t for part in model.modules() if isinstance(part, PaperLinear) for t in (part.weight, *part.buffers(recurse=False))}
+    """Bytes of the quantised weights of a model without values, scales and tables included."""
+    held = {t for part in model.modules() if isinstance(part, FakeLinear) for t in (part.weight, *part.buffers(recurse=False))}
     return sum(t.numel() * t.element_size() for t in held)
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Bytes of a model on paper before its weights were quantised and adapters came."""
+    """Bytes of a model without values, before its weights were quantised and adapters attached."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    own = {f"{name}." for name, part in model.named_modules() if isinstance(part, PaperLinear)}
+    own = {f"{name}." for name, part in model.named_modules() if isinstance(part, FakeLinear)}
     plain = [t for name, t in tensors if ".lora." not in name and f"{name.rpartition('.')[0]}." not in own]
-    whole = sum(part.in_features * part.out_features for part in model.modules() if isinstance(part, PaperLinear))
-    biases = sum(part.bias.numel() for part in model.modules() if isinstance(part, PaperLinear) and part.bias is not None)
+    whole = sum(part.in_features * part.out_features for part in model.modules() if isinstance(part, FakeLinear))
+    biases = sum(part.bias.numel() for part in model.modules() if isinstance(part, FakeLinear) and part.bias is not None)
     return sum(t.numel() * t.element_size() for t in plain) + 4 * (whole + biases)
 
 
-class PaperLinear(nn.Linear):
-    """A quantised linear of fake or meta tensors, in the place of `linear`."""
+class FakeLinear(nn.Linear):
+    """A quantised linear of fake or meta tensors that replaces `linear`."""
 
     def __init__(self, linear: nn.Linear, kind: Kind, dtype: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -95,7 +96,7 @@ class PaperLinear(nn.Linear):
         self.bias = linear.bias
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[out, in], and beside it for a moment the first scales in fp32."""
+        """Makes the dense matrix [out, in] and, beside it for a moment, the first scales in fp32."""
         scales = torch.empty(self.scales.numel(), device=self.weight.device) if self.kind == "nf4" else None  # type: ignore[operator]
         dense = torch.empty(self.out_features, self.in_features, device=self.weight.device, dtype=dtype)
         del scales
@@ -108,10 +109,10 @@ class PaperLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x W', of which nothing is kept but by int8 (`MatMul8bitFp` and `MatMul8bitLt` hold x in plain attributes)."""
+    """Multiplies x W'; only int8 keeps x for the backward pass (`MatMul8bitFp`, `MatMul8bitLt`: in plain attributes)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: PaperLinear, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, linear: FakeLinear, bias: Tensor | None) -> Tensor:
         ctx.linear, ctx.dtype = linear, x.dtype
         ctx.x = x if linear.kind == "int8" else None
         if linear.kind == "int8" and linear.on_cuda:  # a product of integers
@@ -122,7 +123,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
-        linear: PaperLinear = ctx.linear
+        linear: FakeLinear = ctx.linear
         dense = linear.dequantize(ctx.dtype if linear.kind == "int8" else linear.dtype).to(grad.dtype)
         bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ dense, None, bias

@@ -1,4 +1,4 @@
-"""A plan as tables."""
+"""Prints a plan as tables."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ WORDS = {
 
 
 def show(plan: Plan, name: str) -> None:
-    """Print a plan."""
+    """Prints a plan; `name` is the run's, for the first title."""
     console = Console(soft_wrap=True)
-    if not console.is_terminal:  # a file has no width to keep to
+    if not console.is_terminal:  # a file has no terminal's width
         console = Console(soft_wrap=True, width=160)
     for table in (_parameters(plan, name), _memory(plan), _pace(plan)):
         console.print(table)
@@ -48,7 +48,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _parameters(plan: Plan, name: str) -> Table:
-    table = _table(f"{name}: parameters", "", "all", "learn")
+    table = _table(f"{name}: parameters", "", "all", "trainable")
     for count in plan.counts:
         table.add_row(count.part, f"{count.total:,}", f"{count.trainable:,}")
     table.add_row("total", f"{sum(c.total for c in plan.counts):,}", f"{sum(c.trainable for c in plan.counts):,}")
@@ -73,7 +73,7 @@ def _memory(plan: Plan) -> Table:
 
 def _pace(plan: Plan) -> Table:
     table, run = _table("pace", "", ""), plan.pace
-    table.add_row("columns a step", f"{run.columns:,.0f}")
+    table.add_row("tokens a step", f"{run.columns:,.0f}")
     table.add_row("targets a step", f"{run.targets:,.0f}")
     table.add_row("examples a step", "unknown" if run.examples is None else f"{run.examples:,.1f}")
     table.add_row("work a step", f"{run.flops / 1e12:.3g} TFLOP")
@@ -89,9 +89,9 @@ def _pace(plan: Plan) -> Table:
 
 
 def _verdict(plan: Plan, console: Console) -> None:
-    console.print(f"columns, targets and examples: {plan.pace.source}", markup=False)
+    console.print(f"tokens, targets and examples: {plan.pace.source}", markup=False)
     console.print(
-        "a token is a column of all streams, as in the log's tokens/s; a target is an id that a loss is over", markup=False
+        "a token is one time step of all streams, as in the log's tokens/s; a target is an id that a loss is over", markup=False
     )
     console.print(f"time: {plan.pace.clock}", markup=False)
     if plan.untried:

@@ -1,4 +1,4 @@
-"""One training step as the loop takes it, without Fabric: the same lines are traced on paper and tried for real."""
+"""Takes one training step as the loop does, without Fabric; the same code runs on fake tensors (`trace`) and real ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from train.optim.optimizer import Optimizers, build_optimizer, set_trainable
 from train.plan.quantized import adapt
 
 Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]
-"""All passes of a balanced step: given the batches, what is wanted, a forward and a backward pass."""
+"""Runs all passes of a balanced step, given its batches, its counts of targets, a forward and a backward pass."""
 
 
 @dataclass
 class Workbench:
-    """What a step works on; `balance` where its tasks are balanced."""
+    """The objective, optimizer and running average of a step; `balance` where its tasks are balanced."""
 
     objective: Objective
     optimizer: Optimizers
@@ -43,13 +43,11 @@ class Workbench:
         return [(n.removeprefix("model."), p) for n, p in self.objective.named_parameters() if p.requires_grad]
 
 
-def build_workbench(
-    config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu", paper: bool = False
-) -> Workbench:
-    """Model, objective, optimizer and running average of a run, in its precision, with random weights.
+def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu", fake: bool = False) -> Workbench:
+    """Builds objective (with the model), optimizer and running average of a run, in its precision, with random weights.
 
     Args:
-        paper: the tensors are fake ones.
+        fake: tensors are fake ones.
 
     Raises:
         UserError: patterns that name nothing, or settings that do not fit each other.
@@ -57,17 +55,17 @@ def build_workbench(
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if config.fabric.precision == "bf16-true" else usual)
     try:
-        model = SpeechModel(shape)  # in its type from the beginning: fake tensors cannot be converted in place
+        model = SpeechModel(shape)  # in its type from the start: fake tensors cannot be converted in place
     finally:
         torch.set_default_dtype(usual)
-    adapt(model, config.lora, paper, quantized_type(config.fabric.precision))
+    adapt(model, config.lora, fake, quantized_type(config.fabric.precision))
     model.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(model, config.objective)
     if torch.device(device).type != "cpu":
         objective.to(device)
-    also = set_trainable(model, config.learns)
+    also = set_trainable(model, config.trainable_patterns)
     if config.lora is not None:
-        _learn_in_full(model)
+        _trainable_to_fp32(model)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
     optimizer = build_optimizer(
         [(name.removeprefix("model."), p) for name, p in learning], config.optimizer, config.fabric.precision, also
@@ -75,8 +73,8 @@ def build_workbench(
     return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)
 
 
-def _learn_in_full(model: nn.Module) -> None:
-    """The trainable parameters, in fp32."""
+def _trainable_to_fp32(model: nn.Module) -> None:
+    """Replaces the trainable parameters by copies in fp32."""
     learning = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     full = {p: nn.Parameter(p.detach().float()) for _, p in learning}
     for name, p in learning:
@@ -87,12 +85,12 @@ def _learn_in_full(model: nn.Module) -> None:
 def take_step(
     bench: Workbench, batches: Sequence[Batch], wanted: Tensor, number: int, enter: Callable[[str], None] = lambda phase: None
 ) -> None:
-    """Forward and backward of every micro-batch, clipping, the optimizer, the running average.
+    """Runs forward and backward of every micro-batch, clipping, the optimizer and the running average.
 
     Args:
         wanted: targets of the step by stream, and of its alignment loss, [K + 1] float on the batches' device.
         number: of the step, from 1.
-        enter: told the name of each phase when it starts.
+        enter: called with the name of each phase when it starts.
     """
     config, kind = bench.config, wanted.device.type
     half = product_type(config.fabric.precision, config.lora is not None)

@@ -2,7 +2,7 @@
 
 PyTorch's fake tensors (`FakeTensorMode`) know shapes, types and who shares whose memory, but hold nothing, so a model of any
 size is stepped in seconds. Autograd, checkpointing, mixed precision, the chunked objective and the optimizer's copies are
-counted as they happen; no formula stands for them. What stays unseen are buffers inside kernels and the allocator's waste.
+counted as they happen, not by formulas. Buffers inside kernels and the allocator's waste are not seen.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from omni.model.blocks import Attention, RMSNorm
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.objective.objective import targets
-from train.plan.balanced import PaperBalance, hooked, micro_batches_of
-from train.plan.quantized import PaperLinear
+from train.plan.balanced import TracedBalance, add_feature_hook, micro_batches_of
+from train.plan.quantized import FakeLinear
 from train.plan.step import Workbench, build_workbench, take_step
 
 PARTS = ("weights", "gradients", "optimizer", "average", "activations", "objective", "working", "balance", "batch")
-"""What memory holds: `activations` are kept for the backward pass (and in use during the forward pass), under mixed precision
+"""Parts of the memory: `activations` are kept for the backward pass (and in use during the forward pass), under mixed precision
 with them the weights' copies in half precision; `objective` are the buffers of heads and losses; `working` is what the
-backward pass, clipping and the optimizer's step need for a while; `balance` are gradients by task, and
-what its method keeps."""
+backward pass, clipping and the optimizer's step need temporarily; `balance` are gradients by task, and what its method
+keeps."""
 
 Snapshot = dict[str, float]
 """Bytes by part."""
@@ -51,7 +51,7 @@ _MADE_IN = {
 
 
 class Ledger(TorchDispatchMode):
-    """Enters every storage that an operation makes, until it is freed; remembers each phase's fullest moment."""
+    """Counts every storage that an operation makes until it is freed, and records each phase's peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def enter(self, tensor: Tensor, part: str, move: bool = False) -> None:
-        """Note a tensor's storage under a part; where it is known, `move` it there."""
+        """Counts a tensor's storage under a part; one that is counted already is moved there if `move`."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live:
@@ -82,11 +82,11 @@ class Ledger(TorchDispatchMode):
         self.live[key] = size, part
         self.now[part] += size
         self.total += size
-        weakref.finalize(storage, self._strike, key)
+        weakref.finalize(storage, self._free, key)
         if self.total > sum(self.peaks.get(self.phase, {}).values()):
             self.peaks[self.phase] = {name: float(self.now[name]) for name in PARTS}
 
-    def _strike(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         size, part = self.live.pop(key)
         self.now[part] -= size
         self.total -= size
@@ -99,8 +99,8 @@ _CTC = (torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss_backward.Tenso
 
 
 def _ctc(func: Any, args: Any) -> Any:
-    """The alignment loss reads lengths as numbers: what it makes instead, which are the losses [N] and their lattice
-    [N, T, 2 S + 1] for S ids, or the gradient."""
+    """Replaces the alignment loss, which reads lengths as numbers: makes only its tensors, which are the losses [N] and their
+    lattice [N, T, 2 S + 1] for S ids, or the gradient."""
     if func is _CTC[1]:
         return torch.empty_like(args[1])
     scores, ids = args[0], args[1]  # [T, N, V], [sum S]
@@ -110,17 +110,17 @@ def _ctc(func: Any, args: Any) -> Any:
 
 
 def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: int, cuda: bool = False) -> dict[str, Snapshot]:
-    """Memory of a step in its stride (the optimizer's state is there already), by phase: each one's fullest moment.
+    """Estimates the memory of a step after the first (the optimizer's state is there already): each phase's peak.
 
     Args:
         shape: of the model, which may differ from the configuration's.
-        batch: a real one, such as `train.plan.worst_batch.worst_batch` makes.
+        batch: one with values, such as `train.plan.worst_batch.worst_batch` makes.
         micro_batches: of a step in this process; from the second on gradients are there already.
         cuda: with the kernels of a GPU where they keep something else than those of a CPU.
     """
-    fake, ledger, counts = FakeTensorMode(), Ledger(), targets(batch)  # counted while there is something to count
+    fake, ledger, counts = FakeTensorMode(), Ledger(), targets(batch)  # counted while tensors have values
     with fake:
-        bench = build_workbench(config, shape, paper=True)
+        bench = build_workbench(config, shape, fake=True)
         if cuda:
             _as_on_cuda(bench.objective)
         given = [_faked(batch, fake) for _ in range(micro_batches_of(config, micro_batches))]
@@ -133,7 +133,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
         for tensor in [*(getattr(one, name) for name in Batch.TENSORS), *one.supervised]:
             ledger.enter(tensor, "batch")
     _watch(bench, ledger)
-    with fake, ledger, _apart(fake):
+    with fake, ledger, _real_packing(fake):
         _make_state(bench, ledger)
         if config.balance is not None:
             _balance(bench, ledger, len(shape.layout))
@@ -143,7 +143,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
 
 
 def _make_state(bench: Workbench, ledger: Ledger) -> None:
-    """What the optimizer keeps from its first step on."""
+    """Makes the optimizer create what it keeps from its first step on, and counts that."""
     for p in bench.learning:
         p.grad = torch.empty_like(p)
     bench.optimizer.step()
@@ -155,12 +155,12 @@ def _make_state(bench: Workbench, ledger: Ledger) -> None:
 
 
 def _balance(bench: Workbench, ledger: Ledger, streams: int) -> None:
-    """Let the step be a balanced one; what its method keeps is there."""
-    paper = PaperBalance(bench.config, bench.named, streams, lambda tensor, part: ledger.enter(tensor, part, move=True))
-    if paper.section.at == "features":
-        hooked(bench.objective.model.projector)
-    paper.prepare()
-    bench.balance = lambda batches, wanted, forward, backward: paper.take(batches, forward, backward)
+    """Makes the step a balanced one, with what its method keeps from earlier steps."""
+    fake = TracedBalance(bench.config, bench.named, streams, lambda tensor, part: ledger.enter(tensor, part, move=True))
+    if fake.section.at == "features":
+        add_feature_hook(bench.objective.model.projector)
+    fake.prepare()
+    bench.balance = lambda batches, wanted, forward, backward: fake.take(batches, forward, backward)
 
 
 def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
@@ -171,10 +171,10 @@ def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
 
 
 def _watch(bench: Workbench, ledger: Ledger) -> None:
-    """Hooks that tell the ledger when a phase starts and what becomes a gradient.
+    """Registers hooks by which the ledger learns when a phase starts and which tensors become gradients.
 
-    The backward pass through a stack of equal blocks is told apart at its first and last block: between them memory rises or
-    falls evenly, so that the ends hold the fullest moment, whatever the number of blocks.
+    The backward pass through a stack of equal blocks has phases that end at its first and last block: between them memory rises
+    or falls evenly, so that the peak is at one of the two, whatever the number of blocks.
     """
     for p in bench.learning:
         p.register_post_accumulate_grad_hook(
@@ -191,15 +191,15 @@ def _watch(bench: Workbench, ledger: Ledger) -> None:
 
 
 def _when_done(entered: Tensor, ledger: Ledger, phase: str) -> None:
-    """Begin a phase when the gradient of what a block read is known."""
+    """Starts a phase when the gradient of a block's input is known."""
     if entered.requires_grad and ledger.phase == "forward":
         entered.register_hook(lambda _: ledger.begin(phase))
 
 
 @contextmanager
-def _apart(fake: FakeTensorMode) -> Iterator[None]:
-    """The encoder plans its packing by numbers, which fake tensors do not have: that is done outside. And the constants that
-    norms keep for the next call must not become fake ones."""
+def _real_packing(fake: FakeTensorMode) -> Iterator[None]:
+    """A context in which the encoder plans its packing outside the fake mode, since that needs numbers, and in which norms keep
+    no constants for the next call, since these would be fake."""
     real, constant = speech_encoder.pack, blocks._constant
 
     def pack(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ def _fake(tensor: Tensor | None, fake: FakeTensorMode) -> Any:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What torch's fused RMS norm keeps: its input and one number a row."""
+    """Keeps what torch's fused RMS norm keeps: its input and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -252,13 +252,13 @@ class _Kept(torch.autograd.Function):
 
 
 def _as_on_cuda(objective: nn.Module) -> None:
-    """Norms as one kernel, products of integers, and keys and values of grouped heads copied for every head, as
-    `omni.model.blocks` does there."""
+    """Imitates what a GPU's kernels keep: norms as one kernel, products of integers, and keys and values of grouped heads
+    copied for every head, as `omni.model.blocks` does there."""
     for module in objective.modules():
         if isinstance(module, RMSNorm):
             module.forward = MethodType(lambda self, x: _FusedNorm.apply(x, self.weight), module)  # type: ignore[method-assign]
         elif isinstance(module, Attention) and module.heads > module.kv_heads:
             extra = 2 * (module.heads - module.kv_heads) * module.head_dim
             module.out.register_forward_pre_hook(lambda _, args, extra=extra: (_Kept.apply(args[0], extra),))
-        elif isinstance(module, PaperLinear):
+        elif isinstance(module, FakeLinear):
             module.on_cuda = True

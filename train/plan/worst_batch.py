@@ -1,4 +1,4 @@
-"""The worst micro-batch that a run's packing allows.
+"""Makes the micro-batch that needs most memory of all that a run's packing allows.
 
 Dimensions: R rows, K streams, T columns, N clips, M mel bands.
 """
@@ -23,11 +23,11 @@ PADDED_COLUMNS = 256
 
 
 def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
-    """A batch that no batch of the run exceeds: all rows full, every stream that any task of the mixture learns supervised in
+    """A batch that no batch of the run exceeds: all rows full, every stream that any task of the mixture trains supervised in
     every column, and, where any task asks by speech, clips as long as the window and the rows have room for.
 
-    A column hears or answers, here it does both: what answers cost beside the decoder's columns is little, since logits stand
-    in chunks. Under `encoder.mode` padded there is one clip to `PADDED_COLUMNS` columns.
+    Columns of data belong to a sound or to an answer, these to both: answers cost little beside the decoder's columns, since
+    logits are made in chunks. Under `encoder.mode` padded there is one clip to `PADDED_COLUMNS` columns.
     """
     rows, length, layout = data.packing.rows, data.packing.length, shape.layout
     tasks = tasks_of(data)
@@ -67,13 +67,13 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
 
 
 def _transcript(count: int, shape: ModelConfig) -> list[int]:
-    """So many ids of each spelling."""
+    """`count` ids of each spelling."""
     sounds = shape.ctc_sounds - 1
     return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
 
 
 def _clips(length: int, shape: ModelConfig) -> list[int]:
-    """Features of each clip of a full row."""
+    """Number of features of each clip of a full row."""
     longest = math.ceil(shape.encoder.positions / shape.projector.stack)
     each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.mode == "padded" else length, length)
     whole, rest = divmod(length, each)

@@ -1,7 +1,7 @@
-"""ASR for scoring: transcripts of recordings by Whisper or pocketsphinx, and how far they are from the text.
+"""ASR for scoring: transcripts of recordings by Whisper or pocketsphinx, and their word error rate.
 
 Weights are read from OpenAI's `.pt` file or a Hugging Face folder; both run in `openai-whisper`, greedily and without its
-fallbacks, so that the same recording is always heard alike. Texts are compared after Whisper's own normaliser
+fallbacks, so that a recording always has the same transcript. Texts are compared after Whisper's own normaliser
 (`whisper.normalizers`, Radford et al. 2022, appendix C): the English one for `en`, which also writes numbers and spellings one
 way, the basic one for others, letter by letter where a script has no spaces.
 
@@ -26,7 +26,7 @@ from omni.errors import UserError
 from train.scoring.text import by_characters, word_errors
 
 WINDOW_POSITIONS = 1500
-"""Encoder frames of the 30 s that Whisper's decoding works on."""
+"""Encoder frames of the 30 s window of Whisper's decoding."""
 
 
 _DIMENSIONS = {
@@ -41,7 +41,7 @@ _DIMENSIONS = {
     "n_text_head": "decoder_attention_heads",
     "n_text_layer": "decoder_layers",
 }
-"""OpenAI's name of a size, and Hugging Face's."""
+"""OpenAI's names of Whisper's sizes, and Hugging Face's."""
 
 _RENAMED = (
     ("encoder.positional_embedding", "encoder.embed_positions.weight"),
@@ -62,11 +62,11 @@ _RENAMED = (
     (".mlp.0.", ".fc1."),
     (".mlp.2.", ".fc2."),
 )
-"""Names of OpenAI's tensors, and transformers'."""
+"""Parts of OpenAI's tensor names, and transformers' for them."""
 
 
 class WhisperTranscriber:
-    """A Whisper that writes down what it hears.
+    """Transcribes recordings with a Whisper.
 
     Args:
         weights: OpenAI's `.pt` file, or a Hugging Face folder.
@@ -81,7 +81,7 @@ class WhisperTranscriber:
         sizes, found, names = _huggingface(weights) if weights.is_dir() else _openai(weights)
         if sizes["n_audio_ctx"] != WINDOW_POSITIONS:
             raise UserError(
-                f"{weights} hears {sizes['n_audio_ctx']} frames at once; Whisper's decoding needs {WINDOW_POSITIONS}"
+                f"{weights} has a window of {sizes['n_audio_ctx']} frames; Whisper's decoding needs {WINDOW_POSITIONS}"
             )
         try:
             self.model = whisper.model.Whisper(whisper.model.ModelDimensions(**sizes))
@@ -95,8 +95,8 @@ class WhisperTranscriber:
         self.model.load_state_dict({name: tensor().float() for name, tensor in tensors.items()})
         self.model.eval().to(device)
 
-    def hear(self, audio: Tensor, language: str = "") -> str:
-        """The words of a recording [S] at 16 kHz; its language is found out where Whisper does not know the name."""
+    def transcribe(self, audio: Tensor, language: str = "") -> str:
+        """Transcribe a recording [S] at 16 kHz; Whisper detects the language where it does not know `language`."""
         import whisper
 
         known = _primary(language)
@@ -110,7 +110,7 @@ class WhisperTranscriber:
 
 
 def error_rate(text: str, heard: str, language: str) -> float:
-    """Word error rate (jiwer) of what was heard, both texts normalised; may exceed 1."""
+    """Word error rate (jiwer) of the transcript `heard` against `text`, both normalised; may exceed 1."""
     normal = _normaliser(_primary(language))
     errors, words = word_errors(normal(text).strip(), normal(heard).strip())
     return errors / max(1, words)
@@ -163,12 +163,13 @@ def _sizes(found: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
 
 
 class Sphinx:
-    """pocketsphinx with a grammar of one rule: a sequence of the given words.
+    """Recognises sequences of the given words with pocketsphinx, by a grammar of one rule.
 
-    Every recording is heard as if it were the first: what pocketsphinx learns of its level is then forgotten.
+    pocketsphinx's adaptation to the sound's level is reset before every recording: results do not depend on earlier ones.
 
     Args:
-        words: what may be said, each any number of times, at most `longest` in all.
+        words: the words of the grammar, each any number of times.
+        longest: largest number of words in a sequence.
     """
 
     def __init__(self, words: Sequence[str], longest: int = 4) -> None:
@@ -183,8 +184,8 @@ class Sphinx:
         self._decoder.add_jsgf_string("answers", grammar)
         self._decoder.activate_search("answers")
 
-    def hear(self, audio: Tensor, sample_rate: int) -> str:
-        """The words heard in a recording [S]; empty where the grammar fits nothing."""
+    def transcribe(self, audio: Tensor, sample_rate: int) -> str:
+        """Recognise the words of a recording [S]; empty where the grammar fits nothing."""
         if sample_rate != 16000:
             audio = resample(audio, sample_rate, 16000)
         quiet = torch.zeros(4000)
@@ -206,13 +207,12 @@ class ASR(Protocol):
 
     name: str
 
-    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
-        """The words of a recording [S]; "" for silence."""
+    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
+        """Transcribe a recording [S]; "" for silence."""
 
 
 class WhisperASR:
-    """A Whisper (`train.scoring.asr`): OpenAI's .pt file or a Hugging Face folder, greedily; UserError where it is
-    none."""
+    """ASR by a Whisper (OpenAI's .pt file or a Hugging Face folder), greedily; UserError where the weights are none."""
 
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         if not weights.exists():
@@ -220,13 +220,13 @@ class WhisperASR:
         self._inner = WhisperTranscriber(weights, device)
         self.name = f"whisper {weights.name}"
 
-    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
+    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
         """See `ASR`."""
-        return self._inner.hear(resample(audio, sample_rate, RATE), language)
+        return self._inner.transcribe(resample(audio, sample_rate, RATE), language)
 
 
 class SphinxASR:
-    """pocketsphinx with a grammar of the given words (`similarity.Sphinx`); UserError for a word that it cannot pronounce."""
+    """ASR by pocketsphinx with a grammar of the given words (`Sphinx`); UserError for a word that its dictionary lacks."""
 
     def __init__(self, words: Sequence[str], longest: int) -> None:
         try:
@@ -235,21 +235,21 @@ class SphinxASR:
             raise UserError(f"pocketsphinx refuses --asr_words ({error}): give English words of its dictionary") from error
         self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
 
-    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
+    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
         """See `ASR`."""
-        return self._inner.hear(audio, sample_rate)
+        return self._inner.transcribe(audio, sample_rate)
 
 
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
-    """The ASR of that name or file; None without a name."""
+    """Open the ASR `name`: `sphinx`, with its `words` and `longest`, or a Whisper's file or folder; None without a name."""
     if name is None:
         return None
     return SphinxASR(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
 
 
 def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:
-    """The transcript of an answer; "" where there is (next to) no sound."""
+    """Transcribe an answer [S]; "" where it has less than 20 ms of sound or is all zeros."""
     if audio is None or audio.numel() < sample_rate // 50 or not bool(audio.abs().max() > 0):
         return ""
     with torch.no_grad():
-        return asr.hear(audio.float().cpu(), sample_rate, language)
+        return asr.transcribe(audio.float().cpu(), sample_rate, language)

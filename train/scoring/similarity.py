@@ -1,7 +1,7 @@
-"""Does a spoken answer say what it should? Two independent recognisers.
+"""Recognises a spoken answer by its distance to reference recordings of all answers, without ASR.
 
-`nearest` compares sound with sound: dynamic time warping (Sakoe and Chiba 1978) over log-mel frames, against reference
-recordings of all answers. `Sphinx` recognises words with pocketsphinx under a small grammar; it is optional.
+`nearest` compares sound with sound: dynamic time warping (Sakoe and Chiba 1978) over log-mel frames. `train.scoring.asr.Sphinx`
+is the independent second recogniser: words by pocketsphinx under a small grammar; it is optional.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omni.audio.mel import log_mel
 
 
 def describe(audio: Tensor, sample_rate: int) -> Tensor:
-    """Log-mel frames [T, n_mels] of a recording [S], one every 20 ms, without their mean (level and colour of the channel)."""
+    """Compute log-mel frames [T, n_mels] of a recording [S], one every 20 ms, less their mean over time (channel and level)."""
     if sample_rate != 16000:
         audio = resample(audio, sample_rate, 16000)
     if audio.numel() < 800:
@@ -30,7 +30,7 @@ def dtw(query: Tensor, references: Sequence[Tensor]) -> Tensor:
     """Distance of query [T, C] to each reference [U, C] along the best alignment, divided by T + U; [len(references)].
 
     Steps (1, 0), (0, 1) and (1, 1), the diagonal counted twice (Sakoe and Chiba's symmetric form), so that every path has the
-    length T + U. Diagonals of all references are worked at once.
+    length T + U. Each diagonal is computed for all references at once.
     """
     lengths = torch.tensor([len(r) for r in references])
     padded = pad_sequence(list(references), batch_first=True)
@@ -48,5 +48,5 @@ def dtw(query: Tensor, references: Sequence[Tensor]) -> Tensor:
 
 
 def nearest(query: Tensor, references: Sequence[Tensor]) -> int:
-    """Index of the reference that sounds most like the query; both as `describe` gives them."""
+    """Index of the reference at the least `dtw` distance to the query; both are frames of `describe`."""
     return int(dtw(query, references).argmin())

@@ -1,4 +1,4 @@
-"""Texts as they are compared: normalisers, and errors by words or by characters."""
+"""Compares texts: normalisers, and error rates by words or by characters; compares codes too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Normaliser = Callable[[str], str]
 
 NO_SPACES = ("zh", "yue", "wuu", "ja", "th", "lo", "my", "km", "bo", "dz")
-"""Languages (BCP 47) whose words are not parted by spaces: their errors are counted by characters."""
+"""Languages (BCP 47) written without spaces between words: their errors are counted by characters."""
 
 
 def _whisper_basic() -> Normaliser:
@@ -53,17 +53,17 @@ def find_normaliser(name: str) -> Normaliser:
 
 
 def explain(name: str) -> str:
-    """What a normaliser does, for a report."""
+    """Describe a normaliser, for a report."""
     return _NORMALISERS[name][1]
 
 
 def by_characters(language: str) -> bool:
-    """Whether a language is counted by characters."""
+    """True for languages whose errors are counted by characters."""
     return language.lower().replace("_", "-").split("-")[0] in NO_SPACES
 
 
 def text_errors(reference: str, said: str, language: str) -> tuple[str, int, int]:
-    """Errors of normalised texts.
+    """Count the errors of `said` against `reference`, both normalised.
 
     Returns:
         `wer` or `cer`, as the language is counted; the errors (substitutions, deletions, insertions; jiwer); words or
@@ -79,14 +79,14 @@ _VARIANTS = (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
 
 
 _ALIKE: dict[int, str | None] = {0x2019: "'", 0x02BC: "'", **dict.fromkeys(_VARIANTS)}
-"""Apostrophes that are written as one; variation selectors, which only choose a glyph, are dropped."""
+"""Characters that `normalise` unifies: apostrophes become ', variation selectors, which only choose a glyph, are dropped."""
 
 
 def normalise(text: str) -> str:
-    """Text for comparing: NFKC, lower case, no punctuation, single spaces (an apostrophe within a word stays).
+    """Normalise a text for comparison: NFKC, case folded, no punctuation, single spaces (an apostrophe within a word stays).
 
-    Words are of letters, digits and the marks upon them (Unicode's Mn and Mc: vowel signs, accents, tones). Characters that
-    are not seen (Cf, such as joiners and soft hyphens) are dropped, all others part words.
+    Words consist of letters, digits and their combining marks (Unicode's Mn and Mc: vowel signs, accents, tones). Invisible
+    characters (Cf, such as joiners and soft hyphens) are dropped, all others separate words.
     """
     text = unicodedata.normalize("NFKC", text).casefold().translate(_ALIKE)
     words = ("".join(itertools.dropwhile(_no_beginning, word)) for word in "".join(map(_compared, text)).split())
@@ -94,7 +94,7 @@ def normalise(text: str) -> str:
 
 
 def _compared(character: str) -> str:
-    """What a character becomes: itself, nothing, or a space."""
+    """Replace a character by itself, nothing, or a space."""
     category = unicodedata.category(character)
     if character.isalnum() or character == "'" or category in ("Mn", "Mc"):
         return character
@@ -102,12 +102,12 @@ def _compared(character: str) -> str:
 
 
 def _no_beginning(character: str) -> bool:
-    """Whether no word starts so: an apostrophe, or a mark upon nothing."""
+    """True for characters that no word starts with: an apostrophe, or a combining mark."""
     return not character.isalnum()
 
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
-    """Substitutions, deletions and insertions, and the words of the reference."""
+    """Count substitutions, deletions and insertions together, and the words of the reference."""
     import jiwer
 
     words = len(reference.split())
@@ -118,7 +118,10 @@ def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
 
 
 def compare_codes(reference: Tensor, codes: Tensor | None) -> tuple[int, int]:
-    """Equal codes and compared codes of two answers [A, F]."""
+    """Count equal codes and compared codes of two answers [A, F], over their common frames.
+
+    Without common frames, all codes of the reference count as compared.
+    """
     frames = 0 if codes is None else min(reference.shape[1], codes.shape[1])
     if codes is None or frames == 0:
         return 0, reference.numel()

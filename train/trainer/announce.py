@@ -1,4 +1,4 @@
-"""What a run says at its start, before anything takes long, and at its end."""
+"""Lines that a run prints at its start, before anything takes long, and at its end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Say = Callable[[str], None]
 
 
 def speaker(config: FitConfig, first: bool) -> Say:
-    """Says lines before there is a bar; silent in all processes but the first."""
+    """Returns a function that prints lines before there is a progress bar; silent in all processes but the first."""
     return Screen("lines" if first and config.log.progress != "off" else "off").say
 
 
-def beginning(config: FitConfig, fabric: Fabric) -> list[str]:
-    """What a run is about to do, known before anything is loaded."""
+def start_lines(config: FitConfig, fabric: Fabric) -> list[str]:
+    """Lines with the model, folder, budget and devices of a run, known before anything is loaded."""
     budget, cuda = config.budget, fabric.device.type == "cuda"
     limits = [
         *([f"{budget.steps} step{'s' * (budget.steps != 1)}"] if budget.steps is not None else []),
@@ -42,14 +42,14 @@ def beginning(config: FitConfig, fabric: Fabric) -> list[str]:
 
 
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:
-    """How many values some parameters have, under a label."""
+    """A line with the number of values of some parameters, under a label."""
     return _line(label, f"{sum(p.numel() for p in parameters):,} parameters")
 
 
-def going_on(
+def ready_lines(
     config: FitConfig, parts: Parts, trainable: Iterable[nn.Parameter], position: Position, saved: Path | None
 ) -> list[str]:
-    """What is known once everything is there: what is trained on how many rows, and from which checkpoint the run goes on."""
+    """Lines known once everything is built: trainable parameters, rows of data, and the checkpoint that the run continues."""
     lines = [parameters_line("trainable", trainable)]
     for i, (name, size) in enumerate(parts.sources):
         lines.append(_line("" if i else "data", f"{name}: {'made while training' if size is None else f'{size:,} rows'}"))
@@ -65,10 +65,10 @@ def going_on(
     return lines
 
 
-def closing(
+def end_lines(
     position: Position, stopped: int, saved: Path | None, exported: Path | None, folder: Path, adapted: bool
 ) -> list[str]:
-    """How a start ended, and where everything is.
+    """Lines that say how a start of a run ended, and where its files are.
 
     Args:
         stopped: number of the signal that stopped it, or 0.

@@ -1,4 +1,4 @@
-"""Balance in a run: the forward and backward passes of a step, whatever the method and its level.
+"""Runs the forward and backward passes of a balanced step, for every method and level.
 
     loss        one pass with weights that are known ahead. Where they follow from the step's own losses: one pass whose
                 backward waits for them, or, with several micro-batches, a pass without gradients before it
@@ -32,7 +32,7 @@ from train.balance.feature_hook import FeatureHook
 from train.balance.section import BalanceSection
 from train.distributed.fabric import ProcessGroup, accumulating, reshard
 from train.objective.objective import Losses
-from train.objective.task_losses import TaskLosses, cells_by_stream, cells_by_task, means
+from train.objective.task_losses import TaskLosses, cells_by_stream, cells_by_task, mean_factors
 from train.trainer.feed import Batch, CountedStep
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
@@ -40,7 +40,7 @@ from train.trainer.metrics import BalanceTally
 
 @dataclass(frozen=True)
 class Balanced:
-    """What a run gives for its balance.
+    """A run's inputs to the balance of its tasks.
 
     Attributes:
         names: of the balanced tasks, or the streams.
@@ -51,13 +51,13 @@ class Balanced:
 
     names: Sequence[str]
     cells: Callable[[Batch], Tensor]
-    listening: Callable[[], Sequence[nn.Parameter]] = list
+    encoder_parameters: Callable[[], Sequence[nn.Parameter]] = list
     outer: Sequence[Batch] = ()
 
 
 @dataclass
-class _Now:
-    """The step that is being taken: its counts, how far the budget is used, and who is told of each pass's losses."""
+class _StepState:
+    """The current step: its counts, the used share of the budget, the learning rate, and the receiver of each pass's losses."""
 
     denominators: Tensor
     cells: Tensor
@@ -67,14 +67,14 @@ class _Now:
 
 
 class Balancing:
-    """What a loop holds of its balance.
+    """Balances the tasks of a loop's steps: holds the method with its state, and runs all passes of a step.
 
     Args:
         module: the objective as Fabric wraps it.
-        learning: parameters that learn, by name.
+        learning: trainable parameters, by name.
         tasks, streams: names, in the order of `Losses.sums`.
         targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
-        micro_batches: those of this process in a step.
+        micro_batches: of this process in a step.
         aligned: an alignment loss is trained.
 
     Raises:
@@ -110,20 +110,20 @@ class Balancing:
         self.hook = FeatureHook(self.balancer, group.sum) if section.at == "features" else None
         self.tally = BalanceTally()
         self.steps = 0
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.before: Mapping[str, Tensor] | None = None
         self.after: list[tuple[Batch, TaskLosses]] = []
         self._check(micro_batches)
 
     def _check(self, micro_batches: int) -> None:
         method, at = self.section.method, self.section.at
-        if at == "features" and not any(p.requires_grad for p in self.given.listening()):
+        if at == "features" and not any(p.requires_grad for p in self.given.encoder_parameters()):
             raise UserError(
-                f"balance.level is features, but nothing below the features learns, so that {method} would change nothing; let "
-                "encoder or projector learn, or choose level parameters or loss"
+                f"balance.level is features, but nothing below the features is trainable, so that {method} would change "
+                "nothing; make encoder or projector trainable, or choose level parameters or loss"
             )
         if at == "parameters" and not self.shared:
-            raise UserError("balance.separate names all parameters that learn; leave some to be shared")
+            raise UserError("balance.separate names all trainable parameters; leave some to be shared")
         if self.section.kind.batches == 3 and micro_batches % 3:
             raise UserError(
                 f"balance.method {method} takes three batches a step apart, and each process has {micro_batches}; make "
@@ -140,17 +140,17 @@ class Balancing:
     # --- a step -----------------------------------------------------------------------------------------------------------
 
     def take(self, step: CountedStep, denominators: Tensor, progress: float, lr: float, add: Callable[[Losses], None]) -> None:
-        """All forward and backward passes of a step; gradients are in `grad` afterwards.
+        """Runs all forward and backward passes of a step; gradients are in `grad` afterwards.
 
         Args:
             denominators: targets of the whole step, [K + 1] on the device.
             progress: share of the budget that is used.
             lr: of the optimizer.
-            add: takes in the losses of each pass; every target is in one of them, and `total` is the plain objective.
+            add: receives the losses of each pass; every target is in one of them, and `total` is the plain objective.
         """
-        now = _Now(denominators, step.cells, progress, lr, add)
+        now = _StepState(denominators, step.cells, progress, lr, add)
         level, balancer = self.section.at, self.balancer
-        large = level == "parameters" and not isinstance(balancer, Bilevel)  # what remembers gradients is not copied
+        large = level == "parameters" and not isinstance(balancer, Bilevel)  # a state that holds gradients is not copied
         self.before = None if large else balancer.state_dict()
         if isinstance(balancer, Bilevel):
             report = self._bilevel(balancer, step.batches[0], now)
@@ -162,25 +162,27 @@ class Balancing:
             report = self._by_losses(balancer, step.batches, now)
         self.steps += 1
         self.tally.add(report.figures(self.names))
-        self._tell(report)
+        self._report(report)
 
-    def _tell(self, report: BalanceReport) -> None:
-        """Say once of each task that its gradient of what is shared was zero."""
-        zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.told]
-        self.told.update(zero)
+    def _report(self, report: BalanceReport) -> None:
+        """Warns, once for each task, that its gradient of the shared part was zero."""
+        zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.warned]
+        self.warned.update(zero)
         if zero and self.group.rank == 0:
             warnings.warn(
                 f"{', '.join(zero)} did not touch the shared {self.section.at}: balance.method {self.section.method} chooses "
-                f"without such a task (weight 0), and what it does not share learns plainly; {BALANCE} counts such steps in "
-                f"zero/{zero[0]}. Leave it out of balance.names, or let a shared part learn that it uses (trainable)",
+                f"without such a task (weight 0), and trains what it does not share by the plain loss; {BALANCE} counts such "
+                f"steps in zero/{zero[0]}. Leave it out of balance.names, or make a shared part trainable that it uses",
                 stacklevel=2,
             )
 
     def settle(self, left_out: Tensor, progress: float) -> None:
-        """The optimizer's step is done. Where it was left out (1, and not 0), the method forgets that it was asked, but for one
-        at level parameters: its gradients were numbers, or it left their tasks out.
+        """Updates the method after the optimizer's step, or restores its state of before where that step was left out.
+
+        At level parameters the state is kept in any case: the gradients were numbers, or the method left their tasks out.
 
         Args:
+            left_out: 1 where the optimizer's step was left out, else 0.
             progress: as in `take`.
         """
         balancer, after, self.after = self.balancer, self.after, []
@@ -196,26 +198,26 @@ class Balancing:
         self.before = None
 
     def counts(self, cells: Tensor) -> Tensor:
-        """Targets of each balanced task, and of the rest, [M + 1]."""
+        """Number of targets of each balanced task, and of the rest, [M + 1]."""
         return torch.zeros(len(self.names) + 1, dtype=cells.dtype).index_add_(0, self.cell.flatten(), cells.flatten())
 
-    def _task_losses(self, now: _Now, weights: Tensor | None = None, **options: Any) -> TaskLosses:
+    def _task_losses(self, now: _StepState, weights: Tensor | None = None, **options: Any) -> TaskLosses:
         m = len(self.names)
-        ratio = means(self.cell, now.cells, m) if self.section.losses == "mean" else None
+        ratio = mean_factors(self.cell, now.cells, m) if self.section.losses == "mean" else None
         return TaskLosses(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
 
     def _with_rest(self, weights: Tensor) -> Tensor:
         return torch.cat([weights.float(), torch.ones(1)])
 
-    def _pass(self, batch: Batch, task_losses: TaskLosses, now: _Now, note: bool = True) -> Losses:
-        """A forward pass."""
+    def _pass(self, batch: Batch, task_losses: TaskLosses, now: _StepState, note: bool = True) -> Losses:
+        """Runs a forward pass; `note` reports its losses."""
         losses: Losses = self.module(batch, now.denominators, now.progress, task_losses)
         if note:
             self._note(losses, now)
         return losses
 
-    def _note(self, losses: Losses, now: _Now) -> None:
-        """Tell of a pass's losses; those that are no number are left out, as their step or task is."""
+    def _note(self, losses: Losses, now: _StepState) -> None:
+        """Reports a pass's losses to `add`; those that are not finite are left out, as their step or task is."""
         assert losses.by_task is not None
         total, lost = losses.by_task.detach().nan_to_num(0, 0, 0).sum(), ~losses.sums.isfinite()
         sums, counts = losses.sums.masked_fill(lost, 0), losses.counts.masked_fill(lost, 0)
@@ -225,7 +227,7 @@ class Balancing:
         self.fabric.backward(loss * self.group.world)
 
     def _alone(self, more: bool) -> Any:
-        """Around the passes of a micro-batch that others follow: gradients need no exchange yet."""
+        """A context for the passes of a micro-batch: while `more` follow, processes exchange no gradients."""
         return accumulating(self.fabric, self.module, more)
 
     def _devices(self) -> list[torch.device]:
@@ -233,7 +235,7 @@ class Balancing:
 
     # --- levels -----------------------------------------------------------------------------------------------------------
 
-    def _by_losses(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> BalanceReport:
+    def _by_losses(self, balancer: Balancer, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         counts, device = self.counts(now.cells)[:-1], self.fabric.device
         famo, look = balancer.config.method == "famo", balancer.config.values.get("look")
         if famo and look == "same":
@@ -264,7 +266,7 @@ class Balancing:
             balancer.after(losses, self.group.sum, counts)
         return balancer.weights(losses, counts, self.group.sum)
 
-    def _by_features(self, batches: Sequence[Batch], now: _Now) -> BalanceReport:
+    def _by_features(self, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         hook = self.hook
         assert hook is not None
         hook.counts, hook.scale, hook.report = self.counts(now.cells)[:-1], float(self.group.world), None
@@ -279,7 +281,7 @@ class Balancing:
         assert hook.report is not None
         return hook.report
 
-    def _by_parameters(self, balancer: Balancer, batches: Sequence[Batch], now: _Now) -> BalanceReport:
+    def _by_parameters(self, balancer: Balancer, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         parts = balancer.config.kind.batches
         groups = [batches[i * len(batches) // parts : (i + 1) * len(batches) // parts] for i in range(parts)]
         steps = [now] if parts == 1 else [self._part(group, now) for group in groups]
@@ -296,22 +298,22 @@ class Balancing:
         self._rest(batches, now)
         return report
 
-    def _part(self, batches: Sequence[Batch], now: _Now) -> _Now:
-        """The same step as if it were of some of its micro-batches only."""
+    def _part(self, batches: Sequence[Batch], now: _StepState) -> _StepState:
+        """The step as if it consisted of some of its micro-batches only: its counts are theirs."""
         own = torch.stack([torch.cat([self.targets(b).double(), self.given.cells(b).double().flatten()]) for b in batches]).sum(
             0
         )
         whole, plain = self.group.sum(own), len(now.denominators)
         denominators = whole[:plain].to(now.denominators)
-        return _Now(denominators, whole[plain:].view(now.cells.shape), now.progress, now.lr, now.add)
+        return _StepState(denominators, whole[plain:].view(now.cells.shape), now.progress, now.lr, now.add)
 
-    def _of_task(self, task: int, batch: Batch, now: _Now, note: bool) -> Tensor:
+    def _of_task(self, task: int, batch: Batch, now: _StepState, note: bool) -> Tensor:
         weights = torch.zeros(len(self.names) + 1)
         weights[task] = 1
         return self._pass(batch, self._task_losses(now, weights), now, note).total
 
-    def _rest(self, batches: Sequence[Batch], now: _Now, note: bool = True) -> None:
-        """What belongs to no balanced task joins the gradients, if there is any."""
+    def _rest(self, batches: Sequence[Batch], now: _StepState, note: bool = True) -> None:
+        """Adds the gradients of losses that belong to no balanced task, if there are any."""
         others = bool(self.counts(now.cells)[-1] > 0)
         if not others and not self.aligned:
             return
@@ -319,31 +321,31 @@ class Balancing:
         weights[-1] = 1
         for i, batch in enumerate(batches):
             with self._alone(i + 1 < len(batches)):
-                task_losses = self._task_losses(now, weights, silent=not others)
+                task_losses = self._task_losses(now, weights, alignment_only=not others)
                 self._backward(self._pass(batch.to(self.fabric.device), task_losses, now, note).total)
 
-    def _bilevel(self, balancer: Bilevel, batch: Batch, now: _Now) -> BalanceReport:
+    def _bilevel(self, balancer: Bilevel, batch: Batch, now: _StepState) -> BalanceReport:
         device, world, rank = self.fabric.device, self.group.world, self.group.rank
         outers = [self.given.outer[(self.steps * world + i) % len(self.given.outer)] for i in range(world)]
         cells = torch.stack([self.given.cells(b) for b in outers]).sum(0).double()
         denominators = torch.stack([self.targets(b) for b in outers]).sum(0).to(now.denominators)
-        other = _Now(denominators, cells, now.progress, now.lr, now.add)
+        other = _StepState(denominators, cells, now.progress, now.lr, now.add)
         inside, outside = batch.to(device), outers[rank].to(device)
         both = torch.minimum(self.counts(now.cells), self.counts(cells))[:-1] > 0
         seen: list[Losses] = []
 
-        def losses_of(which: Batch, step: _Now) -> Tensor:
-            with torch.random.fork_rng(self._devices()):  # each draws the same noise: what differs is the parameters'
+        def losses_of(which: Batch, step: _StepState) -> Tensor:
+            with torch.random.fork_rng(self._devices()):  # the same noise each time: only parameters differ
                 losses = self._pass(which, self._task_losses(step, graph=True), step, False)
             seen.append(losses)
             return torch.where(both.to(device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
 
-        report = balancer.learn(
+        report = balancer.update_weights(
             lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr,
             self.group.sum, self._backward, lambda: reshard(self.module),
         )  # fmt: skip
         if balancer.config.method == "forum":
-            if bool(both.any()) and bool(report.absent.all()):  # no number comes of it, so that the step is left out
+            if bool(both.any()) and bool(report.absent.all()):  # gradients become NaN, so that the step is left out
                 for p in (*self.shared, *self.own):
                     p.grad = None if p.grad is None else p.grad * torch.nan
             self._note(seen[0], now)
@@ -355,11 +357,11 @@ class Balancing:
     # --- state ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors; of sharded gradients this process's part."""
+        """The state of the balance as plain tensors; of sharded gradients, this process's part."""
         return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": self._checksum()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if "names" in state and int(state["names"]) != int(self._checksum()):  # older checkpoints do not say
+        if "names" in state and int(state["names"]) != int(self._checksum()):  # older checkpoints lack it
             raise UserError(
                 f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
                 "with the same, or say --resume restart"

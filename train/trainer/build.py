@@ -61,7 +61,7 @@ def fit(config: FitConfig) -> Outcome | None:
         for note in notes:
             say(note)
         loop = prepare(config, fabric, Path(config.run_folder))
-        loop.group.first_alone(lambda: _speak_ahead(config))
+        loop.group.run_on_first(lambda: _synthesise_ahead(config))
         outcome = loop.run()
         return outcome if fabric.global_rank == 0 else None
     finally:
@@ -71,14 +71,14 @@ def fit(config: FitConfig) -> Outcome | None:
 def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     """Build everything a run needs, in every process alike."""
     say = announce.speaker(config, fabric.global_rank == 0)
-    for line in announce.beginning(config, fabric):
+    for line in announce.start_lines(config, fabric):
         say(line)
     initial = build_initial(with_alignment(config).model, config.seed)
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
     loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
-    loop.group.first_alone(lambda: write_whole(folder / "config.yaml", _yaml(plain)))
-    for line in announce.going_on(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
+    loop.group.run_on_first(lambda: write_whole(folder / "config.yaml", _yaml(plain)))
+    for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
         say(line)
     return loop
 
@@ -135,7 +135,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
         outer = outer_batches(config, names, pipeline.maker) if config.balance.method in BILEVEL else ()
-        balanced = Balanced(names, cells, objective.listening, outer)
+        balanced = Balanced(names, cells, objective.encoder_parameters, outer)
     return Parts(
         objective=objective,
         micro_batches=config.data.micro_batches,
@@ -156,7 +156,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     )
 
 
-def _speak_ahead(config: FitConfig) -> None:
+def _synthesise_ahead(config: FitConfig) -> None:
     """Synthesises now the questions that training would otherwise wait for."""
     for source in config.data.sources:
         if source.kind == "recorded-digits":
@@ -164,7 +164,7 @@ def _speak_ahead(config: FitConfig) -> None:
 
 
 def _check_metric(config: FitConfig, held_out: HeldOut) -> None:
-    """Refuse to keep the checkpoints of the lowest loss where there is nothing to measure it on (UserError)."""
+    """Refuses (UserError) to keep the checkpoints of the lowest loss where no held-out example measures it."""
     keep = config.checkpoint
     measured = held_out.examples or not config.validation.questions
     if keep.keep_best > 0 and keep.metric.partition("/")[0] == "loss" and not measured:
@@ -229,16 +229,16 @@ def dry_run(config: FitConfig) -> str:
     model = initial.model
     if config.lora is not None:
         adapters.apply(model, config.lora)
-    also = set_trainable(model, config.learns)
+    also = set_trainable(model, config.trainable_patterns)
     learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec)
     batch = next(StepLoader(pipeline, config.data.micro_batches))[0]
     whole, data = sum(p.numel() for p in model.parameters()), config.data
     return "\n".join(
         [
-            f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M learn",
+            f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M trainable",
             f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
-            f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} columns",
+            f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} time steps",
             draw(batch, model.layout, initial.tokenizer),
             *notes,
         ]

@@ -1,4 +1,4 @@
-"""The micro-batches of a step, and what the processes have to agree on before they compute it."""
+"""Fetches the micro-batches of a step, and exchanges the counts that processes must agree on before they compute it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Batch = Any
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One step's share of this process, and what is known of the whole step.
+    """This process's micro-batches of one step, with the counts of the whole step.
 
     Attributes:
         batches: this process's micro-batches.
         denominators: targets of the whole step by stream, and of its alignment loss, [K + 1] int64 (whole numbers: the
             precisions that Fabric casts floating-point inputs to cannot count).
         positions, flops: of the whole step.
-        seconds: the first process's clock.
+        seconds: of the run, by the first process's clock.
         stop: number of a signal that any process has received, or 0.
     """
 
@@ -39,16 +39,16 @@ class StepBatches:
 
 
 class Feed:
-    """Fetches steps. All processes call `next` together: it holds the loop's one exchange, on the CPU.
+    """Fetches steps. All processes call `next` together: it makes the loop's one exchange between them, on the CPU.
 
     Args:
         batches: this process's micro-batches of each step.
         targets: number of targets of a batch, [K + 1].
-        flops: work of a batch with so many targets.
+        flops: FLOPs of a batch with its numbers of targets.
         clock: seconds that the run has taken.
 
     Attributes:
-        waited, held_up: seconds that the last step's data took in this process, and then those of the other processes.
+        waited, held_up: seconds that this process waited for the last step's data, and then for the other processes.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Feed:
         self.waited = self.held_up = 0.0
 
     def next(self) -> StepBatches:
-        """The next step.
+        """Fetches the next step.
 
         Raises:
             UserError: the data of any process are broken; on all of them, so that none waits for another.
@@ -92,14 +92,14 @@ class Feed:
         self.held_up = time.perf_counter() - start - self.waited
         positions, flops, clock, failed, *flags = everyone[len(counts) :].tolist()
         if failed:
-            self.group.agree(failure)
+            self.group.raise_if_any_failed(failure)
         noted = next((int(s) for s, flag in zip(SIGNALS, flags, strict=True) if flag), 0)
         return StepBatches(batches, everyone[: len(counts)].long(), positions, flops, clock, noted)
 
 
 @dataclass(frozen=True)
 class CountedStep(StepBatches):
-    """A step of which is known how many targets each task has: `cells` [T, K], over all processes."""
+    """A step with its number of targets by task and stream: `cells` [T, K], over all processes."""
 
     cells: Tensor
 

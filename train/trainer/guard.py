@@ -1,4 +1,4 @@
-"""The graph guard around the steps of a run, which streams and tasks of it never get a target, and which learn no end."""
+"""Runs steps under the graph guard, and finds streams and tasks that get no target and streams whose end is not trained."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from train.objective.objective import cells
 from train.trainer.feed import StepBatches
 
 SEEN = 30
-"""Micro-batches with a task from which on a run misses its targets."""
+"""Micro-batches with a task after which its targets, if there were none, count as missing."""
 DRAWS = 16.0
-"""Examples that the mixture should have had of a task: that it draws none by chance has then a probability of e^-16."""
+"""Expected examples of a task after which its targets count as missing: none by chance has then a probability of e^-16."""
 
 
 class StepGuard:
     """Runs steps under a guard.
 
     Args:
-        idle: parameters that do not learn at that share of the budget.
-        data: the mixture, so that tasks are missed which no batch has.
+        idle: parameters that are not trained at that share of the budget.
+        data: the mixture, so that tasks that no batch has are found, too.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class StepGuard:
         say: Callable[[str], None] = lambda text: None,
         trace: bool = False,
     ) -> list[Finding]:
-        """Take a step; what is new of what the guard finds is said, and returned.
+        """Takes a step; reports and returns the guard's new findings.
 
         Args:
             number: of the step, from 1.
             progress: share of the budget that is used.
             train: takes the step.
-            trace: see every operation.
+            trace: record every operation.
 
         Raises:
             UserError: autograd failed; with the diagnosis.
@@ -84,15 +84,15 @@ class StepGuard:
 class Targets:
     """Counts targets until every stream and task that should have some has had one.
 
-    A task is missed where `seen` micro-batches had it, or where the mixture should have drawn it `DRAWS` times (at the lowest
-    weight that any stage gives it; not where rows name tasks of their own that the mixture lacks); a stream where that holds of
-    the tasks that learn it together. Streams whose loss has no weight are left alone.
+    A task counts as missing where `seen` micro-batches had it, or where the mixture should have drawn it `DRAWS` times (at the
+    lowest weight that any stage gives it; not where rows name tasks of their own that the mixture lacks); a stream where that
+    holds of the tasks that train it together. Streams whose loss has no weight are left alone.
 
     Dimensions: T tasks, K streams.
 
     Args:
         weights: of the streams' losses [K]; all 1 by default.
-        data: the mixture; without it only what batches have is missed.
+        data: the mixture; without it only tasks that batches have can be missing.
     """
 
     def __init__(self, layout: Layout, weights: Tensor | None = None, data: DataConfig | None = None, seen: int = SEEN) -> None:
@@ -101,7 +101,7 @@ class Targets:
         self.trained = trained if weights is None else trained & (weights.cpu() > 0)  # [T, K]
         self.shares = shares_of(data)
         named = [] if data is None else tasks_of(data)
-        self.strangers = torch.tensor([task not in named for task in TASKS.values()])
+        self.unlisted = torch.tensor([task not in named for task in TASKS.values()])
         self.drawn = torch.zeros(len(self.tasks))
         self.counts = torch.zeros(self.trained.shape)
         self.examples = self.steps = 0
@@ -109,7 +109,7 @@ class Targets:
         self.done = False
 
     def look(self, batches: Sequence[Any]) -> list[Finding]:
-        """Count a step's batches; what is missed from now on."""
+        """Counts a step's batches; returns a finding of what is newly missing."""
         if self.done:
             return []
         self.steps += 1
@@ -122,8 +122,10 @@ class Targets:
 
     def _missed(self) -> list[Finding]:
         with_tasks, with_streams = (self.counts * self.trained).sum(1) > 0, self.counts.sum(0) > 0
-        strange = bool((self.drawn[self.strangers] > 0).any())  # rows name their own tasks: the mixture does not hold
-        due = torch.zeros_like(self.shares) if strange else self.shares * self.examples
+        has_unlisted = bool(
+            (self.drawn[self.unlisted] > 0).any()
+        )  # rows name their own tasks: the mixture's shares do not hold
+        due = torch.zeros_like(self.shares) if has_unlisted else self.shares * self.examples
         late = (self.drawn >= self.seen) | (due >= DRAWS)
         trained = self.trained.float()
         late_streams = (self.drawn @ trained >= self.seen) | (due @ trained >= DRAWS)
@@ -140,11 +142,11 @@ class Targets:
 
 
 class Ends:
-    """Looks for streams whose true ends are all masked, until each has had a target that is its end.
+    """Finds streams whose true ends are all masked; each is checked until it has had a target that is its end.
 
     A finding needs both: no target of a step or of those before is the end, and the end follows targets without being one. So
-    answers that are cut off, streams and turns without targets, and prompts (in which an end stands too) give
-    none. Streams whose loss has no weight are left alone.
+    answers that are cut off, streams and turns without targets, and prompts (which have an end, too) give none. Streams whose
+    loss has no weight are left alone.
 
     Args:
         weights: of the streams' losses [K]; all 1 by default.
@@ -156,7 +158,7 @@ class Ends:
         self.left = {k: end for k, end in enumerate(ends) if weights is None or float(weights[k]) > 0}
 
     def look(self, batches: Sequence[Any]) -> list[Finding]:
-        """Look at a step's batches; of each stream once what is wrong."""
+        """Checks a step's batches; returns a finding of the streams at fault, each once."""
         masked = {}
         for k, end in list(self.left.items()):
             having = [batch for batch in batches if isinstance(batch, Batch) and len(batch.supervised[k])]
@@ -179,7 +181,7 @@ class Ends:
 
 
 def masked_ends(batch: Batch, stream: int, end: int) -> list[list[int]]:
-    """Row and column of the targets that are left out although the end would be one, right after a target of its example."""
+    """Row and column of the masked targets that should be the end: the end follows, and a target of the example precedes."""
     tokens, targets, segments = batch.tokens[:, stream], batch.targets[:, stream], batch.segments
     trained, masked = targets[:, :-2] != IGNORE, targets[:, 1:-1] == IGNORE
     found = trained & masked & (tokens[:, 2:] == end) & (segments[:, 2:] == segments[:, :-2])
@@ -218,13 +220,13 @@ def _shares(weights: dict[str, float]) -> Tensor:
 
 
 def targets_of(objective: nn.Module, data: DataConfig | None = None, seen: int = SEEN) -> Targets | None:
-    """For an objective whose model has streams; None for others."""
+    """The `Targets` of an objective whose model has streams; None for others."""
     layout = getattr(getattr(objective, "model", None), "layout", None)
     weights = getattr(objective, "stream_weights", None)
     return Targets(layout, weights, data, seen) if isinstance(layout, Layout) else None
 
 
 def ends_of(objective: nn.Module) -> Ends | None:
-    """As `targets_of`."""
+    """The `Ends` of an objective, as `targets_of`."""
     layout = getattr(getattr(objective, "model", None), "layout", None)
     return Ends(layout, getattr(objective, "stream_weights", None)) if isinstance(layout, Layout) else None

@@ -1,4 +1,4 @@
-"""Held-out batches, by which the methods of two levels judge a step."""
+"""Makes the held-out batches on which the balance methods of two levels evaluate a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KeptRows:
 
 
 def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) -> list[Batch]:
-    """Batches of held-out rows in all balanced tasks, unchanged by augmentation; the same ones every time.
+    """Makes batches of held-out rows in all balanced tasks, without augmentation; the same ones every time.
 
     Args:
         names: the balanced tasks; where streams are balanced, none: tasks are drawn as the first source has them.
@@ -48,10 +48,10 @@ def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) 
         rows = held_out_rows(data, maker.codec, section.rows)
     except UserError as error:
         raise UserError(f"balance.method {section.method} judges by held-out rows: {error}") from error
-    calm = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, None, seed=data.seed)
+    plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, None, seed=data.seed)
     tasks = dict.fromkeys(names, 1.0) if names else data.sources[0].tasks
     pipeline = Pipeline(
-        Mixture([KeptRows(rows)], [1.0], data.seed), [TaskMixture(tasks)], calm, data.packing, data.seed, broken="skip"
+        Mixture([KeptRows(rows)], [1.0], data.seed), [TaskMixture(tasks)], plain_maker, data.packing, data.seed, broken="skip"
     )
     shard, batches, examples = PackerShard(pipeline, 0, 1), [], 0
     while examples < len(rows) * len(tasks):

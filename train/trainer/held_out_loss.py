@@ -33,7 +33,7 @@ from train.trainer.metrics import means
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a held-out loss is measured on.
+    """The batches that a held-out loss is measured on.
 
     Attributes:
         batches: of this process; equally many in every process.
@@ -55,23 +55,25 @@ def build_held_out(
     world: int,
     broken: dict[str, str] | None = None,
 ) -> HeldOut:
-    """The held-out batches of process `rank` of `world`; none where no example can be made.
+    """Makes the held-out batches of process `rank` of `world`; none where no example can be made.
 
     Examples that no packed row can hold are left out.
 
     Args:
         found: the rows of each source, as `held_out_by_source` gives them.
-        broken: is given why a row is broken, by its name, beside those that are there already, and the row is left out; None
-            where that is an error.
+        broken: receives the reasons why rows are broken, by their names, beside its entries; such rows are left out. None where
+            a broken row is an error.
 
     Raises:
         UserError: a row is broken.
     """
-    calm = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment)
+    plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment)
     layout, mels = maker.model.layout, maker.model.encoder.n_mels
     own: list[Batch] = []
     made, examples = 0, 0
-    for made, rows in enumerate(_groups(_packed(_examples(found, packing, calm, broken), packing), packing.rows), start=1):
+    for made, rows in enumerate(
+        _groups(_packed(_examples(found, packing, plain_maker, broken), packing), packing.rows), start=1
+    ):
         examples += sum(map(len, rows))
         if (made - 1) % world == rank:
             own.append(assemble(rows, packing.length, layout, mels, {}))
@@ -88,7 +90,7 @@ def _examples(
 ) -> Iterator[Example]:
     """Each row once for every task that its source trains, or for its own."""
     for number, (source, row) in enumerate((source, row) for source, rows in found for row in rows):
-        prepared = Prepared(row, (0, number))  # heard once for all tasks
+        prepared = Prepared(row, (0, number))  # its sound is read once for all tasks
         for name in [row.task] if row.task else [name for name, weight in source.tasks.items() if weight > 0]:
             if any(turn.lacks(find_task(name)) for turn in row.turns):
                 continue
@@ -164,7 +166,7 @@ def held_out_loss(
 
 @contextmanager
 def _evaluated(objective: nn.Module, average: Average | None) -> Iterator[None]:
-    """For a while the objective is in eval mode and its weights are the running average; then all is as before, to the bit."""
+    """A context in which the objective is in eval mode with the running average as weights; restores all after, to the bit."""
     modes = [(part, part.training) for part in objective.modules()]
     kept: dict[str, Tensor] = {}
     _exchange(average, kept)
@@ -179,7 +181,7 @@ def _evaluated(objective: nn.Module, average: Average | None) -> Iterator[None]:
 
 
 def _exchange(average: Average | None, kept: dict[str, Tensor]) -> None:
-    """Exchange weights and average in place, which takes one parameter's memory; called twice, all are as before.
+    """Swaps weights and average in place, which takes one parameter's memory; a second call swaps them back.
 
     Where their types differ, the average is left alone, and the weights are kept beside.
     """

@@ -29,10 +29,10 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Initial:
-    """What a run starts from.
+    """Model, tokenizer and codec that a run starts from.
 
     Attributes:
-        codec: None where its weights are not at hand.
+        codec: None where its weights are not given.
         codec_folder: the codec's weights, to be copied along.
         extra: plain data of the folder it came from (the files of a converted model), to be handed on.
     """
@@ -138,7 +138,7 @@ def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
 
 
 def choose_tokenizer(section: ModelSection, config: ModelConfig) -> Tokenizer:
-    """The given tokenizer, or that of bytes where the text stream has just their ids."""
+    """Loads the given tokenizer, or returns that of bytes where the text stream has just their ids."""
     check_tokenizer(section, config)
     return Tokenizer.bytes() if section.tokenizer is None else Tokenizer.from_file(section.tokenizer)
 
@@ -153,5 +153,5 @@ def check_tokenizer(section: ModelSection, config: ModelConfig) -> None:
 
 
 def _codec(config: ModelConfig, folder: Path | None) -> AudioCodec | None:
-    """The codec, where it has no weights or they are given."""
+    """Loads the codec; None where it has weights that are not given."""
     return load_codec(config.codec, folder) if folder is not None or config.codec == "codec2" else None

@@ -158,20 +158,20 @@ class LeftOut:
         numbers = [sum(of) for of in zip(*each, strict=True)]
         if sum(numbers) != self.number:
             self.number = sum(numbers)
-            self._tell([shard.get("counts", {}) for shard in own])
+            self._report([shard.get("counts", {}) for shard in own])
         return {f"rows_{kind}": number for kind, number in zip(kinds, numbers, strict=True) if number}
 
     def check(self) -> None:
         """Refuse data of which too many are broken (UserError), in all processes alike."""
         self.counts.check(self.limit)
 
-    def _tell(self, own: list[Mapping[str, Any]]) -> None:
+    def _report(self, own: list[Mapping[str, Any]]) -> None:
         known, self.counts = self.counts.unused, Counts.joined(one for of in self.group.gather(own) for one in of)
         for key, line in self.counts.lines().items():
             if key not in known:
                 self.say(f"{line}; see {self.folder / UNUSED}")
         if self.counts.unused:
-            self.group.first_alone(lambda: write_whole(self.folder / UNUSED, self.counts.table()))
+            self.group.run_on_first(lambda: write_whole(self.folder / UNUSED, self.counts.table()))
 
 
 def _wandb_run(project: str, folder: Path, config: Any) -> Any:

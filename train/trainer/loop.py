@@ -25,12 +25,12 @@ from train.config.run import FitConfig, completed
 from train.config.sections import BudgetConfig
 from train.console.progress import TrainProgress, figures_line
 from train.data.batching.loader import process_shards
-from train.data.batching.packer import States, merge, remember
+from train.data.batching.packer import States, merge, update_states
 from train.distributed.fabric import ProcessGroup, accumulating, compile_blocks, full_state
 from train.optim.ema import Average
 from train.optim.optimizer import build_optimizer, set_learning_rate, set_trainable
 from train.optim.schedule import check_larger, due, extension, learning_rate, used
-from train.trainer.announce import closing
+from train.trainer.announce import end_lines
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, CountingFeed, Feed, StepBatches
 from train.trainer.guard import StepGuard
@@ -61,7 +61,7 @@ class Loop:
         self.group = ProcessGroup(fabric)
         self.packer_shards = process_shards(parts.micro_batches, self.group.rank, self.group.world)
         self.objective = parts.objective
-        also = set_trainable(self.objective.get_submodule("model"), config.learns)
+        also = set_trainable(self.objective.get_submodule("model"), config.trainable_patterns)
         if config.fabric.compile:
             compile_blocks(self.objective)
         self.module = fabric.setup_module(self.objective)
@@ -81,7 +81,7 @@ class Loop:
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
         torch.manual_seed(config.seed + 1 + self.group.rank)
         resumed = self._resume()
-        self.logs = self.group.first_alone(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
+        self.logs = self.group.run_on_first(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
         self.progress = TrainProgress(config.log.progress if self.group.first else "off", (self._used(), self.position.seconds))
         if resumed is not None:
             self.progress.say(resumed)
@@ -116,7 +116,7 @@ class Loop:
                     else:
                         self.guard.step(position.step + 1, step, self._used(), self.train, self.progress.say)
                     position.step += 1
-                    remember(position.packer_shards, step.batches)
+                    update_states(position.packer_shards, step.batches)
                     if self.average is not None:
                         self.average.update(position.step)
                     self.times.add("waiting for data", feed.waited)
@@ -134,7 +134,7 @@ class Loop:
                 if not stopped:
                     self._finish()
             if self.group.first:
-                for line in closing(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
+                for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
                     self.progress.say(line)
         finally:
             self.progress.close()
@@ -155,7 +155,7 @@ class Loop:
         """Builds the balance of this run's tasks from a section."""
         parts = self.parts
         if parts.balanced is None:
-            raise UserError("balance is given, but this run's objective does not tell its losses by task; leave it out")
+            raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
         return Balancing(
             section, parts.balanced, self.fabric, self.module, self.own_names, parts.tasks, parts.streams, parts.targets,
             self.group, len(self.packer_shards),
@@ -276,15 +276,15 @@ class Loop:
             self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.group
         )
         weights, validate = self._weights() if asked else {}, parts.validate
-        figures = self.group.first_alone(lambda: validate(weights, position.step) if validate is not None else None)
+        figures = self.group.run_on_first(lambda: validate(weights, position.step) if validate is not None else None)
         position.figures = self.group.broadcast({**(figures or {}), **losses})
-        self.group.first_alone(self._show_validation)
+        self.group.run_on_first(self._show_validation)
         value = position.figures.get(keep.metric)
-        best = self.group.first_alone(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
+        best = self.group.run_on_first(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
         useless = value is None and keep.keep_best > 0 and self._used() < 1
         if self.group.broadcast(best) or useless:
             self._save()
-        self.group.first_alone(self._note_validation)
+        self.group.run_on_first(self._note_validation)
         if useless:
             raise UserError(
                 f"checkpoint.metric {keep.metric!r} is not measured here; the validation's figures are "
@@ -341,7 +341,7 @@ class Loop:
             balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
         parts = self.plain, self.objective, self.optimizer, self.average
         self.saved = state.save(self.place, whole, *parts, self.group, balance)
-        self.group.first_alone(self._prune)
+        self.group.run_on_first(self._prune)
 
     def _prune(self) -> None:
         keep = self.config.checkpoint
@@ -358,10 +358,10 @@ class Loop:
         extended schedule, else None."""
         rows = self.position.rows = dict(self.parts.rows)
         if self.config.resume == "restart":
-            self.group.first_alone(lambda: retention.clear(self.folder))
+            self.group.run_on_first(lambda: retention.clear(self.folder))
             return None
-        self.group.first_alone(lambda: retention.sweep(self.place))
-        found = self.group.broadcast(self.group.first_alone(lambda: retention.newest(self.place)))
+        self.group.run_on_first(lambda: retention.delete_unfinished(self.place))
+        found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
         extend = self.config.resume == "extend"
         if found is None and extend:
             raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
@@ -370,7 +370,7 @@ class Loop:
         before = retention.read_state(found)
         stored_config = completed(before["config"])
         if self.config.resume != "force":
-            config_diff.check_goes_on(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
+            config_diff.check_resumable(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
         if extend:
             budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
             check_larger(budget, self.config.budget)
@@ -399,5 +399,5 @@ class Loop:
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
         weights, export = self._weights(), self.parts.export
-        self.exported = self.group.first_alone(lambda: export(weights) if export is not None else None)
-        self.group.first_alone(self._draw)
+        self.exported = self.group.run_on_first(lambda: export(weights) if export is not None else None)
+        self.group.run_on_first(self._draw)

@@ -1,4 +1,4 @@
-"""LoRA in a run: adapters on the model it starts from, on a base in few bits where asked, and their way out."""
+"""Attaches a run's LoRA adapters to the model it starts from, quantises the base where asked, and saves the adapters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ADAPTER = "adapter"
 
 
 def apply(model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32) -> int:
-    """Give a model the adapters of a run, in fp32.
+    """Attaches the adapters of a run to a model, in fp32.
 
     Args:
-        dtype: what weights of 4 bits are multiplied in (`train.distributed.precision.quantized_type`).
+        dtype: type in which weights of 4 bits are multiplied (`train.distributed.precision.quantized_type`).
 
     Returns:
         the checksum of the weights below them (`omni.lora.weights.base_checksum`), which are then quantised if asked.

@@ -1,4 +1,4 @@
-"""What a training step measures, summed over micro-batches, steps and processes until the next row of the log."""
+"""Sums the figures of training steps over micro-batches, steps and processes until the next row of the log."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class StepMetrics:
         self._shown: tuple[Tensor, float, float, float] | None = None  # sums, positions, FLOPs and seconds at the last look
 
     def add(self, losses: Losses) -> None:
-        """Take in one micro-batch's losses ([T, K] sums and counts)."""
+        """Adds one micro-batch's losses ([T, K] sums and counts)."""
         none = losses.total.new_zeros(())
         fixed = torch.stack([losses.total.detach(), none, losses.ctc_sum.to(none), losses.ctc_count.to(none), none])
         self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten()]).to(self.values)
 
     def step(self, positions: float, flops: float, skipped: Tensor) -> None:
-        """One optimizer step is done, or left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes."""
+        """Counts an optimizer step, left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes."""
         self.values[1] += 1.0 / self.group.world
         self.values[4] += skipped / self.group.world
         self.positions += positions
         self.flops += flops
 
     def start(self) -> None:
-        """From here on time passes for training, until `pause` (for validation and saving)."""
+        """Starts the clock of training, which runs until `pause` (for validation and saving)."""
         if self._running_since is None:
             self._running_since = time.perf_counter()
 
@@ -124,7 +124,7 @@ def means(sums: Tensor, counts: Tensor, tasks: Sequence[str], streams: Sequence[
 
 
 class BalanceTally:
-    """Means of weights, norms and cosines, and how often each task was absent or its gradient zero, since the last row.
+    """Averages weights, norms and cosines since the last row, and counts how often each task was absent or its gradient zero.
 
     Attributes:
         values: by figure: sum, and number of steps that had it; plain data, for a checkpoint.
@@ -134,14 +134,14 @@ class BalanceTally:
         self.values: dict[str, list[float]] = {}
 
     def add(self, figures: Mapping[str, float]) -> None:
-        """Take in a step's `Report.figures`."""
+        """Adds a step's `BalanceReport.figures`."""
         for name, value in figures.items():
             total = self.values.setdefault(name, [0.0, 0.0])
             total[0] += value
             total[1] += 1
 
     def figures(self) -> dict[str, float]:
-        """The row; counting starts again."""
+        """The row of the log; the sums start again from zero."""
         found = {
             name: total if name.startswith(("absent/", "zero/")) else total / n for name, (total, n) in self.values.items()
         }

@@ -1,4 +1,4 @@
-"""What a loop is made of, and how it ends."""
+"""The parts of a training loop, and its outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Figures = dict[str, float]
 
 @dataclass
 class Parts:
-    """What a run trains, on what, and what is done with it.
+    """The parts of a run: its objective, data, validation and export.
 
     Attributes:
         objective: module with `forward(batch, denominators, progress) -> Losses`, progress being the share of the budget that
@@ -27,18 +27,18 @@ class Parts:
         steps: from this process's shards, the first step and the shards' states: the micro-batches of each step, without end.
         targets: number of targets of a batch by stream, and of its alignment loss, [K + 1].
         streams, tasks: names, in the order of `Losses.sums`.
-        idle: parameters that do not learn at that share of the budget.
+        idle: parameters that are not trained at that share of the budget.
         balanced: what the balance of the tasks needs, where the configuration has one.
-        flops: work of a batch with so many targets.
-        rows: sizes of the stored sources, and the checksum of what is below adapters, by what to call them: a run goes on with
-            the same ones only.
-        held_out: what a validation measures the loss of.
+        flops: FLOPs of a batch with its numbers of targets.
+        rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages: a run
+            resumes with the same ones only.
+        held_out: the batches that a validation measures the loss on.
         validate: figures of the model with these weights after so many steps.
         export: writes the finished model and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
             first process only.
         broken_limit: share of a source's draws for a task that may be broken.
-        sources: what the examples come from, and the number of rows, None where they are made without end.
+        sources: name of each source of examples, and its number of rows, None where they are made without end.
     """
 
     objective: nn.Module
@@ -61,7 +61,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start of a run ended.
+    """The outcome of one start of a run.
 
     Attributes:
         step: optimizer steps done.

@@ -1,4 +1,4 @@
-"""Pictures of a run: the curves, and spectrograms of a question and its answer."""
+"""Draws pictures of a run: its curves, the balance of its tasks, and spectrograms of a question and its answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURVES, SPECTROGRAMS = "curves.png", "spectrogram.png"
 
 MEASURED = ("exact_match", "code_accuracy", "wer")
 HIGHEST = 1.5
-"""Top of the axis of errors and shares; what is above is drawn there, as a triangle."""
+"""Top of the axis of errors and shares; values above are drawn there, as triangles."""
 
 
 def curves(folder: Path) -> Path | None:

@@ -1,7 +1,7 @@
-"""What a run needs before it starts: what its configuration names must be there, and its patterns must name something.
+"""Checks a run before it starts: what its configuration names must exist, and its patterns must match something.
 
-All that is lacking is told at once, before any weights are read: patterns are tried on a model without values, made from the
-configuration of the folder that the run starts from.
+All that is missing is reported at once, before any weights are read: patterns are tried on a model without values, made from
+the configuration of the folder that the run starts from.
 """
 
 from __future__ import annotations
@@ -38,60 +38,61 @@ from train.data.sources.recorded_digits import find_recordings
 from train.trainer.initial_model import check_tokenizer, shape_of
 
 PROCESSES_A_CORE = 4
-"""More, and they wait for each other longer than they compute."""
+"""Most processes a core: with more, they wait for each other longer than they compute."""
 
 
 def check_start(config: FitConfig) -> list[str]:
-    """Refuse a configuration that names what is not there: files, folders, parameters, or all that a task needs of its rows.
+    """Refuses a configuration that names files, folders or parameters that do not exist, or tasks that no row can serve.
 
     Returns:
-        what else is to be known of the rows, a line each: those that lack what a task of their source needs.
+        notes on the rows, a line each: how many lack a part that a task of their source needs.
 
     Raises:
         UserError: a line for each of them, with its key.
     """
-    lacks = _Lacks()
-    with lacks.of("run_folder"):
+    problems = _Problems()
+    with problems.of("run_folder"):
         check_folder_to_be(Path(config.run_folder or "."), "run_folder")
-    _check_model_files(config, lacks)
-    _check_data_files(config.data, lacks)
-    notes = _check_rows(config.data, lacks)
+    _check_model_files(config, problems)
+    _check_data_files(config.data, problems)
+    notes = _check_rows(config.data, problems)
     if config.validation.questions:
-        with lacks.of("validation.questions"):
+        with problems.of("validation.questions"):
             sources_held_out(config.data)
-    with lacks.of("model"):
+    with problems.of("model"):
         shape = shape_of(config.model)
-        _check_tools(config, shape, lacks)
-        _check_patterns(config, shape, lacks)
-    lacks.tell()
+        _check_tools(config, shape, problems)
+        _check_patterns(config, shape, problems)
+    problems.tell()
     return notes
 
 
 def check_resume(config: FitConfig) -> None:
-    """Refuse a configuration that the run's last checkpoint is not of, without a model (see `config_diff.check_goes_on`)."""
+    """Refuses a configuration other than that of the run's last checkpoint, before a model is built (see
+    `config_diff.check_resumable`)."""
     folder = Path(config.run_folder)
     found = retention.newest(folder / "checkpoints")
     if found is not None and config.resume in ("auto", "extend"):
         before = completed(retention.read_state(found)["config"])
-        config_diff.check_goes_on(folder, (before,), (plain_config(config),), config.resume == "extend")
+        config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
-class _Lacks:
-    """What is lacking, each thing once."""
+class _Problems:
+    """Collects what is missing, each thing once."""
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
 
     @contextmanager
     def of(self, key: str) -> Iterator[None]:
-        """Note a UserError of the block, under the key that it is about; the first key that says the same counts."""
+        """Notes a UserError of the block under the key that it is about; of several keys with one error, under the first."""
         try:
             yield
         except UserError as error:
             self.lines.setdefault(str(error), key)
 
     def tell(self) -> None:
-        """Raise what was noted."""
+        """Raises all errors that were noted as one UserError; does nothing where there are none."""
         lines = [text if text.startswith(key) else f"{key}: {text}" for text, key in self.lines.items()]
         if len(lines) == 1:
             raise UserError(lines[0])
@@ -103,8 +104,8 @@ class _Lacks:
 
 
 def check_devices(fabric: FabricConfig) -> None:
-    """UserError for devices that are not here, and for more processes than a CPU can run; what torchrun or srun has started is
-    theirs to count."""
+    """Refuses (UserError) devices that this machine lacks, and more processes than its CPU can run; processes that torchrun or
+    srun has started are not counted."""
     kind, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
     if not gpus and (kind == "cuda" or (kind == "gpu" and not mac)):
         raise UserError(f"fabric.accelerator is {kind}, but PyTorch finds no GPU here; use cpu, or auto")
@@ -124,53 +125,53 @@ def check_devices(fabric: FabricConfig) -> None:
 # --- files ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_model_files(config: FitConfig, lacks: _Lacks) -> None:
+def _check_model_files(config: FitConfig, problems: _Problems) -> None:
     section, lora = config.model, config.lora
     if section.init_from is not None:
-        with lacks.of("model"):
+        with problems.of("model"):
             check_sizes(section.init_from)
     if section.tokenizer is not None:
-        with lacks.of("model.tokenizer"):
+        with problems.of("model.tokenizer"):
             otherwise = f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json"
             check_there(section.tokenizer, "tokenizer", otherwise, Path.is_file)
     if section.codec_folder is not None:
-        with lacks.of("model.codec_folder"):
+        with problems.of("model.codec_folder"):
             otherwise = f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights"
             check_there(section.codec_folder, "codec folder", otherwise, Path.is_dir)
     if lora is not None and lora.init_from is not None:
-        with lacks.of("lora.init_from"):
+        with problems.of("lora.init_from"):
             peft.check_folder(lora.init_from)
 
 
-def _check_data_files(data: DataConfig, lacks: _Lacks) -> None:
+def _check_data_files(data: DataConfig, problems: _Problems) -> None:
     for i, source in enumerate(data.sources):
         for name, place in (("path", source.path), ("held_out", source.held_out)):
             if isinstance(place, str):
-                with lacks.of(f"data.sources.{i}.{name}"):
+                with problems.of(f"data.sources.{i}.{name}"):
                     files_of(place)
         if source.kind == "recorded-digits":
-            with lacks.of(f"data.sources.{i}"):
+            with problems.of(f"data.sources.{i}"):
                 find_recordings(source.recorded.folder)
     augment = data.augment
     if augment is not None and augment.noise_snr_db is not None and augment.noise_folder is not None:
-        with lacks.of("data.augment.noise_folder"):
+        with problems.of("data.augment.noise_folder"):
             noise_files(augment.noise_folder)
 
 
-def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
-    """Some rows of each stored source: a task that none of them can serve is lacking, one that only some can serve is noted."""
+def _check_rows(data: DataConfig, problems: _Problems) -> list[str]:
+    """Checks some rows of each stored source: a task that none of them can serve is an error, one that some cannot a note."""
     notes = []
     for i, source in enumerate(data.sources):
         if source.path is None:
             continue
-        with lacks.of(f"data.sources.{i}"):
+        with problems.of(f"data.sources.{i}"):
             rows = sample_rows(source.path)
             found = missing_parts(rows, source.mixtures)
             for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
                 looked = f"{len(rows)} rows looked at in {source.path}"
                 if count == len(rows):
                     text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows"
-                    lacks.lines.setdefault(text, f"data.sources.{i}.tasks")
+                    problems.lines.setdefault(text, f"data.sources.{i}.tasks")
                     continue
                 then = "is left out" if data.broken == "skip" else "ends the run"
                 text = f"{count} of {looked} have no {part}, which task {task} needs"
@@ -178,15 +179,15 @@ def _check_rows(data: DataConfig, lacks: _Lacks) -> list[str]:
     return notes
 
 
-def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
-    """Tokenizer, codec (codes of spoken answers are checked by it, and validation listens to them), and a projector's tasks."""
+def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> None:
+    """Checks tokenizer, codec (which checks the codes of spoken answers, and decodes in validation) and projector's tasks."""
     section = config.model
-    with lacks.of("model.tokenizer"):
+    with problems.of("model.tokenizer"):
         check_tokenizer(section, shape)
     own = section.init_from is not None and (Path(section.init_from) / CODEC).is_dir()
     spoken = sorted(name for name in config.data.drawn if find_task(name).audio)
     if spoken and shape.codec != "codec2" and section.codec_folder is None and not own:
-        with lacks.of("model.codec_folder"):
+        with problems.of("model.codec_folder"):
             raise UserError(
                 f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
                 "folder, or put them into the model folder (python -m train convert ... --codec_folder)"
@@ -195,7 +196,7 @@ def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
     for name in sorted(config.data.drawn) if projector.kind in SHARING else ():
         task = find_task(name)
         if task.question == "audio" and task.name not in projector.tasks:
-            with lacks.of("data.sources"):
+            with problems.of("data.sources"):
                 raise UserError(
                     f"data.sources have the task {name}, but model.projector.tasks are {', '.join(projector.tasks)}; name it "
                     "there"
@@ -205,29 +206,29 @@ def _check_tools(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
 # --- patterns ---------------------------------------------------------------------------------------------------------
 
 
-def _check_patterns(config: FitConfig, shape: ModelConfig, lacks: _Lacks) -> None:
-    """Each pattern for itself."""
-    lora, before = config.lora, len(lacks.lines)
+def _check_patterns(config: FitConfig, shape: ModelConfig, problems: _Problems) -> None:
+    """Checks each pattern by itself."""
+    lora, before = config.lora, len(problems.lines)
     with torch.device("meta"):
         model = SpeechModel(shape)
     if lora is not None:
         for pattern in lora.quantize_targets if lora.quantize is not None else ():
-            with lacks.of("lora.quantize_targets"):
+            with problems.of("lora.quantize_targets"):
                 chosen_linears(model, [pattern])
         for pattern in lora.targets if lora.init_from is None else ():
-            with lacks.of("lora.targets"):
+            with problems.of("lora.targets"):
                 targets_of(model, [pattern])
     names, also, learning = [name for name, _ in model.named_parameters()], tied_names(model), set[str]()
     where = "trainable" if lora is None else "lora.trainable"
-    for pattern in config.learns:
+    for pattern in config.trainable_patterns:
         if pattern != LORA:
-            with lacks.of(where):
+            with problems.of(where):
                 learning |= match_names([pattern], names, where, also=also)
-    if len(lacks.lines) > before or (lora is not None and lora.init_from is not None):
+    if len(problems.lines) > before or (lora is not None and lora.init_from is not None):
         return  # which parameters are trainable is not known
     if lora is not None:
         add_adapter(model, lora)
         learning |= match_names([LORA], [name for name, _ in model.named_parameters()], where)
     for group in config.optimizer.groups:
-        with lacks.of("optimizer.groups"):
+        with problems.of("optimizer.groups"):
             match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)

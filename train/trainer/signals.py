@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGHUP and Ctrl-C are noted, and the loop leaves after the step it is in."""
+"""Handles requests to stop: SIGTERM, SIGHUP and Ctrl-C are noted, and the loop ends after the current step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SIGNALS = (*ENDING, signal.SIGINT)
 
 
 class Stop:
-    """While entered, the first signal is only noted in `number`; a second Ctrl-C interrupts at once.
+    """A context that notes the first signal in `number`; a second Ctrl-C interrupts at once.
 
-    Data workers that are forked meanwhile inherit the handler: they leave Ctrl-C to their parent, and die of others as ever.
+    Data workers forked in it inherit the handler: they leave Ctrl-C to their parent, and other signals end them as usual.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How long steps take, and why one of them takes much longer than those before it."""
+"""Measures how long steps take, and reports the cause where one takes much longer than those before it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections import deque
 from collections.abc import Callable
 
 FACTOR, LEAST = 3.0, 1.0
-"""A step is told of that takes so many times the median, and more than so many seconds."""
+"""A step is reported where it takes more than `FACTOR` times the median, and more than `LEAST` seconds."""
 KNOWN = 5
-"""Steps before there is a median; until then only what is compiled is told of."""
+"""Steps before there is a median; until then only steps that compile graphs are reported."""
 COMPILING = "compiling"
 
 
 def graphs_compiled() -> int:
-    """Graphs that torch.compile has compiled in this process. Nothing is imported for it: that alone takes over a second."""
+    """Number of graphs that torch.compile has compiled in this process. Imports nothing: that alone takes over a second."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["stats"].get("unique_graphs", 0))
 
 
 class StepTimes:
-    """Measures steps, and the parts of them whose names are known.
+    """Measures steps and named parts of them.
 
     Args:
-        clock: seconds, from any beginning.
+        clock: seconds since any fixed time.
         graphs: number of graphs compiled so far.
 
     Attributes:
@@ -38,17 +38,17 @@ class StepTimes:
         self.begin()
 
     def begin(self) -> None:
-        """A step starts."""
+        """Starts a step."""
         self.since, self.compiled = self.clock(), self.graphs()
         self.parts: dict[str, float] = {}
 
     def add(self, name: str, seconds: float) -> None:
-        """Seconds of this step that went by so."""
+        """Adds seconds of this step to a named part."""
         self.parts[name] = self.parts.get(name, 0.0) + seconds
 
     def end(self, step: int) -> str | None:
-        """The step is done: a line where it is an outlier. What follows until `begin` does not count, such as seconds in which
-        the device works off what the steps have asked of it."""
+        """Ends the step; returns a line where it is an outlier. Time until the next `begin` does not count, such as that in
+        which the device finishes what the steps have queued on it."""
         seconds = self.clock() - self.since
         usual = statistics.median(self.recent) if len(self.recent) >= KNOWN else None
         self.add(COMPILING, seconds - sum(self.parts.values()) if self.graphs() > self.compiled else 0.0)

@@ -1,4 +1,4 @@
-"""Validation within a run: held-out questions, the figures of the moment, and something to look at."""
+"""Validates a model during a run on held-out questions; writes figures, answers and a spectrogram."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ANSWERS = "validation"
 
 @dataclass
 class Validator:
-    """Asks a copy of the model, so that training never meets what generation does to it.
+    """Evaluates a copy of the model, so that generation does not affect the model in training.
 
     Attributes:
         items: the questions.
-        device, dtype: where and how precisely the copy computes.
+        device, dtype: device and precision of the copy.
         folder: of the run; answers and a spectrogram go there.
     """
 
@@ -42,7 +42,7 @@ class Validator:
     folder: Path
 
     def __call__(self, weights: dict[str, Tensor], step: int) -> dict[str, float]:
-        """Figures of these weights after so many steps."""
+        """Evaluates weights after `step` steps; returns the figures."""
         copy = SpeechModel.from_state(self.model, weights).to(self.device, self.dtype).eval()
         lm = SpeechLM(copy, self.tokenizer, self.codec)
         with torch.no_grad():
@@ -77,7 +77,7 @@ def build_validator(
     folder: Path,
     broken: dict[str, str] | None = None,
 ) -> Validator | None:
-    """The validator of a run on held-out rows; None where no questions are wanted. `broken` as in `items_of`.
+    """Builds the validator of a run on held-out rows; None where no questions are wanted. `broken` as in `items_of`.
 
     Raises:
         UserError: a row is broken, or none can be asked.

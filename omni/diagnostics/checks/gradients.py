@@ -1,4 +1,4 @@
-"""What is looked at in every step: what it starts with, and which parameters received a gradient."""
+"""Checks of every step: tensors at its start, and parameters that received no gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATISTIC = (
 )
 OUTSIDE = (
     "compute it inside the step, in the module's forward, so that every step has a graph of its own; detach it only if what "
-    "made it is not to learn"
+    "made it is not to be trained"
 )
 INFERENCE = (
     "evaluate under torch.no_grad(), not torch.inference_mode(), where what is made there is used in training again; clone() "
@@ -33,22 +33,22 @@ _COPIES = ("CopySlices", "IndexCopy", "IndexPut", "Copy", "Scatter", "SliceScatt
 
 
 def is_view_of_leaf(tensor: Tensor) -> bool:
-    """A view of a parameter shows its present values, and its graph keeps nothing."""
+    """Whether a tensor is a view of a parameter: it shows the present values, and its graph keeps nothing alive."""
     base = tensor._base
     return base is not None and base.is_leaf and base.requires_grad
 
 
 def is_copy(node: object) -> bool:
-    """Whether a node comes of writing into a tensor by index or slice."""
+    """Whether a node comes from writing into a tensor by index or slice."""
     return type(node).__name__.removeprefix("torch::autograd::").startswith(_COPIES) or "CopySlices" in str(node)
 
 
 def stale(scene: Scene, held: HeldTensor, node: object) -> Finding:
-    """A held tensor that carries a graph from before the step."""
+    """The finding for a held tensor that carries a graph from before the step."""
     if held.owner is None:
-        learns = some(scene.learns(held.tensor)) or "what made it"
+        trained = some(scene.trainable_of(held.tensor)) or "what made it"
         origin = scene.origin(held.tensor)
-        what = f"{held.path} was computed before the step and carries a graph: it goes through {learns} only once"
+        what = f"{held.path} was computed before the step and carries a graph: it goes through {trained} only once"
         place = origin.places[0] if origin is not None else None
         return Finding("stale", what, OUTSIDE, held.describe(), place=place)
     place = scene.written(held)
@@ -65,8 +65,10 @@ def _others(held: HeldTensor, place: Place | None) -> tuple[Place, ...]:
 
 
 def at_start(scene: Scene) -> list[Finding]:
-    """Graphs from before the step, and inference tensors. Looked at when the step is over: what a module computed again, and
-    not from what it held before, is none."""
+    """Findings about graphs from before the step, and about inference tensors.
+
+    Checked when the step is over: a tensor that a module has computed again, not from its old value, is no finding.
+    """
     found = []
     old = {node for held, node, _ in scene.held if node is not None and held.owner is not None}
     now = {held.path: held.tensor for held in held_by(scene.model)} if old else {}
@@ -91,7 +93,7 @@ def inference(scene: Scene, held: HeldTensor) -> Finding:
 
 
 def written_caches(scene: Scene) -> list[Finding]:
-    """Tensors that had no graph when the step began and have one now: written in place while gradients record."""
+    """Tensors that had no graph when the step started and have one now: written in place while gradients are recorded."""
     found = []
     for held, node, version in scene.held:
         tensor = held.tensor
@@ -129,15 +131,15 @@ def missing_gradients(
 _REMEDIES = {
     "detached": "let the graph through: remove the detach (or no_grad) between this part and the loss, and add up all losses "
     "before one backward",
-    "used": "run this part with gradients recorded; or freeze it with requires_grad_(False) if it is not to learn",
-    "unused": "use it in forward; freeze it with requires_grad_(False), or leave it out of the model, if it is not to learn",
+    "used": "run this part with gradients recorded; or freeze it with requires_grad_(False) if it is not to be trained",
+    "unused": "use it in forward; if it is not to be trained, freeze it (requires_grad_(False)) or leave it out of the model",
     "": "look for a detach, .data, .item(), numpy() or a no_grad block between this part and the loss; freeze it with "
-    "requires_grad_(False) if it is not to learn",
+    "requires_grad_(False) if it is not to be trained",
 }
 
 
-def is_left(p: nn.Parameter, arrived: set[int]) -> bool:
-    """Whether zeros stand there that `zero_grad(set_to_none=False)` left, while others did receive theirs."""
+def is_zeroed(p: nn.Parameter, arrived: set[int]) -> bool:
+    """Whether a gradient is only the zeros of `zero_grad(set_to_none=False)`, while other parameters received theirs."""
     return bool(arrived) and p.grad is not None and type(p) is nn.Parameter and not bool(p.grad.any())
 
 
@@ -160,32 +162,32 @@ def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-class Loose(NamedTuple):
-    """A parameter that no optimizer owns, and what it was when the step began."""
+class Unowned(NamedTuple):
+    """A parameter that no optimizer owns, and its `_fingerprint` at the start of the step."""
 
     name: str
     p: nn.Parameter
     was: tuple[int, Tensor]
 
 
-def loose(named: Iterable[tuple[str, nn.Parameter]], optimizers: list[torch.optim.Optimizer]) -> list[Loose]:
+def loose(named: Iterable[tuple[str, nn.Parameter]], optimizers: list[torch.optim.Optimizer]) -> list[Unowned]:
     """Trainable parameters that no optimizer owns; none where there is no optimizer."""
     owned = owned_by(optimizers)
-    return [Loose(name, p, _glimpse(p)) for name, p in named if optimizers and p.requires_grad and id(p) not in owned]
+    return [Unowned(name, p, _fingerprint(p)) for name, p in named if optimizers and p.requires_grad and id(p) not in owned]
 
 
-def _glimpse(p: nn.Parameter) -> tuple[int, Tensor]:
-    """How often a parameter was written, and its first values: `data` is written uncounted."""
+def _fingerprint(p: nn.Parameter) -> tuple[int, Tensor]:
+    """Version of a parameter, and its first values, because writes through `data` are not counted in the version."""
     return version_of(p), getattr(p, "_local_tensor", p).detach().reshape(-1)[:64].clone()
 
 
-def unowned(loose: Iterable[Loose], arrived: set[int], stepped: bool) -> list[Finding]:
-    """Parameters that receive a gradient and are stepped by no optimizer, nor written by other means (as copies of weights
-    that an optimizer has in a wider type) in a step in which optimizers did theirs."""
+def unowned(loose: Iterable[Unowned], arrived: set[int], stepped: bool) -> list[Finding]:
+    """Parameters that receive a gradient but are not updated in a step in which optimizers step: no optimizer owns them, and
+    they are not written by other means (as copies of weights that an optimizer has in a wider type)."""
     names = []
     for name, p, (version, values) in loose:
         if p.requires_grad and id(p) in arrived:
-            now = _glimpse(p)
+            now = _fingerprint(p)
             if not stepped or (now[0] == version and torch.equal(now[1], values)):
                 names.append(name)
     if not names:

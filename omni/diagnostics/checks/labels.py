@@ -1,4 +1,4 @@
-"""Checks of a batch: labels that never teach the end, and streams or tasks without a target."""
+"""Checks of a batch: labels in which the end is never trained, and streams or tasks without a target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omni.diagnostics.trace.held import tensors_in
 
 TOKENS = ("input_ids", "tokens", "inputs", "ids")
 LABELS = ("labels", "label", "targets", "target")
-"""Names by which ids and their labels are known in a batch."""
+"""Usual names of ids and of their labels in a batch."""
 
 REMEDY_END = (
     "mask by length, not by id: labels[time >= length] = ignore, with the first end counted in; or give padding an id of its "
@@ -22,15 +22,15 @@ REMEDY_END = (
 )
 
 _LAST = re.compile(r"(.*)(?:\['(\w+)'\]|\.(\w+))")
-"""The way to a tensor in a batch, and the last name of it."""
+"""Splits the path of a tensor in a batch into the part before the last name, and that name."""
 
 
 def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int = -100) -> list[Finding]:
-    """Whether the end of each sequence is trained where it follows what is trained.
+    """Checks that the end of each sequence is trained where it follows trained tokens.
 
     Args:
-        tokens, labels: ids [B, T]; labels stand under their token, or one column before it (shifted already).
-        eos, pad: ids that end and fill a sequence, equal in many a tokenizer.
+        tokens, labels: ids [B, T]; a label is at the time step of its token, or one before it (shifted already).
+        eos, pad: ids that end and fill a sequence; they are equal in some tokenizers.
         ignore: the label that is left out of the loss.
 
     Raises:
@@ -43,8 +43,8 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
     before = trained[:, :-1] & (tokens[:, 1:] == labels[:, :-1])
     shift = int(before.sum() > at.sum())
     time = torch.arange(tokens.shape[1], device=tokens.device)
-    last = torch.where(trained, time, -1).amax(1)  # the last column with a label; -1 where nothing is trained
-    end = last + shift + 1  # where the token after it stands
+    last = torch.where(trained, time, -1).amax(1)  # the last time step with a label; -1 where nothing is trained
+    end = last + shift + 1  # time step of the token after it
     inside = (last >= 0) & (end < tokens.shape[1])
     follows = tokens.gather(1, end.clamp(0, tokens.shape[1] - 1)[:, None])[:, 0]
     taught = labels.gather(1, last.clamp_min(0)[:, None])[:, 0]
@@ -59,7 +59,7 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
     return [
         Finding(
             "label_end",
-            f"{len(wrong)} of {len(tokens)} rows learn no end ({why}): the model will not stop",
+            f"{len(wrong)} of {len(tokens)} rows train no end ({why}): the model will not stop",
             REMEDY_END,
             tensor=f"labels of rows {some([str(row) for row in wrong])}; row {wrong[0]}, column {int(end[wrong[0]]) - shift}",
         )
@@ -67,7 +67,7 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
 
 
 def check_targets(counts: Tensor, names: Sequence[str] | tuple[Sequence[str], Sequence[str]]) -> list[Finding]:
-    """Streams or tasks without any target.
+    """Finds streams or tasks without any target.
 
     Args:
         counts: targets of each stream (or task) [N], or of each task and stream [M, N].
@@ -94,10 +94,10 @@ def check_targets(counts: Tensor, names: Sequence[str] | tuple[Sequence[str], Se
     ]
 
 
-def unlearnt_ends(batch: Any, end: int) -> tuple[list[Finding], bool]:
-    """Whether labels in a batch mask every end, and whether any teach one.
+def untrained_ends(batch: Any, end: int) -> tuple[list[Finding], bool]:
+    """Checks whether labels in a batch mask every end; also returns whether the end is trained in any.
 
-    A finding needs both: no label is the end, and the end follows what is trained. So rows that are cut off, or of which some
+    A finding needs both: no label is the end, and an end follows trained tokens. So rows that are cut off, or some rows that
     leave their end out on purpose, give none.
     """
     pairs = list(_pairs(batch))
@@ -111,7 +111,7 @@ def unlearnt_ends(batch: Any, end: int) -> tuple[list[Finding], bool]:
 
 
 def _pairs(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and labels that stand side by side, [B, T] both."""
+    """Pairs of ids and labels of one shape [B, T] in the same container."""
     beside: dict[str, dict[str, Tensor]] = {}
     for path, tensor in tensors_in(batch):
         match = _LAST.fullmatch(path)

@@ -1,4 +1,4 @@
-"""Whether a patch takes part in forward: weights that were written or handed in, hooks, and a replaced `forward`."""
+"""Checks that a patch takes part in forward: weights that were written or passed in, hooks, and a replaced `forward`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ FUNCTIONAL = "call torch.func.functional_call(model, weights, inputs) on the ori
 
 
 class FindingSink(Protocol):
-    """Takes findings, and knows the names of modules by their ids; `omni.diagnostics.guard.Guard` is one."""
+    """Receives findings, and has the names of modules by their ids; `omni.diagnostics.guard.Guard` is one."""
 
     def add(self, findings: Iterable[Finding]) -> list[Finding]: ...
     def names(self) -> Mapping[int, str]: ...
 
 
 class Expectation:
-    """Around one forward; see `Guard.expect_changed`."""
+    """Context manager around one forward; see `Guard.expect_changed`."""
 
     def __init__(self, guard: FindingSink, module: nn.Module, tensors: Any) -> None:
         self.guard, self.module = guard, module
         given = list(tensors_in(tensors)) if tensors is not None else []
         hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-        # Offloaded weights are empty between forwards; beside them a hook is a patch that works.
+        # Offloaded weights are empty between forwards; a hook on such a module is a patch that works.
         own = [(name, p) for name, p in module.named_parameters() if not (hooked and p.is_meta)]
         self.tensors: list[tuple[str, Tensor]] = (
             [(name or "tensor", t) for name, t in given] if tensors is not None else list(own)
@@ -99,8 +99,8 @@ class Expectation:
 
 
 def foreign_forwards(model: nn.Module | None, names: dict[int, str]) -> list[Finding]:
-    """Modules whose instance has a `forward` that runs another of their kind instead, with none of their parameters: copies
-    of what has been patched. Those of one `forward` are one finding."""
+    """Finds copies of patched modules: an instance's `forward` runs another module of their kind instead, with none of their
+    own parameters. Modules with the same `forward` give one finding."""
     found: dict[Place | None, list[nn.Module]] = {}
     for module in () if model is None else model.modules():
         forward = vars(module).get("forward")
@@ -123,7 +123,7 @@ def foreign_forwards(model: nn.Module | None, names: dict[int, str]) -> list[Fin
 
 
 def _is_twin(other: nn.Module, module: nn.Module) -> bool:
-    """Whether both are of one class; or of one derived from the other's, with all of its parameters by name and shape."""
+    """Whether both have one class; or one's is derived from the other's, with all of its parameters by name and shape."""
     if type(other) is type(module):
         return True
     if not isinstance(module, type(other)):
@@ -133,7 +133,7 @@ def _is_twin(other: nn.Module, module: nn.Module) -> bool:
 
 
 def _leads_to(other: nn.Module, module: nn.Module) -> bool:
-    """Whether an attribute of `other`, or what a list there holds, is the module or a function that reaches it."""
+    """Whether an attribute of `other`, or an entry of a list there, is the module or a function that reaches it."""
     values: list[Any] = []
     for name, value in vars(other).items():
         if name not in MODULE_FIELDS:
@@ -153,10 +153,10 @@ def _bound(forward: Any) -> list[nn.Module]:
 
 
 def _cells(forward: Any) -> set[int]:
-    """What a function's closure holds, by id."""
+    """Ids of the objects in a function's closure."""
     found = set()
     for cell in getattr(forward, "__closure__", None) or ():
-        with suppress(ValueError):  # nothing is in it yet
+        with suppress(ValueError):  # a cell that is empty yet
             found.add(id(cell.cell_contents))
     return found
 
@@ -180,11 +180,11 @@ def _in_fsdp() -> bool:
 
 
 class _Seen(TorchDispatchMode):
-    """Storages that operations read.
+    """Records the storages that operations read.
 
     Args:
-        sharded: a module of FSDP2's, of whose parameters shards are gathered whether anything uses them or not: such a shard
-            counts as used where the parameter that was gathered is read.
+        sharded: a module that FSDP2 wraps. Shards of its parameters are gathered whether anything uses them or not: such a
+            shard counts as used where the gathered parameter is read.
     """
 
     def __init__(self, sharded: nn.Module | None = None) -> None:
@@ -209,7 +209,7 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note_whole(self, read: set[int]) -> None:
-        """Which of the module's parameters, as they stand now, an operation reads."""
+        """Record which of the module's parameters, gathered at this moment, an operation reads."""
         if self.sharded is None:
             return
         if self.whole is None:  # FSDP2 has done something since
@@ -217,7 +217,7 @@ class _Seen(TorchDispatchMode):
         self.read |= {self.whole[storage] for storage in read if storage in self.whole}
 
     def has_used(self, tensor: Tensor) -> bool:
-        """Whether a tensor was read; of a gathered one, whether its parameter was (where it is none yet, one of its shape)."""
+        """Whether a tensor was read; for a gathered one, whether its parameter was (if it is not one yet, one of its shape)."""
         storage, name = storage_of(_local(tensor)), self.names.get(id(tensor))
         if storage in self.storages or storage not in self.gathered:
             return storage in self.storages

@@ -1,4 +1,4 @@
-"""Walks over the autograd graph: its nodes, how old they are, and the tensors that a failing backward began at."""
+"""Walks over the autograd graph: its nodes, their age, and the tensors from which a failing backward started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Node = Any  # torch.autograd.graph.Node, whose C++ attributes have no types
 
 
 def next_number() -> int:
-    """The number that autograd will give to the next node of this thread: what has a smaller one is older."""
+    """The number that autograd will give to the next node of this thread; nodes with a smaller one are older."""
     with torch.enable_grad(), torch.inference_mode(False):
         node: Node = torch.zeros((), requires_grad=True).clone().grad_fn
     return node._sequence_nr()
@@ -53,7 +53,7 @@ def leaves_of(nodes: Iterable[Node]) -> list[Tensor]:
 
 
 def backward_roots(error: BaseException) -> list[Tensor]:
-    """What `backward` or `grad` was called on where this error comes from; empty where it was not raised there."""
+    """Tensors on which `backward` or `grad` was called when this error was raised; empty where it was not raised there."""
     found: list[Tensor] = []
     trace: TracebackType | None = error.__traceback__
     while trace is not None:

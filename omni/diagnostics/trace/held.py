@@ -1,4 +1,4 @@
-"""What a model holds between steps: parameters, buffers, plain attributes and what lists, dicts and objects in them hold."""
+"""Finds tensors that a model holds between steps: parameters, buffers, plain attributes, and contents of containers in them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from omni.diagnostics.findings import Place
 from omni.diagnostics.trace.source import attribute_writes, code_of, is_internal
 
 MOST = 512
-"""Entries of one container that are looked at."""
+"""Most entries of one container that are examined."""
 VISITS = 500
-"""Containers and objects of one value that are looked into."""
+"""Most containers and objects of one value that are searched."""
 DEPTH = 4
-"""Containers and objects within each other that are looked into."""
+"""Most levels of nested containers and objects that are searched."""
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
@@ -27,7 +27,7 @@ MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
 
 
 class HeldTensor(NamedTuple):
-    """A tensor and where it hangs: module path, attribute, the rest of the way (`['k'][0]`), and the class of its owner."""
+    """A tensor and the path to it: module path, attribute, rest of the path (`['k'][0]`), and the class of its owner."""
 
     tensor: Tensor
     module: str
@@ -52,7 +52,7 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tensors share which lie in the same memory."""
+    """Identifier of a tensor's storage, equal for tensors in the same memory."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse and fake tensors have none
@@ -60,21 +60,21 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was changed in place; an inference tensor does not count."""
+    """Number of in-place changes of a tensor; an inference tensor does not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def tensors_in(
     value: Any, seen: set[int] | None = None, depth: int = DEPTH, rest: str = "", end: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in a value of any kind with the way to them; modules and torch's own objects are not entered.
+    """Tensors in a value of any kind, with the path to each; modules and torch's own objects are not searched.
 
-    Nor are the values of a mapping that cannot be written to read: it may load each of them from a file (accelerate's
+    The values of a read-only mapping are not read either: it may load each of them from a file (accelerate's
     offloaded weights do).
 
     Args:
-        seen: what was entered before, by id.
-        end: stop once so many were; by default `VISITS` of this value.
+        seen: ids of objects that were searched before.
+        end: stop when `seen` has this size; by default after `VISITS` objects of this value.
     """
     if isinstance(value, Tensor):
         yield rest, value
@@ -107,7 +107,7 @@ def _first(values: Iterable[Any]) -> list[Any]:
 
 
 def plain_in(value: Any, most: int = 64) -> Iterator[tuple[str, Any]]:
-    """Numbers, truths and texts in a container or an object, with the way to them; `most` of each."""
+    """Numbers, bools and strings in a container or an object, with the path to each; at most `most` of each container."""
     if isinstance(value, (list, tuple)):
         entries: Iterable[tuple[str, Any]] = ((f"[{i}]", v) for i, v in enumerate(value))
     elif isinstance(value, dict):
@@ -124,7 +124,7 @@ def plain_in(value: Any, most: int = 64) -> Iterator[tuple[str, Any]]:
 def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldTensor]:
     """Buffers and attributes of a model's modules, each tensor once; parameters on request.
 
-    What torch's old `weight_norm` and `spectral_norm` compute again before each forward is left out.
+    Weights that torch's old `weight_norm` and `spectral_norm` compute again before each forward are left out.
     """
     if model is None:
         return
@@ -184,7 +184,7 @@ def reached_from(function: Any) -> dict[str, tuple[Any, Any]]:
 
 def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> Iterator[tuple[str, HeldTensor, Any]]:
     """Tensors that a value leads to, through containers, functions, objects and modules, each with the variable's name and the
-    code that names it. What belongs to torch or to the guard is not entered."""
+    code that names it. Objects of torch and of the guard are not searched."""
     if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN, types.ModuleType)) or len(seen) > 5000:
         return
     seen.add(id(value))
@@ -203,7 +203,7 @@ def reach(name: str, value: Any, code: Any, seen: set[int], depth: int = 6) -> I
     ):
         for inner, attribute in _first(vars(value).items()):
             for full, held, named in reach(f"{name}.{inner}", attribute, None, seen, depth - 1):
-                if held.owner is None and named is None:  # the object's own, and not what a function in it reaches
+                if held.owner is None and named is None:  # a tensor of the object itself, not one that a function in it reaches
                     held = HeldTensor(held.tensor, "", inner, full.removeprefix(f"{name}.{inner}"), type(value))
                 yield full, held, named
 

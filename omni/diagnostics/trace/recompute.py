@@ -1,8 +1,8 @@
-"""Checkpointed parts: which run without an input gradient, and which run differently when they are run again.
+"""Checks activation checkpointing: parts that run without an input gradient, and parts whose recomputation differs.
 
 In a full trace every operation of a checkpointed part is compared with its first run, by sum and norm of its result, and so
-are the hooks, buffers and attributes of its modules: the operation is the effect, the state the cause. Without a trace the
-state alone is compared: where it differs, that may do no harm, and a trace is worth its cost.
+are the hooks, buffers and attributes of its modules: the operation is the effect, the state the cause. Without a trace only the
+state is compared: a difference may be harmless, and makes a trace worth its cost.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from omni.diagnostics.findings import Finding, Place, some
 from omni.diagnostics.trace.held import modules_of, reached_from, shape_of, storage_of, version_of
 from omni.diagnostics.trace.sharded import is_sharded
 from omni.diagnostics.trace.source import Line, is_ours, left_block, line_of, outer_lines, place_of, user_frame
-from omni.diagnostics.trace.state import Change, Doubt, Glance, Part, capture, differences
+from omni.diagnostics.trace.state import Change, Doubt, Part, StateTokens, capture, differences
 from omni.diagnostics.trace.trace import Saved, Trace, digest, same
 
-GLANCES = 0.25
-"""Seconds of a step that comparing the state of its parts may take where nobody asked for a trace."""
+COMPARE_SECONDS = 0.25
+"""Most seconds of a step for comparing the state of its parts without a trace."""
 
 _CACHED = "_CachedTorchDispatchMode"
-"""What hands out the results that selective checkpointing kept."""
+"""Dispatch mode of torch that returns the results kept by selective checkpointing."""
 
 _CASTS = frozenset({"aten._to_copy", "aten.clone", "aten.detach"})
-"""Autocast keeps casts of the weights, and forgets them before backward: they may be absent in one of the runs."""
+"""Operations that may be absent in one of the runs: autocast caches casts of the weights, and drops them before backward."""
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""What sets up non-reentrant checkpointing, in torch 2.14 and before; its first argument is the function."""
+"""Generators that set up non-reentrant checkpointing, in torch 2.14 and before; their first argument is the function."""
 
 
 REMEDIES = {
@@ -46,7 +46,7 @@ REMEDIES = {
     "argument: a loop has gone on when backward runs",
     "code": "keep the hook, edit or patched forward in place until backward has run: call backward inside its scope",
 }
-"""By kind of change."""
+"""Remedies by kind of change."""
 REMEDY_REENTRANT = (
     "call checkpoint with use_reentrant=False; if it must stay reentrant, let the input require a gradient "
     "(model.enable_input_require_grads() in transformers, x.requires_grad_() here)"
@@ -120,16 +120,16 @@ class Region:
             self.steps.append(step)
             return
         left = range(self.at, len(self.steps) if self.selective else min(self.at + 1, len(self.steps)))
-        for i in left:  # of selective checkpointing only what is done again comes here
+        for i in left:  # under selective checkpointing only recomputed operations arrive here
             if self.steps[i].op == step.op and same(self.steps[i].digest, step.digest, out):
                 self.at = i + 1
                 return
         self.different = (next((self.steps[i] for i in left), None), step)
 
     def findings(self, failed: bool = False) -> list[Finding]:
-        """What to say of this part; with `failed`, torch itself found the second run different.
+        """Findings about this part; with `failed`, torch itself found the second run different.
 
-        A saved argument that was changed in place is the tracer's to report.
+        A saved argument that was changed in place is reported by the trace instead.
         """
         if any(saved.reported for saved in self.saved) or (self.different is None and not (failed and self.changes)):
             return []
@@ -155,7 +155,7 @@ class Region:
         return [Finding("recompute", what, remedy, cause.tensor, cause.module, place, others)]
 
     def _bound(self, part: Part) -> Change:
-        """The function runs through other modules than before."""
+        """The change for a function that runs through other modules than before."""
         was, now = (
             ", ".join(part.names.get(id(m), type(m).__name__) for m in modules) for modules in (self.modules, part.modules)
         )
@@ -163,7 +163,7 @@ class Region:
         return Change("bound", what, "", place_of(self.line))
 
     def _left(self, place: Place, remedy: str) -> tuple[Place, str]:
-        """The user's line instead of one of this repository's packages: the block that ended before backward, or the call."""
+        """Replaces a line of this repository's packages by the user's: the block that ended before backward, or the call."""
         block = left_block(self.callers, self.later)
         if block is not None:
             return place_of(block) or place, REMEDIES["code"]
@@ -171,11 +171,11 @@ class Region:
 
 
 def _values(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a part is given and takes from outside, by name, but for modules and for tensors that are arguments."""
+    """Arguments of a part and values that its function takes from outside, by name, without modules and tensor arguments."""
     taken = {name: value for name, (value, _) in reached_from(function).items()}
     try:
         given = inspect.signature(getattr(function, "forward", function)).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # a function of C's, or arguments that do not fit
+    except (TypeError, ValueError):  # a C function, or arguments that do not fit
         given = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     direct = {id(a) for a in args if isinstance(a, Tensor)}
     return {name: v for name, v in {**taken, **given}.items() if id(v) not in direct and not isinstance(v, nn.Module)}
@@ -193,10 +193,10 @@ def watch_checkpoints(
 
     Args:
         names: paths by id of parameters and modules.
-        doubt: without a trace, is told of state that differs when a part is repeated; graphs that outlive the step hold it.
+        doubt: without a trace, called with state that differs when a part is repeated; graphs that outlive the step keep it.
     """
     function_class, regions, weights = library.CheckpointFunction, list[Region](), not is_sharded(model)
-    left = GLANCES
+    left = COMPARE_SECONDS
     original, outer = function_class.apply, vars(function_class).get("apply")  # the latter is another guard's around this
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
@@ -207,7 +207,7 @@ def watch_checkpoints(
         if not torch.is_grad_enabled() or (trace is None and doubt is None):
             return original(function, preserve, *args)
         if trace is None:
-            return original(glanced(function, args, {}, repeats=False), preserve, *args)
+            return original(compared(function, args, {}, repeats=False), preserve, *args)
         region = Region(part(function, args), args, trace)
         regions.append(region)
 
@@ -229,24 +229,24 @@ def watch_checkpoints(
         modules = modules_of(function) or ([model] if model is not None else [])
         return Part(modules, names, _values(function, args, kwargs or {}), weights)
 
-    def glanced(function: Any, args: Sequence[Any], kwargs: dict[str, Any], repeats: bool) -> Any:
-        """The function of a part, which tells of doubts when it is called again, or the first time where it `repeats`.
+    def compared(function: Any, args: Sequence[Any], kwargs: dict[str, Any], repeats: bool) -> Any:
+        """Wraps the function of a part to report doubts when it is called again, or at the first call where it `repeats`.
 
-        What a step spends on it is bounded: a part may reach all of a model.
+        The time that a step spends on this is bounded, because a part may reach all of a model.
         """
         nonlocal left
         if left <= 0:
             return function
-        began, calls = time.perf_counter(), [repeats]
-        glance = Glance(part(function, args, kwargs))
-        left -= time.perf_counter() - began
+        started, calls = time.perf_counter(), [repeats]
+        glance = StateTokens(part(function, args, kwargs))
+        left -= time.perf_counter() - started
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
             if calls[0] and doubt is not None and left > 0:
-                began = time.perf_counter()
+                started = time.perf_counter()
                 doubt(glance.doubts(part(function, args, kwargs)))
-                left -= time.perf_counter() - began
+                left -= time.perf_counter() - started
             calls[0] = True
             return function(*args, **kwargs)
 
@@ -262,7 +262,7 @@ def watch_checkpoints(
             return
         given, named = _given(rest, kwargs)
         if trace is None:
-            yield from generator(glanced(function, given, named, repeats=True), *rest, **kwargs)
+            yield from generator(compared(function, given, named, repeats=True), *rest, **kwargs)
             return
         region = Region(part(function, given, named), given, trace)
         regions.append(region)
@@ -290,7 +290,7 @@ def watch_checkpoints(
 
 @contextmanager
 def _quiet(trace: Trace) -> Iterator[None]:
-    """Compare no single operations: a reentrant part is first run without gradients."""
+    """Switches the comparison of single operations off: a reentrant part is first run without gradients."""
     held, trace.listeners = trace.listeners, []
     try:
         yield
@@ -299,7 +299,7 @@ def _quiet(trace: Trace) -> Iterator[None]:
 
 
 def _given(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a part's function among those of what sets up its checkpointing."""
+    """Extracts the arguments of a part's function from those of the function that sets up its checkpointing."""
     if len(rest) == 2 and isinstance(rest[0], tuple) and isinstance(rest[1], dict):  # torch 2.14
         return rest
     return rest[5:], kwargs

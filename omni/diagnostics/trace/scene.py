@@ -1,4 +1,4 @@
-"""One step as the guard sees it: its beginning, and who holds a tensor: modules, the batch, variables of functions."""
+"""State of one step for the guard: its start, and the holders of tensors (modules, the batch, variables of functions)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from omni.diagnostics.trace.source import is_internal, name_writes, outer_writes
 from omni.diagnostics.trace.trace import Trace
 
 FRAMES = 12
-"""How far up the user's functions are searched for variables."""
+"""Number of the user's frames that are searched for variables."""
 
 
 class Variable(NamedTuple):
-    """A tensor that a variable of a running function holds, and the lines that write the variable."""
+    """A tensor in a variable of a running function, and the lines that write the variable."""
 
     name: str
     tensor: Tensor
@@ -36,7 +36,7 @@ class Scene:
         names: path by id of each parameter and module.
         first: number of the step's first graph node.
         held: buffers, attributes and tensors of the batch at its beginning, with the graph and version each had then.
-        frame: where the step was begun; `function`: the step as a function, where there is one.
+        frame: frame in which the step was started; `function`: the step as a function, where there is one.
     """
 
     model: nn.Module | None
@@ -51,7 +51,7 @@ class Scene:
     later: list[FrameType] = field(default_factory=list)
 
     def variables(self) -> Iterator[Variable]:
-        """Tensors in variables of the user's functions: those that run, those that failed, and what the step reaches."""
+        """Tensors in variables of the user's functions: running ones, failed ones, and those that the step reaches."""
         seen: set[int] = set()
         for frame in [*self.later[::-1], *_callers(self.frame)]:
             for name, value in frame.f_locals.items():
@@ -69,7 +69,7 @@ class Scene:
                 yield Variable(full, held.tensor, held.written() if code is None else outer_writes(code, held.name))
 
     def remember(self, error: BaseException) -> None:
-        """Keep the user's frames that an error went through."""
+        """Store the user's frames in an error's traceback."""
         trace = error.__traceback__
         while trace is not None:
             if not is_internal(trace.tb_frame.f_code.co_filename):
@@ -77,12 +77,12 @@ class Scene:
             trace = trace.tb_next
 
     def now(self) -> Iterator[HeldTensor]:
-        """What modules and batch hold at this moment."""
+        """Tensors that modules and batch hold at this moment."""
         yield from held_by(self.model)
         yield from held_in(self.batch, "batch")
 
     def written(self, held: HeldTensor) -> Place | None:
-        """The line that made a held tensor what it is: traced, or read from the source of its class."""
+        """The line that last wrote a held tensor: traced, or found in the source of its class."""
         if self.trace is not None:
             for other in self.now():
                 if other.path == held.path and other.tensor.grad_fn is not None:
@@ -98,8 +98,8 @@ class Scene:
         found = [v for v in self.variables() if v.tensor.grad_fn in nodes and v.places]
         return min(found, key=lambda v: v.tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
 
-    def learns(self, tensor: Tensor) -> list[str]:
-        """Names of the parameters that a tensor's graph leads to."""
+    def trainable_of(self, tensor: Tensor) -> list[str]:
+        """Names of the trainable parameters that a tensor's graph leads to."""
         return sorted(self.names.get(id(leaf), "a parameter outside the model") for leaf in leaves_of(nodes_of([tensor])))
 
 

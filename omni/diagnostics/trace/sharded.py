@@ -1,6 +1,6 @@
-"""Models that several processes share: the parameters that FSDP2 gathers, and what a failed step leaves in FSDP2 and DDP.
+"""Support for FSDP2 and DDP: finds gathered parameters, and cleans up after a failed step.
 
-Nothing here makes processes talk to each other that would not without it.
+Nothing here adds communication between processes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _WHOLE = ("_unsharded_param", "_sharded_post_forward_param")
-"""What FSDP2 puts in a parameter's place while it is gathered, wholly or within a node."""
+"""FSDP2's attributes for the tensor that replaces a parameter while it is gathered, wholly or within a node."""
 
 
 def _sharded_modules(model: nn.Module | None) -> list[Any]:
-    """Modules of FSDP2's, the root before its parts; none where FSDP2 was never imported."""
+    """Modules that FSDP2 wraps, the root before its parts; none where FSDP2 was never imported."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None or model is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def is_sharded(model: nn.Module | None) -> bool:
-    """Whether parameters are gathered for a forward and let go after it."""
+    """Whether parameters are gathered for a forward and resharded after it."""
     return bool(_sharded_modules(model))
 
 
 def gathered(model: nn.Module | None) -> dict[int, nn.Parameter]:
-    """The sharded parameter, which an optimizer owns, by id of what FSDP2 puts in its place while it is gathered.
+    """The sharded parameter, which an optimizer owns, by id of the gathered tensor that replaces it.
 
     A root stays gathered after a forward without gradients, and after a backward that failed.
     """
@@ -50,7 +50,7 @@ def _groups(module: Any) -> list[Any]:
 
 
 def end_step(model: nn.Module | None) -> None:
-    """Let FSDP2 forget a step that failed half-way: parameters are sharded again, and no hook waits for its backward."""
+    """Reset FSDP2 after a step that failed half-way: parameters are sharded again, and no hook waits for its backward."""
     modules = _sharded_modules(model)
     for module in modules:
         with suppress(RuntimeError, AttributeError):  # not of the root; nothing is there yet before the first forward
@@ -62,8 +62,8 @@ def end_step(model: nn.Module | None) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Forwards of DDP inside are this process's own: gradients and buffers are not exchanged, and an exchange that a failed
-    backward has begun is forgotten."""
+    """Run DDP's forwards locally while a block runs: gradients and buffers are not exchanged, and an exchange that a failed
+    backward had started is dropped."""
     plain = DistributedDataParallel.forward
     ready = set[DistributedDataParallel]()
 
@@ -72,7 +72,7 @@ def alone() -> Iterator[None]:
             ready.add(module)
             if hasattr(module.reducer, "_reset_state"):
                 module.reducer._reset_state()
-        module.require_forward_param_sync = False  # forwards without an exchange leave it so
+        module.require_forward_param_sync = False  # stays False after forwards without an exchange
         with module.no_sync():
             return plain(module, *inputs, **kwargs)
 

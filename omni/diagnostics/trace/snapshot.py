@@ -1,4 +1,4 @@
-"""The state at the start of a step, so that a failing step can be repeated as it was."""
+"""Saves the state at the start of a step, so that a failing step can be repeated under the same conditions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from omni.diagnostics.trace.held import MODULE_FIELDS, held_by, held_in
 
 MOST_BYTES = 1 << 28
-"""Size of buffers and caches that are copied at the start of every step; what is beyond is not put back."""
+"""Most bytes of buffers and caches that are copied at the start of every step; further ones are not restored."""
 
 MOST_ITEMS = 1000
-"""Values of a module's attributes that are searched for containers."""
+"""Most values of a module's attributes that are searched for containers."""
 
 _CONTAINERS = (list, dict, set, deque)
 
@@ -44,7 +44,7 @@ class Random:
 
 
 class Snapshot:
-    """Random state, and buffers and attributes of a model and tensors of a batch: what they hold and with which graph."""
+    """Random state, and contents and graphs of a model's buffers and attributes and of a batch's tensors."""
 
     def __init__(self, model: nn.Module | None, batch: Any = None) -> None:
         self.random = Random()
@@ -61,7 +61,7 @@ class Snapshot:
                 self.values.append((tensor, tensor.detach().clone(), tensor.grad_fn))
 
     def forget(self) -> None:
-        """Let go of all tensors; the random state remains."""
+        """Release all tensors; the random state remains."""
         self.modules.clear()
         self.values.clear()
 
@@ -110,7 +110,7 @@ class _State:
 
 
 def _containers(own: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """The containers in attributes, however deep, and what each holds; the first `MOST_ITEMS` values are looked at."""
+    """The containers in attributes, at any depth, with a copy of their contents; the first `MOST_ITEMS` values are searched."""
     found: dict[int, tuple[Any, Any]] = {}
     left: deque[Any] = deque(own.values())
     for _ in range(MOST_ITEMS):
@@ -130,8 +130,8 @@ def _copy(value: Any) -> Any:
 
 
 @contextmanager
-def undone(model: nn.Module | None, batch: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Put weights, gradients, buffers, optimizer state and random state back afterwards."""
+def restored(model: nn.Module | None, batch: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Restore weights, gradients, buffers, optimizer state and random state when the block ends."""
     owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     params = {id(p): p for p in [*owned, *(model.parameters() if model is not None else ())]}.values()
     weights = [(p, p.detach().clone(), p.grad, None if p.grad is None else p.grad.detach().clone()) for p in params]

@@ -1,4 +1,4 @@
-"""Lines of the user's code: the frame that called into torch, and the lines that write a name."""
+"""Finds lines of the user's code: the frame that called into torch, and lines that write a name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from omni.diagnostics.findings import Place
 OWN = str(Path(__file__).parents[1])
 TORCH = str(Path(torch.__file__).parent)
 LIBRARY = str(Path(inspect.__file__).parent)
-"""Folders of this package, of torch and of Python's own library; what was installed besides stands deeper in the last."""
+"""Folders of this package, of torch and of Python's standard library, which contains the folder of installed packages."""
 
 OURS = tuple(str(Path(OWN).parent.parent / name) + os.sep for name in ("omni", "train", "infer"))
-"""The packages of this repository, whose lines no user of them wrote."""
+"""Folders of this repository's packages, whose lines are not the user's."""
 
 Line = tuple[str, int, str]
-"""File, number and function: a place whose code is not read yet."""
+"""File, line number and function; the code of the line is not read yet."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -39,7 +39,7 @@ def is_internal(file: str) -> bool:
 
 
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The innermost frame that is no library's machinery."""
+    """The innermost frame outside of libraries."""
     frame = frame or sys._getframe(1)
     while frame is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
@@ -47,7 +47,7 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
 
 
 def outer_lines() -> list[Line]:
-    """Lines that are running of functions outside of libraries and of this repository's packages, the innermost first."""
+    """Current lines of the running functions outside of libraries and of this repository's packages, innermost first."""
     found: list[Line] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -63,8 +63,8 @@ def is_ours(file: str) -> bool:
 
 
 def left_block(then: list[Line], now: list[Line]) -> Line | None:
-    """The `with` that lines of `then` were in and lines of `now` are not; of several the innermost, first in a function that
-    runs at both times. Those of torch's own (autocast) hold nothing that is used later."""
+    """The `with` statement around a line of `then` and around none of `now`; of several the innermost, functions that run at
+    both times first. Torch's own (autocast) are skipped: they hold nothing that is used later."""
     inside = {(file, name): number for file, number, name in now}
     both = [line for line in then if (line[0], line[2]) in inside]
     for file, number, name in [*both, *(line for line in then if line not in both)]:
@@ -99,7 +99,7 @@ def place_of(line: Line | None) -> Place | None:
 
 
 def definition(function: Any) -> Place | None:
-    """Where a function (a method, a partial, an object that is called) is defined."""
+    """Place at which a function (a method, a partial, a callable object) is defined."""
     code = code_of(function)
     if code is None:
         return None
@@ -166,9 +166,9 @@ def attribute_writes(kind: type, name: str) -> tuple[Place, ...]:
 
 
 def name_writes(code: CodeType, name: str, at: int) -> tuple[Place, ...]:
-    """Lines of a function that write a local name; first what line `at` most likely saw.
+    """Lines of a function that write a local name, ordered by how likely line `at` read their value.
 
-    That is what stands below it in the same loop (the round before wrote it), then what stands above, the nearest first.
+    First come lines below it in the same loop (written by the iteration before), then lines above, the nearest first.
     """
     tree = _tree(code)
     if tree is None:

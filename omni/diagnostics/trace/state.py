@@ -1,4 +1,4 @@
-"""The state that a checkpointed part may depend on: hooks, forwards, buffers and attributes; and what changed in it."""
+"""Captures the state that a checkpointed part may depend on (hooks, forwards, buffers, attributes), and finds changes in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: code (a hook or a forward), value (a number or a text) or tensor.
-        token: what two moments must have in common: the function, the value, or a tensor's memory and version.
+        token: compared between two moments: the function, the value, or a tensor's storage and version.
         value: the function, the value, or the tensor as `HeldTensor`.
-        module, name: whose and what it is; `owner` is the class.
+        module, name: path of its module and its name there; `owner` is the module's class.
     """
 
     kind: str
@@ -33,14 +33,14 @@ class Entry(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What was different at the second run.
+    """A difference at the second run of a part.
 
     Attributes:
         kind: code (a hook or a forward), weight (a parameter), given (a tensor that the part was given or takes from around it,
             changed in place) or state (all else).
-        name, module: what it is and whose.
+        name, module: its name, and the path of its module.
         place: the line that wrote it.
-        tensor, storage: a tensor's name and shape, and its memory.
+        tensor, storage: a tensor's name and shape, and its storage.
     """
 
     kind: str
@@ -57,14 +57,14 @@ Doubt = tuple[str, str]
 
 
 class Part(NamedTuple):
-    """What a checkpointed part may depend on.
+    """Everything that a checkpointed part may depend on.
 
     Attributes:
-        modules: those that its function reaches.
+        modules: modules that its function reaches.
         names: paths of modules by id.
-        values: what it is given and what its function takes from outside, by name; tensors that are arguments themselves
-            are left out: autograd looks after them.
-        weights: whether parameters stay where they are between forward and backward (FSDP2's do not).
+        values: its arguments and the values that its function takes from outside, by name; tensors that are arguments
+            themselves are left out: autograd checks them.
+        weights: whether parameters keep their storage between forward and backward (FSDP2's do not).
     """
 
     modules: Sequence[nn.Module]
@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
 
 def capture(part: Part) -> State:
-    """State of a part, by path."""
+    """Captures the state of a part, by path."""
     state: State = {}
     for name, value in part.values.items():
         plain = [("", value)] if isinstance(value, (bool, int, float, str)) else plain_in(value)
@@ -111,8 +111,8 @@ def _of_module(top: nn.Module, names: dict[int, str], weights: bool) -> State:
     return state
 
 
-class Glance:
-    """State of modules at one moment, by what it must have in common with another; it keeps no tensor and no function alive."""
+class StateTokens:
+    """State of modules at one moment, reduced to tokens that can be compared; keeps no tensor and no function alive."""
 
     def __init__(self, part: Part) -> None:
         self.tokens = self._take(part)
@@ -122,13 +122,13 @@ class Glance:
         return {key: ((e.module, e.name), id(e.token) if e.kind == "code" else e.token) for key, e in state}
 
     def doubts(self, part: Part) -> set[Doubt]:
-        """What is different now."""
+        """Pieces of state that are different now."""
         now = self._take(part)
         return {(now.get(key) or self.tokens[key])[0] for key in {*self.tokens, *now} if self.tokens.get(key) != now.get(key)}
 
 
 def differences(before: State, after: State, trace: Trace, end: int) -> list[Change]:
-    """What changed between two moments. `end`: the trace's clock when the first run was over."""
+    """Changes between two moments. `end`: the trace's clock when the first run was over."""
     changes = []
     for key in dict.fromkeys([*before, *after]):
         old, new = before.get(key), after.get(key)
@@ -152,7 +152,7 @@ def differences(before: State, after: State, trace: Trace, end: int) -> list[Cha
 
 
 def _code(old: Entry | None, new: Entry | None) -> Change:
-    """A hook or a replaced forward that is there at one of the moments only."""
+    """The change for a hook or a replaced forward that exists at one of the moments only."""
     gone = old is not None and (new is None or old.token is not getattr(old.owner, "forward", None))
     entry = old if gone else new
     assert entry is not None
@@ -161,7 +161,7 @@ def _code(old: Entry | None, new: Entry | None) -> Change:
 
 
 def _written(held: HeldTensor, rebound: bool, trace: Trace, end: int) -> Place | None:
-    """The line that wrote a tensor: where the attribute was bound again that of its class, else the one that was traced."""
+    """The line that wrote a tensor: from the source of its class where the attribute was rebound, else from the trace."""
     places = held.written()
     if rebound and places:
         return places[0]

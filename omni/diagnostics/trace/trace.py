@@ -1,7 +1,7 @@
-"""The full trace of one step: who wrote each tensor, what was saved for backward, where parameters are used and graphs cut.
+"""Traces one step completely: writes to tensors, tensors saved for backward, uses of parameters, and cuts of the graph.
 
-Costly: every operation is seen. A graph's tensors are saved through hooks, which switch torch's own check of versions off; the
-trace makes that check itself, and goes on, so that one repetition shows every mistake.
+Costly, because every operation is recorded. A graph's tensors are saved through hooks, which switch torch's own version check
+off; the trace makes that check itself, without stopping, so that one repetition shows every mistake.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from omni.diagnostics.trace.held import shape_of, storage_of, version_of
 from omni.diagnostics.trace.source import OWN, TORCH, Line, line_of, user_frame
 
 SAMPLE = 1024
-"""Values of a saved tensor by which a write past autograd is told from one that changes nothing."""
+"""Number of values of a saved tensor that are compared, to find writes that bypass autograd."""
 
 _HARMLESS = frozenset({"aten._local_scalar_dense", "aten.detach", "aten.alias"})
-"""Operations through which no gradient is asked for."""
+"""Operations that do not count as a use of a tensor with an older graph, because no gradient is asked for through them."""
 
 
 class Write(NamedTuple):
-    """One change of a storage, its creation included. `name` is that of the variable in the user's function, if it has one."""
+    """One write to a storage, its creation included. `name`: the variable in the user's function, if there is one."""
 
     clock: int
     line: Line | None
@@ -40,7 +40,7 @@ class Write(NamedTuple):
 
 @dataclass
 class Saved:
-    """A tensor saved for backward. `digest`: of what was in it, to be looked at where its version says nothing."""
+    """A tensor saved for backward. `digest`: of its values then, compared where its version does not show a write."""
 
     tensor: Tensor
     version: int
@@ -51,7 +51,7 @@ class Saved:
 
 
 class Changed(NamedTuple):
-    """A saved tensor that was changed before backward came to it, and the changes."""
+    """A saved tensor that was changed before backward used it, and the changes."""
 
     saved: Saved
     now: int
@@ -60,14 +60,14 @@ class Changed(NamedTuple):
 
 @dataclass
 class Use:
-    """Where a parameter is used: with gradients recorded, and without."""
+    """Lines that use a parameter: with gradients recorded, and without."""
 
     recorded: Line | None = None
     silent: Line | None = None
 
 
 class Cut(NamedTuple):
-    """A line that leaves the graph behind (`detach`, or work under no_grad), and the tensor it had."""
+    """A line that leaves the graph (`detach`, or work under no_grad), and its input tensor."""
 
     line: Line
     op: str
@@ -82,7 +82,7 @@ class Backward(NamedTuple):
 
 
 class Listener(Protocol):
-    """What hears of every operation inside a checkpointed part."""
+    """Receives every operation inside a checkpointed part."""
 
     def note(self, op: str, args: list[Tensor], out: Any, line: Line | None, clock: int) -> None: ...
 
@@ -95,7 +95,7 @@ class _Schema:
 
 @dataclass
 class Trace:
-    """What a traced step leaves. `names`: path by id of each parameter; `first`: number of the step's first graph node."""
+    """Record of a traced step. `names`: path by id of each parameter; `first`: number of the step's first graph node."""
 
     names: dict[int, str]
     first: int
@@ -110,7 +110,7 @@ class Trace:
     busy: bool = False
 
     def since(self, storage: int, clock: int) -> list[Write]:
-        """Changes of a storage after that moment."""
+        """Writes to a storage after the time `clock`."""
         return [write for write in self.writes.get(storage, []) if write.clock > clock]
 
     def last(self, storage: int) -> Line | None:
@@ -118,7 +118,7 @@ class Trace:
         return writes[-1].line if writes else None
 
     def forget(self) -> None:
-        """Let go of all tensors: a graph that backward has not walked holds this trace, and must not be held by it."""
+        """Release all tensors: a graph that backward has not run through holds this trace, and must not be held by it."""
         for kept in (self.writes, self.changed, self.uses, self.cuts, self.backwards, self.old_uses):
             kept.clear()
 
@@ -137,7 +137,7 @@ class Trace:
         return saved.tensor
 
     def check(self, saved: Saved) -> None:
-        """Remember a saved tensor that has changed since."""
+        """Record a saved tensor if it has changed since it was saved."""
         if saved.reported:
             return
         now, writes = version_of(saved.tensor), self.since(storage_of(saved.tensor), saved.clock)
@@ -146,7 +146,8 @@ class Trace:
             self.changed.append(Changed(saved, now, writes))
 
     def _differs(self, saved: Saved) -> bool:
-        """Whether a tensor was written uncounted (through `data`), and not with what it held (as FSDP2 gathers weights)."""
+        """Whether a tensor was written through `data`, which no version counts, with other values than it held (FSDP2 writes
+        the same ones when it gathers weights)."""
         self.busy = True
         try:
             return not same(saved.digest, digest(_sample(saved.tensor)), saved.tensor)
@@ -155,7 +156,7 @@ class Trace:
 
     @contextmanager
     def running(self) -> Iterator[Trace]:
-        """Trace what is done inside; backward calls are noted before they run."""
+        """Trace the operations of a block; backward calls are recorded before they run."""
         original = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -177,7 +178,7 @@ class Trace:
 
     @contextmanager
     def _transforms(self) -> Iterator[None]:
-        """Take the hooks off while a function of `torch.func` runs, which refuses any."""
+        """Remove the hooks while a function of `torch.func` runs, because it refuses any."""
         graph, hooks = torch.autograd.graph, torch._C._autograd
         original = graph.disable_saved_tensors_hooks
 
@@ -202,18 +203,18 @@ class Trace:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled functions as they were written: a compiler sees no operation for us, and may refuse to be watched."""
+    """Run compiled functions eagerly: compiled code shows no operations, and a compiler may refuse tracing."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor can be summed up; sparse and nested ones, and those of 8 bits, cannot everywhere."""
+    """Whether a tensor can be summed on every device; sparse, nested and 8-bit ones cannot."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and tensor.is_floating_point() and tensor.itemsize > 1 and tensor.device.type != "meta"
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some of the values of a tensor, evenly spread; all where they do not lie side by side."""
+    """Some of the values of a tensor, evenly spread; all where it is not contiguous."""
     tensor = tensor.detach()
     lying = tensor.mT if tensor.ndim > 1 and not tensor.is_contiguous() else tensor
     step = lying.numel() // SAMPLE
@@ -221,7 +222,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def digest(out: Any) -> tuple[float, ...]:
-    """Sum and norm of the first result that has them."""
+    """Sum and norm of the first tensor among an operation's results that has them."""
     for t in out if isinstance(out, (list, tuple)) else [out]:
         if isinstance(t, Tensor) and _is_dense(t):
             t, wide = t.detach(), torch.float64
@@ -230,7 +231,7 @@ def digest(out: Any) -> tuple[float, ...]:
 
 
 def same(old: tuple[float, ...], new: tuple[float, ...], out: Any) -> bool:
-    """On the CPU a repetition is exact; on a GPU sums may be taken in another order: 1e-4 of the norm."""
+    """Whether two digests are equal: exactly on the CPU; within 1e-4 of the norm on a GPU, where sums may change order."""
     if len(old) != len(new) or not old or old[2] != new[2]:
         return len(old) == len(new) == 0
     first = out[0] if isinstance(out, (list, tuple)) else out
@@ -263,7 +264,7 @@ class _Mode(TorchDispatchMode):
         return out
 
     def _note(self, func: Any, frame: FrameType | None, inputs: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
-        """What an operation has written and made."""
+        """Record the tensors that an operation has written and created."""
         trace, line, op = self.trace, line_of(frame), str(func).rsplit(".", 1)[0]
         known = {storage_of(t) for t in inputs}
         schema = self._schema(func)
@@ -283,12 +284,12 @@ class _Mode(TorchDispatchMode):
                 trace.busy = False
 
     def _look(self, inputs: list[Tensor], op: str, line: Line | None) -> None:
-        """Note uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
+        """Record uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
         trace, recording = self.trace, torch.is_grad_enabled()
         if torch._C._current_graph_task_id() != -1:  # inside backward
             return
         for t in inputs:
-            if not t.requires_grad or t.is_nested:  # reading a jagged tensor's graph in here does not end
+            if not t.requires_grad or t.is_nested:  # reading a jagged tensor's graph here does not return
                 continue
             name = trace.names.get(id(t))
             if name is not None:
@@ -321,7 +322,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _variable(frame: Any, storage: int) -> str:
-    """Name of the local variable whose memory is written."""
+    """Name of the local variable whose storage is written."""
     if frame is None or frame.f_code.co_name == "<module>":
         return ""
     names = [k for k, v in frame.f_locals.items() if isinstance(v, Tensor) and storage_of(v) == storage]

@@ -20,7 +20,7 @@ from train.config.sections import BudgetConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import ProcessGroup, build_fabric
 from train.objective.objective import Losses, Objective
-from train.objective.task_losses import TaskLosses, cells_by_task, means
+from train.objective.task_losses import TaskLosses, cells_by_task, mean_factors
 from train.trainer.logs import BALANCE, METRICS, read_table
 
 SECTIONS = [
@@ -133,7 +133,7 @@ def test_shares_sum_to_the_plain_objective_and_means_to_means() -> None:
     scale = torch.tensor([0.25, 0.5, 1.0]) / counts.sum(0).clamp_min(1)
     plain = TaskLosses(cell, torch.ones(3)).losses(sums, scale)
     torch.testing.assert_close(plain.sum(), (sums * scale).sum())
-    mean = TaskLosses(cell, torch.ones(3), means(cell, counts, 2)).losses(sums, scale)
+    mean = TaskLosses(cell, torch.ones(3), mean_factors(cell, counts, 2)).losses(sums, scale)
     names = list(TASKS)
     for i, name in enumerate(("A1A2", "T1A2")):
         row, weights = names.index(name), torch.tensor([0.25, 0.5, 1.0])

@@ -34,7 +34,7 @@ def followed(bilevel: Bilevel, w: nn.Parameter, monkeypatch: pytest.MonkeyPatch,
     seen: list[Tensor] = []
     step = bilevel._step
     monkeypatch.setattr(bilevel, "_step", lambda gradient, *rest: (seen.append(gradient), step(gradient, *rest))[1])
-    bilevel.learn(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], lr)
+    bilevel.update_weights(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], lr)
     return seen[0]
 
 
@@ -85,13 +85,13 @@ def test_parameters_end_as_they_were(method: str) -> None:
     bilevel, w = made(method)
     before = w.detach().clone()
     assert bilevel.ahead().tolist() == pytest.approx([1 / 3] * 3)
-    report = bilevel.learn(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], 0.1)
+    report = bilevel.update_weights(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], 0.1)
     assert w.detach().equal(before)
     assert (w.grad is not None) == (method == "forum")
     assert bilevel.ahead().equal(report.weights)
     assert report.weights.std() > 0 or method == "forum"  # which may leave the weights, where the outer losses fall anyway
     with pytest.raises(RuntimeError, match="broken"):
-        bilevel.learn(lambda: losses(w, INNER), lambda: exec("raise RuntimeError('broken')"), [w], 0.1)  # type: ignore[arg-type]
+        bilevel.update_weights(lambda: losses(w, INNER), lambda: exec("raise RuntimeError('broken')"), [w], 0.1)  # type: ignore[arg-type]
     assert w.detach().equal(before)
 
 
@@ -100,8 +100,8 @@ def test_losses_are_summed_over_processes(method: str) -> None:
     """Half the losses on each of two processes that have the same."""
     one, w = made(method)
     two, v = made(method)
-    wanted = one.learn(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], 0.1)
-    got = two.learn(lambda: losses(v, INNER) / 2, lambda: losses(v, OUTER) / 2, [v], 0.1, reduce=lambda x: 2 * x)
+    wanted = one.update_weights(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], 0.1)
+    got = two.update_weights(lambda: losses(v, INNER) / 2, lambda: losses(v, OUTER) / 2, [v], 0.1, reduce=lambda x: 2 * x)
     assert_near(got.weights, wanted.weights, 1e-9)
     assert method != "forum" or (v.grad is not None and w.grad is not None and v.grad.allclose(w.grad))
 
@@ -114,7 +114,7 @@ def test_an_absent_task_is_left_out(method: str) -> None:
     def inner() -> list[Tensor]:
         return [loss * h for loss, h in zip(losses(w, INNER), hole, strict=True)]
 
-    report = bilevel.learn(inner, lambda: losses(w, OUTER), [w], 0.1)
+    report = bilevel.update_weights(inner, lambda: losses(w, OUTER), [w], 0.1)
     assert report.absent.tolist() == [0, 1, 0] and report.weights[1] == 0 and report.weights.isfinite().all()
     assert bilevel.state.values["logits"][1] == 1 / 3 and bilevel.absences.tolist() == [0, 1, 0]
     assert w.grad is None or w.grad.isfinite().all()
@@ -128,7 +128,7 @@ def test_batches_that_share_no_task_leave_the_weights(method: str) -> None:
     def absent(scale: Tensor) -> Tensor:
         return torch.where(torch.zeros(3, dtype=torch.bool), losses(w, scale), torch.nan)
 
-    report = bilevel.learn(lambda: absent(INNER), lambda: absent(OUTER), [w], 0.1)
+    report = bilevel.update_weights(lambda: absent(INNER), lambda: absent(OUTER), [w], 0.1)
     assert report.absent.tolist() == [1, 1, 1] and bilevel.ahead().equal(before)
 
 
@@ -139,7 +139,7 @@ def test_a_task_without_gradient_does_not_stop_the_others(method: str) -> None:
     touches, constant = torch.tensor([1.0, 0.0, 1.0]).double(), torch.tensor([0.0, 1.0, 0.0]).double()
     before = bilevel.ahead().clone()
     inner, outer = (lambda table=table: losses(w, table) * touches + constant for table in (INNER, OUTER))
-    report = bilevel.learn(inner, outer, [w], 0.1)
+    report = bilevel.update_weights(inner, outer, [w], 0.1)
     assert report.absent.tolist() == [0, 0, 0]
     if method == "moml":
         assert (report.weights - before).abs().max() > 1e-4

@@ -174,7 +174,7 @@ def test_an_absent_task_is_left_out(method: str) -> None:
 @pytest.mark.parametrize("own", ["plain", "weighted"])
 @pytest.mark.parametrize("method", BY_PARAMETERS)
 def test_a_task_that_does_not_touch_the_shared_part_has_no_say(method: str, own: str) -> None:
-    """The others' direction is that of the others alone; what it has for itself it learns plainly."""
+    """The others' direction is that of the others alone; what it has for itself is trained by its own loss."""
     if own == "weighted" and not METHODS[method].linear:
         return
     table, kept = rows(6), torch.tensor([0, 2])

@@ -27,7 +27,7 @@ def step(balancer: Balancer | Bilevel, number: int) -> list[Tensor]:
     if isinstance(balancer, Bilevel):
         w = nn.Parameter(torch.rand(4, generator=g))
         tables = [torch.randn(3, 4, generator=g) for _ in range(2)]
-        report = balancer.learn(*(lambda t=t: (t @ w).square() + losses for t in tables), [w], lr=0.1)
+        report = balancer.update_weights(*(lambda t=t: (t @ w).square() + losses for t in tables), [w], lr=0.1)
         return [report.weights, w.detach()] + ([w.grad] if w.grad is not None else [])
     if balancer.config.at == "loss":
         report = balancer.weights(losses, counts)

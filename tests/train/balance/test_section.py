@@ -108,8 +108,8 @@ TWICE = DataConfig(sources=(SourceConfig(tasks={"A1T1": 1.0, "A1A2": 1.0}),), mi
 @pytest.mark.parametrize(
     ("section", "changes", "words"),
     [
-        (BalanceSection("mgda"), {"trainable": ("decoder.*",)}, "nothing below the features learns"),
-        (BalanceSection("mgda", "parameters", separate=("*",)), {}, "balance.separate names all parameters"),
+        (BalanceSection("mgda"), {"trainable": ("decoder.*",)}, "nothing below the features is trainable"),
+        (BalanceSection("mgda", "parameters", separate=("*",)), {}, "balance.separate names all trainable"),
         (BalanceSection("mgda", "parameters", separate=("adaptor.*",)), {}, "balance.separate"),
         (
             BalanceSection("moml"),

@@ -64,11 +64,11 @@ def uncertainty() -> Theirs:
     theirs.log_var.data.fill_(-0.5)
     adam = torch.optim.Adam(theirs.parameters(), lr=0.1)
 
-    def learn(step: Step) -> None:
+    def update_weights(step: Step) -> None:
         adam.step()
         adam.zero_grad()
 
-    return by_losses(theirs, learn)
+    return by_losses(theirs, update_weights)
 
 
 def dwa() -> Theirs:

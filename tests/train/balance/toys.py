@@ -127,7 +127,7 @@ def balanced_parts(
     outer = [step[0] for step, _ in zip(StepLoader(tiny_pipeline(model, seed=8), 1), range(outers), strict=False)]
     return Parts(
         objective, count, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle,
-        Balanced(names, cells, objective.listening, outer),
+        Balanced(names, cells, objective.encoder_parameters, outer),
     )  # fmt: skip
 
 

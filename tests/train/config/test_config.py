@@ -23,7 +23,7 @@ from train.data.build import build_alignment
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.config import SpokenDigitsConfig
 from train.optim.optimizer import parameter_groups, set_trainable
-from train.plan.parameters import count_parameters, paper_model
+from train.plan.parameters import count_parameters, meta_model
 from train.plan.quantized import adapt
 from train.trainer.build import with_alignment
 from train.trainer.initial_model import build_initial, changed, check_fits, choose_tokenizer, shape_of
@@ -61,10 +61,10 @@ def test_every_recipe_names_parameters_that_exist_whatever_the_base(recipe: Path
         model = SpeechModel(changed(preset(base), section))
     if tied and config.lora is not None and "decoder.text_head" in config.lora.targets:
         with pytest.raises(UserError, match="head is its text embedding; leave it out"):
-            adapt(model, config.lora, paper=True)
+            adapt(model, config.lora, fake=True)
         return
-    adapt(model, config.lora, paper=True)
-    also = set_trainable(model, config.learns)
+    adapt(model, config.lora, fake=True)
+    also = set_trainable(model, config.trainable_patterns)
     learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     assert learning
     parameter_groups(learning, config.optimizer, also)
@@ -108,7 +108,7 @@ def test_the_mistral_recipes_are_the_well_known_one(name: str) -> None:
     assert config.lora is not None
     with torch.device("meta"):
         model = SpeechModel(preset("mistral-7b"))
-        adapt(model, config.lora, paper=True)
+        adapt(model, config.lora, fake=True)
     adapted = [n.partition(".lora.")[0] for n, _ in model.named_parameters() if n.endswith(".lora.default.a")]
     parts = {"attention": ("q", "k", "v", "out"), "mlp": ("gate", "up", "down")}
     wanted = [f"decoder.blocks.{i}.{part}.{each}" for i in range(32) for part, all_of in parts.items() for each in all_of]
@@ -234,7 +234,7 @@ def test_a_run_keeps_the_folders_alignment_head_and_a_plan_knows_it(
     section = small(**start) if with_preset else ModelSection(**start)
     model, shape = build_initial(section, 0).model, shape_of(section)
     assert shape == model.config and (shape.ctc, shape.ctc_sounds) == head
-    counts = count_parameters(paper_model(FitConfig(BudgetConfig(steps=1), section, DataConfig()), shape))
+    counts = count_parameters(meta_model(FitConfig(BudgetConfig(steps=1), section, DataConfig()), shape))
     assert sum(count.total for count in counts) == sum(p.numel() for p in model.parameters())
     assert any(count.part == "alignment head" for count in counts) == (head[0] > 0)
 

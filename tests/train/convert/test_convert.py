@@ -197,7 +197,7 @@ def test_a_codec_goes_into_the_model_folder(lm, tmp_path):
     assert loaded.codec is not None and loaded.codec.name == "snac"
     assert run(tmp_path / "out", tmp_path / "again", "--kind", "omni") == 0
     assert load_folder(tmp_path / "again").codec is not None
-    with pytest.raises(UserError, match="holds snac, the model speaks mimi"):
+    with pytest.raises(UserError, match="holds snac, the model's codec is mimi"):
         run(lm, tmp_path / "b", "--encoder", "nano", "--codec", "mimi", "--codec_folder", source)
     config = json.loads((source / "config.json").read_text()) | {"codebook_size": 4000}
     (source / "config.json").write_text(json.dumps(config))

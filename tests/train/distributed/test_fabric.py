@@ -175,7 +175,7 @@ def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:
     folder = retention.newest(runs / "fsdp" / "checkpoints")
     assert folder is not None and len(list((folder / "tensors").glob("*.safetensors"))) == 2
     assert retention.read_state(folder)["processes"] == 2
-    assert set(retention.read_state(folder)["shards"]) == {"0.0", "1.0", "2.0", "3.0"}
+    assert set(retention.read_state(folder)["packer_shards"]) == {"0.0", "1.0", "2.0", "3.0"}
 
 
 @pytest.mark.parametrize("name", ["sharded-then-one", "one-then-two", "one-then-sharded"])
@@ -271,7 +271,7 @@ def test_placement_follows_who_started_the_processes() -> None:
 
 
 def test_impossible_combinations_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"fabric: accelerator tpu9, devices 1, .* cannot be had here: "):
+    with pytest.raises(UserError, match=r"fabric: accelerator tpu9, devices 1, .* is not available here: "):
         build_fabric(FabricConfig(accelerator="tpu9", devices=1))
     monkeypatch.setenv("LT_CLI_USED", "1")
     monkeypatch.setenv("LT_DEVICES", "2")

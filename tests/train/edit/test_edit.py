@@ -35,8 +35,8 @@ from train.edit.apply import draw_untouched
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
 from train.edit.facts import read_facts
 from train.edit.judge import EditFigure, _held_out, judge_edits
-from train.edit.lessons import Draws, Lessons, Piece
-from train.edit.speak import Speakers, fact_rows
+from train.edit.lessons import Draws, EditExample, EditObjective
+from train.edit.speak import Synthesiser, fact_rows
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 
@@ -89,9 +89,9 @@ def test_what_is_taught_is_written_down_and_the_loss_falls(place):
     assert list(edits.deltas) == [f"decoder.blocks.{i}.mlp.{part}" for i in (0, 1) for part in ("gate", "up", "down")]
     told = json.loads((place / "edits" / "edits.json").read_text())["extra"]
     assert told["method"] == "finetune" and told["facts"][1] == {"question": "two", "answer": "c"}
-    lessons = Lessons(lm, edits.deltas)
+    lessons = EditObjective(lm, edits.deltas)
     facts = read_facts(place / "facts.jsonl", lm.tokenizer)
-    speakers = Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec)
+    speakers = Synthesiser(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec)
     pieces = lessons.pieces([row for rows in fact_rows(facts, speakers, 1) for row in rows], ["A1A2"])
     with torch.no_grad():
         before = float(lessons.loss(lm.model, pieces))
@@ -101,16 +101,16 @@ def test_what_is_taught_is_written_down_and_the_loss_falls(place):
 
 
 @pytest.fixture
-def lessons(place) -> Lessons:
+def lessons(place) -> EditObjective:
     lm = SpeechLM.from_pretrained(place / "model")
-    return Lessons(lm, [], (0.25, 0.5, 0.25, 0.0, 1.0))
+    return EditObjective(lm, [], (0.25, 0.5, 0.25, 0.0, 1.0))
 
 
 @pytest.fixture
-def pieces(place, lessons) -> list[Piece]:
+def pieces(place, lessons) -> list[EditExample]:
     """Spoken and written questions of several lengths."""
     facts = read_facts(place / "facts.jsonl", lessons.lm.tokenizer)
-    speakers = Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lessons.lm.codec)
+    speakers = Synthesiser(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lessons.lm.codec)
     return lessons.pieces([row for rows in fact_rows(facts, speakers, 3) for row in rows], ["A1A2", "T1T2"])
 
 

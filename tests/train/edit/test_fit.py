@@ -26,8 +26,8 @@ from train.edit.apply import STRENGTHS, _correction, choose_linears
 from train.edit.config import ApplyConfig, EditFitConfig, SpeakConfig
 from train.edit.facts import read_facts
 from train.edit.fit import Corrections
-from train.edit.lessons import Lessons
-from train.edit.speak import Speakers, fact_rows
+from train.edit.lessons import EditObjective
+from train.edit.speak import Synthesiser, fact_rows
 
 LINEAR = "decoder.blocks.1.mlp.up"
 
@@ -105,7 +105,7 @@ def test_a_correction_is_as_weak_as_its_lesson_allows(place, tmp_path):
     """It is the editor's own at another strength: the least tried at which the loss of every form is low enough, or lowest."""
     facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab", "rephrased": ["just one"]}])
     lm = SpeechLM.from_pretrained(place / "model")
-    lessons, speakers = Lessons(lm, []), Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec)
+    lessons, speakers = EditObjective(lm, []), Synthesiser(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec)
     forms = lessons.pieces(fact_rows(read_facts(facts, lm.tokenizer), speakers, 2)[0], ["T1T2"])
     pieces = forms[:1]
 
@@ -132,9 +132,11 @@ def test_an_editor_of_others_edits(place, tmp_path):
     for p in lm.model.parameters():
         p.requires_grad_(False)
     mend = Mend.of(lm.model, ["decoder.blocks.1.mlp.up"], MendConfig(TransformConfig(rank=4), edit_lr=0.01))
-    lessons = Lessons(lm, mend.shapes)
+    lessons = EditObjective(lm, mend.shapes)
     facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab"}])
-    rows = fact_rows(read_facts(facts, lm.tokenizer), Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec), 1)
+    rows = fact_rows(
+        read_facts(facts, lm.tokenizer), Synthesiser(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec), 1
+    )
     pieces = lessons.pieces(rows[0], ["T1T2"])
     mend(gradient_factors(lm.model, mend.shapes, pieces, lessons.loss))  # its statistics
     archive = archive_of(tmp_path / "mend.pt", their_state(mend))
@@ -154,7 +156,7 @@ def test_several_corrections_act_together(place, tmp_path):
     words = ["--config", str(place / "fit.yaml"), "--together", "3", "--others", "4", "--tasks", "[A1T2, T1T2]"]
     _, config, _ = read_command(words, "fit", "", {}, EditFitConfig)
     lm = SpeechLM.from_pretrained(config.model)
-    corrections = Corrections(lm, Lessons(lm, choose_linears(lm.model, config.linears)), config)
+    corrections = Corrections(lm, EditObjective(lm, choose_linears(lm.model, config.linears)), config)
     asked, sizes = [], set()
     corrections.lessons.pieces = lambda rows, tasks: asked.append(([r.turns[0] for r in rows], tuple(tasks))) or list(rows)
     for number in range(10):
@@ -177,7 +179,7 @@ def test_several_corrections_act_together(place, tmp_path):
 
 def test_what_is_no_number_any_more_is_not_kept(place, tmp_path):
     out = tmp_path / "run"
-    with pytest.raises(UserError, match=r"step [23]: loss .* are no numbers to learn from; lower lr"):
+    with pytest.raises(UserError, match=r"step [23]: loss .* are no numbers to train on; lower lr"):
         fit(place, "--out", str(out), "--lr", "1e30", "--checkpoint_steps", "1")
     tensors, _ = read_tensors(out / "checkpoint", "fit")
     assert all(tensor.isfinite().all() for tensor in tensors.values()) and not (out / "editor").exists()

@@ -16,7 +16,7 @@ from tests.train.eval.toys import save_model
 from train.commands.edit import main
 from train.edit.config import SpeakConfig
 from train.edit.facts import read_facts
-from train.edit.speak import Speakers, fact_rows
+from train.edit.speak import Synthesiser, fact_rows
 
 KEPT = {"question_text": "one", "answer_text": "ab", "rephrased": ["uno", "eins"], "judged": ["un", "jeden"]}
 BARE = {"question_text": "two", "answer_text": "c"}
@@ -25,7 +25,7 @@ BARE = {"question_text": "two", "answer_text": "c"}
 def texts(place, lines, wording, each=6) -> list[list[str]]:
     """The questions of every fact, of which there are `each`."""
     facts = read_facts(write(place / "facts.jsonl", lines), Tokenizer.bytes())
-    speakers = Speakers(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), None)
+    speakers = Synthesiser(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), None)
     return [[row.turns[0].question_text for row in rows] for rows in fact_rows(facts, speakers, each, wording)]
 
 
@@ -40,7 +40,7 @@ def test_without_wordings_for_judging_the_taught_ones_are_asked(tmp_path):
 
 
 def test_a_wording_is_taught_or_judged(tmp_path):
-    with pytest.raises(UserError, match=r"line 1: 'Uno\?' is taught and stands under judged as well; keep it in one place"):
+    with pytest.raises(UserError, match=r"line 1: 'Uno\?' is taught and under judged as well; keep it in one place"):
         texts(tmp_path, [{**KEPT, "judged": ["Uno?"]}], "own")
     with pytest.raises(UserError, match=r"'jeden' is a question to change and an untouched one"):
         texts(tmp_path, [{**KEPT, "untouched": ["jeden"]}], "own")

@@ -62,7 +62,7 @@ def mistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_end_of_every_answer_is_learnt_and_padding_is_not(mistral: Path, tmp_path: Path) -> None:
+def test_the_end_of_every_answer_is_trained_and_padding_is_not(mistral: Path, tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(mistral)
     assert theirs.pad_token_id == theirs.eos_token_id == 2
     collate = transformers.DataCollatorForLanguageModeling(theirs, mlm=False)

@@ -26,7 +26,7 @@ def test_a_folder_and_the_rows_prepared_of_it(tmp_path: Path) -> None:
     assert run(model, raw, "--out", a, *QUICK) == run(model, tmp_path / "rows", "--out", b, *QUICK) == 0
     found = compare(a, b)
     assert found.common == 10 == found.changes["wer"].difference.questions
-    moved = "5 of the questions stand elsewhere in B's data than in A's: matched by id, question and reference"
+    moved = "5 of the questions have another place in B's data than in A's: matched by id, question and reference"
     assert moved in found.notes and not any("left out" in note for note in found.notes)
     said = [{r["id"]: r["response"] for r in read_lines(out / "answers.jsonl") if "broken" not in r} for out in (a, b)]
     assert said[0].keys() == said[1].keys()

@@ -118,7 +118,7 @@ def test_our_rows_have_code_references_and_a_text_only_score(model: Path, tmp_pa
     assert run(model, tmp_path / "rows.parquet", "--out", out, *QUICK, "--text_before", other) == 0
     found = report(out)
     assert found["figures"]["code_accuracy"]["questions"] == 4
-    assert "hears 2 s at once" in found["broken"][0]["why"]
+    assert "takes 2 s at once" in found["broken"][0]["why"]
     change = found["text_change"]["text_perplexity"]
     assert change["difference"]["value"] == pytest.approx(change["after"]["value"] - change["before"]["value"])
     assert change["before"]["questions"] == 5 and change["before"]["value"] != change["after"]["value"]

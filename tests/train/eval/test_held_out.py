@@ -178,7 +178,7 @@ def test_a_held_out_row_that_cannot_be_asked_is_named_before_anybody_trains() ->
         for i, seconds in enumerate((1, 3))
     ]
     assert len(items_of(rows, ["A1T1"], None)) == 2
-    with pytest.raises(UserError, match=r"held-out test.parquet row 1: the sound lasts 3.0 s and the encoder hears 2 s"):
+    with pytest.raises(UserError, match=r"held-out test.parquet row 1: the sound lasts 3.0 s and the encoder takes 2 s"):
         items_of(rows, ["A1T1"], None, encoder)
     broken = [Row((RowTurn("q", Sound(path="/nowhere.wav"), "a"),), source="digits", where="test.parquet row 0")]
     with pytest.raises(UserError, match=r"held-out test.parquet row 0: .*nowhere"):

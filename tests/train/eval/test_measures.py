@@ -164,7 +164,7 @@ class FakeASR:
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
 
-    def hear(self, audio: Tensor, sample_rate: int, language: str) -> str:
+    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
         return self.texts.pop(0)
 
 

@@ -16,12 +16,12 @@ from train.config.run import FitConfig
 from train.data.config import SourceConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import targets
-from train.plan.balanced import passes_of, spread
+from train.plan.balanced import assign_tasks, passes_of
 from train.plan.balanced_trial import balance_of
 from train.plan.estimate import estimate, phases_of, sharded
-from train.plan.knobs import turn_knobs
+from train.plan.knobs import try_knobs
 from train.plan.pace import pace
-from train.plan.parameters import paper_model
+from train.plan.parameters import meta_model
 from train.plan.step import build_workbench, take_step
 from train.plan.trial import attempt
 from train.plan.worst_batch import worst_batch
@@ -48,14 +48,14 @@ def test_a_balanced_step_takes_what_is_said(method: str, level: str | None, micr
 def test_gradients_by_task_and_what_is_kept_are_counted_by_hand() -> None:
     model = shape()
     config = balanced("upgrad", "parameters")
-    shared = 4.0 * sum(p.numel() for n, p in paper_model(config, model).named_parameters() if "_head." not in n)
-    own = 4.0 * sum(p.numel() for n, p in paper_model(config, model).named_parameters() if "_head." in n)
+    shared = 4.0 * sum(p.numel() for n, p in meta_model(config, model).named_parameters() if "_head." not in n)
+    own = 4.0 * sum(p.numel() for n, p in meta_model(config, model).named_parameters() if "_head." in n)
     gathered = phases_of(config, model, 1, cuda=False)["balance"]
     assert gathered["balance"] == pytest.approx(6 * (shared + own), rel=0.01)  # three rows, and the same as one table
     kept = phases_of(balanced("dbmtl"), model, 1, cuda=False)["optimizer"]["balance"]
     assert kept == pytest.approx(3 * shared, rel=0.01)
     assert phases_of(config, model, 1, cuda=False)["optimizer"]["balance"] < 0.01 * shared
-    spread_out = sharded("balance", gathered, paper_model(config, model), 2, 4, 4)
+    spread_out = sharded("balance", gathered, meta_model(config, model), 2, 4, 4)
     assert spread_out["balance"] == gathered["balance"] / 2
 
 
@@ -82,7 +82,7 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
     model = replace(shape(width=32, layers=1), ctc=20 if aligned else 0)
     bench = build_workbench(config, model)
     batch = worst_batch(config.data, model)
-    batch = replace(batch, task=spread(batch.task, config))
+    batch = replace(batch, task=assign_tasks(batch.task, config))
     bench.balance = balance_of(bench, config, batch, micro, torch.device("cpu"))
     forwards = 0
 
@@ -106,7 +106,7 @@ def test_a_pass_ahead_is_counted_where_a_process_has_several_micro_batches() -> 
 def test_further_passes_take_time_and_are_said() -> None:
     config, model = balanced("upgrad", "parameters"), shape()
     plain, full = (
-        pace(one, paper_model(one, model), ([], "no data"), worst_batch(one.data, model), 1, speed=1e12)
+        pace(one, meta_model(one, model), ([], "no data"), worst_batch(one.data, model), 1, speed=1e12)
         for one in (replace(config, balance=None), config)
     )
     assert full.seconds == pytest.approx(3 * plain.seconds) and full.columns == plain.columns  # type: ignore[operator]
@@ -115,7 +115,7 @@ def test_further_passes_take_time_and_are_said() -> None:
 
 def test_knobs_leave_out_what_a_balance_cannot_have() -> None:
     config, model = balanced("modo", micro=3), shape()
-    alone, _ = turn_knobs(config, model, 0.0, cuda=True)
+    alone, _ = try_knobs(config, model, 0.0, cuda=True)
     assert alone and all(one.knob.config.data.micro_batches % 3 == 0 for one in alone)
     with pytest.raises(UserError, match="one micro-batch|to balance"):
         estimate(replace(config, data=replace(config.data, sources=(SourceConfig(tasks={"A1A2": 1.0}),))), model)

@@ -20,8 +20,8 @@ from train.config.sections import BudgetConfig, FabricConfig, LoRASection, Model
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
 from train.objective.objective import Objective, targets
 from train.plan.estimate import Estimate, estimate, phases_of, sharded
-from train.plan.knobs import turn_knobs
-from train.plan.parameters import count_parameters, paper_model
+from train.plan.knobs import try_knobs
+from train.plan.parameters import count_parameters, meta_model
 from train.plan.plan import make_plan
 from train.plan.quantized import dense_bytes, packed_bytes
 from train.plan.trace import trace
@@ -82,7 +82,7 @@ def test_a_quantised_base_takes_what_is_said(kind: Any, width: int, layers: int,
 def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> None:
     """What bitsandbytes really holds, every storage once."""
     config, model = replace(run(), lora=LoRASection(rank=4, quantize=kind)), shape(width=192)
-    paper, real = paper_model(config, model), SpeechModel(model)
+    paper, real = meta_model(config, model), SpeechModel(model)
     names = quantize(real, kind, ("decoder.blocks.*",))
     held: dict[int, int] = {}
     for linear in map(real.get_submodule, names):
@@ -90,7 +90,7 @@ def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> No
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     assert packed_bytes(paper) == sum(held.values())
     assert packed_bytes(paper) == pytest.approx(more * sum(numels(real)[f"{n}.weight"] for n in names), rel=0.04)  # and tables
-    full = count_parameters(paper_model(replace(config, lora=None), model))
+    full = count_parameters(meta_model(replace(config, lora=None), model))
     assert [c.total for c in count_parameters(paper) if c.part != "LoRA"] == [c.total for c in full]
     plain = phases_of(replace(config, lora=LoRASection(rank=4)), model, 1, cuda=False)["optimizer"]["weights"]
     few = phases_of(config, model, 1, cuda=False)["optimizer"]["weights"]
@@ -105,11 +105,11 @@ def _tensors(weight: Any) -> list[torch.Tensor]:
 
 def test_quantised_weights_are_whole_in_every_process() -> None:
     config, model = replace(run(micro=4, devices=4, strategy="fsdp"), lora=LoRASection(rank=4, quantize="nf4")), shape()
-    packed, one = packed_bytes(paper_model(config, model)), phases_of(config, model, 1, cuda=False)["optimizer"]
-    spread = sharded("optimizer", one, paper_model(config, model), 4, 4, 4)
+    packed, one = packed_bytes(meta_model(config, model)), phases_of(config, model, 1, cuda=False)["optimizer"]
+    spread = sharded("optimizer", one, meta_model(config, model), 4, 4, 4)
     assert spread["weights"] == pytest.approx(packed + (one["weights"] - packed) / 4)
     phase = estimate(config, model)
-    assert phase.total >= dense_bytes(paper_model(config, model))  # a CPU's process reads the base whole
+    assert phase.total >= dense_bytes(meta_model(config, model))  # a CPU's process reads the base whole
 
 
 @pytest.mark.parametrize(("layers", "encoder_layers", "checkpointing"), [(6, 1, True), (4, 4, False)])
@@ -126,7 +126,7 @@ def test_weights_and_state_are_counted_by_hand(rule: str, states: int) -> None:
     config, model = run(optimizer=rule), shape()
     config = replace(config, ema=0.99, trainable=("decoder.blocks.*",))
     parts = phases_of(config, model, 1, cuda=False)["optimizer"]
-    paper = paper_model(config, model)
+    paper = meta_model(config, model)
     learning = {n: p.numel() for n, p in paper.named_parameters() if p.requires_grad}
     matrices = sum(n for name, n in learning.items() if "norm" not in name)
     norms = sum(learning.values()) - matrices
@@ -185,7 +185,7 @@ def test_worst_batch_of_padded_windows_runs(length: int) -> None:
 @pytest.mark.parametrize("model", [shape(), shape(tie_text=True, post_layers=2), replace(preset("nano"), ctc=20)])
 def test_parameters_are_the_models(model: ModelConfig) -> None:
     config = replace(run(), trainable=("projector.*", "decoder.audio_head.*"))
-    counts = {c.part: c for c in count_parameters(paper_model(config, model))}
+    counts = {c.part: c for c in count_parameters(meta_model(config, model))}
     real = SpeechModel(model)
     assert sum(c.total for c in counts.values()) == sum(p.numel() for p in real.parameters())
     assert counts["encoder"].total == sum(p.numel() for p in real.encoder.parameters())
@@ -199,7 +199,7 @@ def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
     """As `train.distributed.precision.AdapterPrecision` has it; the optimizer's state and the gradients follow."""
     model, lora = shape(tie_text=True), LoRASection(rank=4, trainable=("projector.*", "decoder.text_embedding.*"))
     config = replace(run(precision="bf16-true"), lora=lora)
-    paper, parts = paper_model(config, model), phases_of(config, model, 1, cuda=False)["optimizer"]
+    paper, parts = meta_model(config, model), phases_of(config, model, 1, cuda=False)["optimizer"]
     learning = sum(p.numel() for p in paper.parameters() if p.requires_grad)
     still = sum(t.numel() for t in paper.parameters() if not t.requires_grad)
     buffers = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in paper.buffers())
@@ -246,7 +246,7 @@ def test_half_precision_halves_the_weights() -> None:
 def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
     config, model = run(rows=4, length=128), shape(layers=2)
     whole = estimate(config, model).total
-    alone, row = turn_knobs(config, model, 0.8 * whole, cuda=False)
+    alone, row = try_knobs(config, model, 0.8 * whole, cuda=False)
     assert any(one.fits for one in alone) and row == []
     for one in alone:
         assert one.total + one.saved == pytest.approx(whole) and one.saved > 0
@@ -257,8 +257,8 @@ def test_knobs_save_and_the_first_that_is_enough_is_enough() -> None:
 
 def test_knobs_are_turned_together_where_none_is_enough() -> None:
     config, model = run(rows=4, length=128), shape(layers=2)
-    lowest = min(one.total for one in turn_knobs(config, model, 0.0, cuda=False)[0])
-    alone, row = turn_knobs(config, model, 0.8 * lowest, cuda=False)
+    lowest = min(one.total for one in try_knobs(config, model, 0.0, cuda=False)[0])
+    alone, row = try_knobs(config, model, 0.8 * lowest, cuda=False)
     assert not any(one.fits for one in alone) and len(row) > 1
     assert [one.fits for one in row] == [False] * (len(row) - 1) + [True]
     assert [one.total for one in row] == sorted((one.total for one in row), reverse=True)

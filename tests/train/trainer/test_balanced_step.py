@@ -67,7 +67,9 @@ def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tens
         if isinstance(balancer, Bilevel):
             judge = outer[(taken - 1) % len(outer)]
             wanted = targets(judge)
-            balancer.learn(lambda: summed(model, batches, counts), lambda: summed(model, [judge], wanted), [*shared, *own], lr)
+            balancer.update_weights(
+                lambda: summed(model, batches, counts), lambda: summed(model, [judge], wanted), [*shared, *own], lr
+            )
             if section.method != "forum":
                 weights = balancer.ahead()
                 torch.stack(

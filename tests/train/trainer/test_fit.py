@@ -307,7 +307,7 @@ def test_ten_steps_without_a_gradient_end_the_run(tmp_path: Path) -> None:
         toy_fit(config, replace(toy_parts(), objective=Bad((*range(3, 5), *range(6, 30)))))
 
 
-def test_broken_data_do_not_cost_what_was_learnt(tmp_path: Path) -> None:
+def test_broken_data_do_not_cost_what_was_trained(tmp_path: Path) -> None:
     def broken(step: int) -> None:
         if step == 5:
             raise UserError("row 7 of data.parquet has no audio")

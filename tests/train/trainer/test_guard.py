@@ -328,7 +328,7 @@ def of_turns(model: SpeechModel, *tasks: str) -> Batch:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_watched_run_says_on_which_streams_no_end_is_learnt(name: str) -> None:
+def test_a_watched_run_says_on_which_streams_no_end_is_trained(name: str) -> None:
     """Once, though every step has such batches; not of a stream that one batch of a step teaches the end, or without weight."""
     objective = Objective(SpeechModel(MODELS[name]), ObjectiveConfig())
     model, text = objective.model, len(MODELS[name].layout) - 1
@@ -351,7 +351,7 @@ def test_a_watched_run_says_on_which_streams_no_end_is_learnt(name: str) -> None
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tasks", [[task] for task in TASKS] + [["T1T2", "A1A2"], ["A1A2", "T1T2"], ["T1A1", "A1T1", "T1A2"]])
-def test_ends_that_are_learnt_give_no_false_alarm(name: str, tasks: list[str]) -> None:
+def test_ends_that_are_trained_give_no_false_alarm(name: str, tasks: list[str]) -> None:
     """Every task, alone and as turns; where answers are cut off, and where one end of many is masked."""
     model = SpeechModel(MODELS[name])
     whole = of_turns(model, *tasks)

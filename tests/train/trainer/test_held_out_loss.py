@@ -91,7 +91,7 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_examples_by_themselves(row
     found: dict[str, list[Tensor]] = {}
     layout = MODEL.layout
     for batch in held(rows, PackingConfig(rows=1, length=160, buffer=1)).batches:
-        hidden = objective.model(batch.tokens, objective._hear(batch)[0], batch.feature_index, segments=batch.segments)
+        hidden = objective.model(batch.tokens, objective._encode(batch)[0], batch.feature_index, segments=batch.segments)
         decoder = objective.model.decoder
         bounds = [*decoder.audio_offsets, len(decoder.audio_weight)]
         for k, name in enumerate(layout.names):

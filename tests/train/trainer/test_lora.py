@@ -26,7 +26,7 @@ from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, 
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.distributed.fabric import build_fabric
 from train.distributed.precision import quantized_type
-from train.plan.parameters import count_parameters, paper_model
+from train.plan.parameters import count_parameters, meta_model
 from train.trainer import lora as adapters
 from train.trainer.build import build_parts, dry_run
 from train.trainer.initial_model import build_initial
@@ -77,8 +77,8 @@ def test_another_base_below_the_same_adapters_is_refused(tmp_path: Path) -> None
 def test_what_learns_is_said_once() -> None:
     with pytest.raises(UserError, match="trainable and lora are both given"):
         toy_config("x", lora=SECTION, trainable=("blocks.*",))
-    assert toy_config("x", lora=SECTION).learns == ("*.lora.*", "audio_head.*")
-    assert toy_config("x").learns == ("*",)
+    assert toy_config("x", lora=SECTION).trainable_patterns == ("*.lora.*", "audio_head.*")
+    assert toy_config("x").trainable_patterns == ("*",)
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def run_of(base: Path, folder: Path, section: LoRASection, precision: str = "32-
     ("quantize", "precision"),
     [*((kind, "32-true") for kind in (None, "nf4", "int8")), ("nf4", "bf16-mixed"), ("nf4", "bf16-true")],
 )
-def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Path, quantize, precision: str) -> None:
+def test_what_comes_out_is_the_base_and_what_was_trained(base: Path, tmp_path: Path, quantize, precision: str) -> None:
     """The adapter as PEFT's folder, the model with it inside, and both again as the beginning of another run."""
     section = LoRASection(rank=2, trainable=("projector.*",), quantize=quantize)
     config = run_of(base, tmp_path / "run", section, precision)
@@ -152,8 +152,8 @@ def test_what_comes_out_is_the_base_and_what_was_learnt(base: Path, tmp_path: Pa
 def test_a_dry_run_and_a_plan_count_the_adapters(base: Path, tmp_path: Path) -> None:
     config = run_of(base, tmp_path / "run", LoRASection(rank=2))
     wanted = 2 * 2 * (4 * 64 + 2 * (64 + 32) + 3 * 128)
-    assert f"{wanted / 1e6:.2f} M learn" in dry_run(config)
-    counts = {count.part: count for count in count_parameters(paper_model(config, SMALL))}
+    assert f"{wanted / 1e6:.2f} M trainable" in dry_run(config)
+    counts = {count.part: count for count in count_parameters(meta_model(config, SMALL))}
     assert counts["LoRA"].trainable == counts["LoRA"].total == wanted
     assert sum(count.trainable for count in counts.values()) == wanted
 

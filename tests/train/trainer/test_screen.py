@@ -182,7 +182,7 @@ def test_a_start_says_what_it_is_about_to_do(recipe: Path, tmp_path: Path, capfd
 
 def test_held_out_rows_that_are_broken_are_said(tmp_path: Path) -> None:
     parts = replace(toy_parts(), held_out=HeldOut((), 100, 99, {"rows 3": "rows 3, turn 0: no.wav", "rows 5": "rows 5"}))
-    lines = announce.going_on(toy_config(tmp_path), parts, [], Position(), None)
+    lines = announce.ready_lines(toy_config(tmp_path), parts, [], Position(), None)
     assert lines[1:] == [
         "  held out    100 rows, 99 examples",
         "  broken      2 of the held-out rows, which are left out (the first: rows 3, turn 0: no.wav)",

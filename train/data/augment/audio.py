@@ -1,10 +1,10 @@
 """Augmentation of training sound: speed, noise, gain, then masks over the features.
 
-Two functions, both pure: the same input, configuration and generator state give the same output, bit for
-bit, and nothing is changed in place. What is switched off draws nothing.
+Two functions, both pure: the same input, configuration and generator state give the same output, bit for bit, and nothing is
+changed in place. Augmentations that are switched off draw no random numbers.
 
     generator = torch.Generator().manual_seed(seed)
-    audio = augment_audio(audio, config, generator)   # its length may change: count frames after it
+    audio = augment_audio(audio, config, generator)   # its length may change: count frames afterwards
     mel = augment_mel(features(audio, ...), config, generator)
 
 S samples, M mel bands, F feature frames.
@@ -28,7 +28,7 @@ _SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
 
 
 def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
-    """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' = S / speed about.
+    """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed.
 
     UserError: the noise folder is missing or holds no sound, or one of its files cannot be read.
     """
@@ -69,9 +69,9 @@ def coloured_noise(samples: int, colour: float, generator: Generator) -> Tensor:
 def augment_mel(mel: Tensor, config: AugmentConfig, generator: Generator, *, frames: int | None = None) -> Tensor:
     """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean: `[M, F']`.
 
-    F' differs from F only under `warp_speed`. frames: how many frames hold sound, where the features fill a padded
-    window: masks over time fall among them, and warp, shape, feature noise and feature gain, which would move the silence
-    behind the sound too, are left out. Returned as it is where nothing is switched on.
+    F' differs from F only under `warp_speed`. frames: number of frames with sound, where the features fill a padded window:
+    time masks are drawn within them, and warp, shape, feature noise and feature gain, which would change the silence after
+    the sound too, are left out. Returned as it is where nothing is switched on.
     Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
     """
     if frames is None:
@@ -95,12 +95,12 @@ def augment_mel(mel: Tensor, config: AugmentConfig, generator: Generator, *, fra
 
 
 def _vary(mel: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
-    """The speaker, the noise and the loudness of features `[M, F]` without their sound: `[M, F']`."""
+    """Vary speaker, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`."""
     varied = (config.warp_speed, config.warp_bands, config.feature_shape_db, config.feature_noise, config.feature_gain_db)
     rooms = (config.feature_echo, config.feature_range)
     if not any(varied + rooms):
         return mel
-    # All at once, which costs a seventh of one by one.
+    # All numbers are drawn at once, at a seventh of the cost of single draws.
     places = torch.rand(11 if any(rooms) else 7, generator=generator, dtype=torch.float64).tolist()
     if config.warp_speed is not None or config.warp_bands is not None:
         speed = _between(config.warp_speed, places[0]) if config.warp_speed else 1.0
@@ -133,7 +133,7 @@ def _integer(high: int, generator: Generator) -> int:
 
 
 def _run(length: int, widest: int, place: tuple[float, float]) -> tuple[int, int]:
-    """Start and width of a run of 0 to `widest` places among `length`, drawn by two numbers in [0, 1)."""
+    """Start and width of a run of 0 to `widest` places within `length`, from two numbers in [0, 1)."""
     width = int(place[0] * (min(widest, length) + 1))
     return int(place[1] * (length - width + 1)), width
 

@@ -1,4 +1,4 @@
-"""What is varied in training sound, and how far; `train.data.augment.audio` does it."""
+"""Configuration of the augmentation of training sound; `train.data.augment.audio` applies it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """What is varied, and how far. The default changes nothing. A range is (lowest, highest), drawn uniformly.
+    """Settings of the augmentation. The default changes nothing. A range is (lowest, highest), drawn uniformly.
 
     UserError: a range upside down or out of its bounds, a probability beyond 1.
     """

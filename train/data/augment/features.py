@@ -1,6 +1,7 @@
-"""Augmentation of log-mel features: cheap enough to be done each time an utterance is used.
+"""Augmentation of log-mel features, cheap enough to be done each time an utterance is used.
 
-Features are Whisper's, x = (log10(power) + 4) / 4, so power is at hand: noise is added as power, and the floor is set again.
+Features are Whisper's, x = (log10(power) + 4) / 4, from which power is recovered: noise is added as power, and Whisper's floor
+is applied again.
 
 M mel bands, F feature frames.
 """
@@ -28,7 +29,7 @@ def warp(mel: Tensor, speed: float, bands: float) -> Tensor:
 
 
 def _stretched(x: np.ndarray, axis: int, factor: float, size: int) -> np.ndarray:
-    """`size` values along an axis, `factor` apart; the last one stands for what lies behind it.
+    """Interpolate `size` values along an axis, `factor` apart; beyond the end, the last value is repeated.
 
     In NumPy, whose calls cost less than PyTorch's for arrays as small as these.
     """
@@ -60,21 +61,21 @@ def shape(mel: Tensor, decibels: float, generator: Generator, curves: int = 5) -
 
 
 def add_echo(mel: Tensor, frames: float, decibels: float) -> Tensor:
-    """Let features [M, F] echo: every frame's power goes on sounding in those behind it, falling exponentially.
+    """Add an echo to features [M, F]: every frame's power is added to the following frames, decaying exponentially.
 
     Args:
-        frames: in which the echo falls by 60 dB.
-        decibels: power of the whole echo relative to the sound's, however long it is.
+        frames: frames in which the echo falls by 60 dB.
+        decibels: power of the whole echo relative to the sound's, whatever its length.
 
     The exponential decay is that of a diffuse room (Polack 1988); phases are not kept, powers add.
     """
     x = mel.numpy()
     fall = 10.0 ** (-6.0 / frames)
     late = np.arange(x.shape[1], dtype=np.float32)
-    late = late[None, :] - late[:, None] - 1  # [from, to]: frames since the echo's first one
+    late = late[None, :] - late[:, None] - 1  # [from, to]: frames since the first frame of the echo
     weights = np.where(late >= 0, np.float32(10 ** (decibels / 10) * (1 - fall)) * np.float32(fall) ** np.maximum(late, 0), 0)
     power = np.exp((x - 1) * np.float32(4 * _LN10))
-    # By PyTorch, whose threads data workers have one of; NumPy takes all cores for it and keeps them busy.
+    # By PyTorch, which data workers limit to one thread; NumPy would occupy all cores.
     power += (torch.from_numpy(power) @ torch.from_numpy(weights.astype(np.float32))).numpy()
     return torch.from_numpy(1 + np.log(power, out=power) * np.float32(0.25 / _LN10))
 
@@ -90,7 +91,7 @@ def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generat
     draws = _exponential()
     if x.size > len(draws):
         noise = torch.empty(x.shape).exponential_(generator=generator).numpy()
-    else:  # a stretch of the kept ones, at a tenth of the cost of new ones
+    else:  # a slice of the kept draws, at a tenth of the cost of new ones
         start = int(torch.randint(len(draws) - x.size + 1, (), generator=generator))
         noise = draws[start : start + x.size].reshape(x.shape)
     colour = np.exp(_LN10 * (level + tilt * np.linspace(-1, 1, len(x), dtype=np.float32)))
@@ -105,5 +106,5 @@ def add_feature_noise(mel: Tensor, level: float, tilt: float, generator: Generat
 
 @lru_cache(maxsize=1)
 def _exponential() -> np.ndarray:
-    """A million draws of the exponential distribution of mean 1, always the same."""
+    """A million draws from the exponential distribution of mean 1, always the same."""
     return torch.empty(1 << 20).exponential_(generator=torch.Generator().manual_seed(0)).clamp_(min=1e-4).numpy()

@@ -19,14 +19,14 @@ from train.data.batching.examples import Example
 
 @dataclass
 class Batch:
-    """Rows of whole examples, and the clips they listen to.
+    """A packed micro-batch: rows of whole examples, and the clips that are their spoken questions.
 
     Attributes:
-        tokens: [R, K, T] ids local to each stream; pad where no example stands.
+        tokens: [R, K, T] ids local to each stream; pad in columns without example.
         targets: [R, K, T]; `targets[..., t]` is to be predicted from column t, `IGNORE` where nothing is trained.
-        feature_index: [R, T] which encoder feature stands in a column, counted over all clips of the batch, -1 for none.
+        feature_index: [R, T] index of each column's encoder feature, counted over all clips of the batch, -1 for none.
         segments: [R, T] number of the example within its row; the unused end has a number of its own.
-        task: [R, T] index into `tuple(TASKS)`, -1 where no example stands.
+        task: [R, T] index into `tuple(TASKS)`, -1 in columns without example.
         mels: [N, M, t] log-mels of the clips, zero beyond their ends.
         mel_lengths, frames: mel frames and encoder frames of each clip.
         transcripts: ids for the alignment loss of each clip, empty where there are none.
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def padding(self) -> float:
-        """Share of the columns that no example uses."""
+        """Share of the columns without example."""
         return 1 - self.positions / self.segments.numel()
 
     @cached_property
@@ -61,21 +61,21 @@ class Batch:
         return [(self.targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(self.targets.shape[1])]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch with its tensors on `device`. What must be known on the host (`supervised`) is found before they leave."""
+        """Move the tensors to `device`. What the host needs (`supervised`) is computed before."""
         index = [i.to(device, non_blocking=True) for i in self.supervised]
         moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in self.TENSORS})
         moved.__dict__["supervised"] = index
         return moved
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, from where copies to a GPU do not block (the loader calls this)."""
+        """Copy the batch to page-locked memory, from which copies to a GPU do not block (the loader calls this)."""
         pinned = replace(self, **{name: getattr(self, name).pin_memory() for name in self.TENSORS})
         pinned.__dict__["supervised"] = [i.pin_memory() for i in self.supervised]
         return pinned
 
 
 def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, n_mels: int, state: dict[str, Any]) -> Batch:
-    """One micro-batch of rows of examples, each row filled up to `length` columns."""
+    """Assemble rows of examples into one micro-batch, each row padded to `length` columns."""
     shape = (len(rows), len(layout), length)
     tokens = layout.ids("pad")[None, :, None].repeat(shape[0], 1, length)
     targets = torch.full(shape, IGNORE)

@@ -1,6 +1,6 @@
-"""Columns of a turn, as `omni.tasks.example` makes them, at a third of the cost: pieces that come back often are kept.
+"""Makes the columns of a turn as `omni.tasks.example` does, at a third of the cost, by caching frequent parts.
 
-A prompt with a spoken question depends on its length alone, and short answers repeat. Kept pieces are read, never written.
+A prompt with a spoken question depends on its length alone, and short answers repeat. Cached parts must not be modified.
 
 Dimensions: K streams, C columns, A audio streams, F frames.
 """
@@ -16,15 +16,19 @@ from omni.layout import IGNORE, Layout
 from omni.tasks import Columns, Turn, answer, find_task, join, prompt, system_message
 
 SHORT = 512
-"""Longest answer that is kept, in codes and text ids together."""
+"""Longest answer that is cached, in codes and text ids together; also the longest question, in text ids."""
 
 
 def turn_columns(layout: Layout, turn: Turn) -> Columns:
-    """Equals `example(layout, [turn])`."""
+    """Make the columns of one turn; equals `example(layout, [turn])`."""
     task = find_task(turn.task)
-    asked = _heard(layout, task.name, turn.features) if task.question == "audio" else _read(layout, task.name, turn.question)
+    asked = (
+        _audio_prompt(layout, task.name, turn.features)
+        if task.question == "audio"
+        else _text_prompt(layout, task.name, turn.question)
+    )
     if len(turn.system):
-        asked = join([_told(layout, tuple(turn.system)), asked])
+        asked = join([_system_prompt(layout, tuple(turn.system)), asked])
     replied = _answer(layout, turn)
     begin, end = len(asked), len(asked) + len(replied)
     targets = torch.full((len(layout), end), IGNORE)
@@ -41,23 +45,23 @@ def _answer(layout: Layout, turn: Turn) -> Columns:
     task = find_task(turn.task)
     text = tuple(turn.text) if task.text and turn.text is not None else None
     codes = turn.codes if task.audio else None
-    if turn.cut or len(text or ()) + (0 if codes is None else codes.numel()) > SHORT:  # a cut one hardly comes back
+    if turn.cut or len(text or ()) + (0 if codes is None else codes.numel()) > SHORT:  # a cut answer hardly repeats
         return answer(layout, turn)
     frames = None if codes is None else (codes.to(torch.int32).numpy().tobytes(), *codes.shape)
     return _kept(layout, task.name, text, frames)
 
 
-@lru_cache(maxsize=256)  # few, and each before many questions
-def _told(layout: Layout, system: tuple[int, ...]) -> Columns:
+@lru_cache(maxsize=256)  # system messages are few, and each precedes many questions
+def _system_prompt(layout: Layout, system: tuple[int, ...]) -> Columns:
     return system_message(layout, system)
 
 
 @lru_cache(maxsize=4096)
-def _heard(layout: Layout, task: str, features: int) -> Columns:
+def _audio_prompt(layout: Layout, task: str, features: int) -> Columns:
     return prompt(layout, Turn(task, features=features))
 
 
-def _read(layout: Layout, task: str, question: Sequence[int]) -> Columns:
+def _text_prompt(layout: Layout, task: str, question: Sequence[int]) -> Columns:
     if len(question) > SHORT:
         return prompt(layout, Turn(task, question=question))
     return _kept_question(layout, task, tuple(question))

@@ -1,4 +1,4 @@
-"""From a row to a training example: features of what is heard, ids of what is read and answered, columns of the task.
+"""Makes training examples of rows: features of spoken questions, ids of written questions and of answers, columns of the task.
 
 Dimensions: M mel bands, F mel frames, C columns, A audio streams, S samples.
 """
@@ -35,7 +35,7 @@ _TASK_INDEX = {name: i for i, name in enumerate(TASKS)}
 
 @dataclass(frozen=True)
 class Clip:
-    """What the encoder hears at once: log-mel [M, F], the encoder frames it becomes, and its transcript's ids (maybe none)."""
+    """One window of the encoder's input: log-mel [M, F], its number of encoder frames, and its transcript's ids, if any."""
 
     mel: Tensor
     frames: int
@@ -50,7 +50,7 @@ class Example:
         draw: number of the draw it was made for.
         columns: the sequence, see `omni.tasks.example`.
         task: [C] index into `tuple(TASKS)` of each column's turn.
-        clips: what it listens to, in the order of `columns.features`.
+        clips: its spoken questions, in the order of `columns.features`.
         where: the row, for errors.
         tasks: names of the turns' tasks, each once.
         source: number and name of the source, for counts.
@@ -73,9 +73,9 @@ class TooLong(Unusable):
 
 
 class Prepared:
-    """A row with what has been computed of it; kept for rows that come back soon.
+    """A row with the results computed from it, which is cached for rows that are drawn again soon.
 
-    `kept_as` names it among the kept ones; None where it is used once.
+    `kept_as` is its key in the cache; None where it is used once.
     """
 
     def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
@@ -85,8 +85,8 @@ class Prepared:
         self.codes: dict[int, Tensor] = {}
         self.ids: dict[str, list[int]] = {}
 
-    def forget_sound(self, number: int) -> None:
-        """Let go of a question's samples, once only its features are wanted: they are twice as large."""
+    def drop_samples(self, number: int) -> None:
+        """Drop a question's samples once only its features are needed: the samples are twice as large."""
         turns = list(self.row.turns)
         turns[number] = replace(turns[number], question_audio=Sound())
         self.row = replace(self.row, turns=tuple(turns))
@@ -96,12 +96,12 @@ class ExampleMaker:
     """Makes examples for one model.
 
     Args:
-        model: layout, encoder and projector decide how many columns a question takes.
+        model: its layout, encoder and projector determine the number of columns of a question.
         codec: checks and encodes the answers' codes; None where no task answers in speech.
         alignment: how transcripts are spelt for the alignment head.
-        augment: changes to what is heard; None to leave it as it is.
+        augment: augmentation of the questions' sound; None for none.
         augment_cached_audio: augment the sound of a cached row again on every draw; otherwise only its features.
-        seed: of these changes.
+        seed: of the augmentation.
         system: rows' system messages come before their first questions; otherwise they are left out.
         cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.interrupt`.
 
@@ -131,7 +131,7 @@ class ExampleMaker:
         self.system = system
         self.cut = cut
         if codec is not None and codec.name != model.codec:
-            raise UserError(f"the data's codec is {codec.name!r}, the model speaks {model.codec!r}; use one for both")
+            raise UserError(f"the data's codec is {codec.name!r}, the model's is {model.codec!r}; use one for both")
         if len(tokenizer) > model.layout.text.size:
             raise UserError(
                 f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
@@ -149,11 +149,11 @@ class ExampleMaker:
             )
 
     def make(self, draw: int, prepared: Prepared, tasks: Sequence[str], source: str = "") -> Example:
-        """The example of a prepared row as draw number `draw`, one task for each turn.
+        """Make the example of a prepared row as draw number `draw`, with one task for each turn.
 
         Raises:
             UserError: a part that a task needs is missing or broken; the row and turn are named.
-            TooLong: a question lasts longer than the encoder hears.
+            TooLong: a question is longer than the encoder's window.
         """
         turns, clips, projector, where = [], [], self.model.projector, prepared.row.where
         for name in tasks if projector.kind in SHARING else ():
@@ -175,7 +175,7 @@ class ExampleMaker:
             clips += heard
         if self.system and prepared.row.system:
             turns[0] = replace(turns[0], system=read_system(prepared.row.system, self.tokenizer))
-        parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: joined, they are the whole
+        parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: the example is their join
         task = torch.cat([torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)])
         columns = parts[0] if len(parts) == 1 else join(parts)
         return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source)
@@ -211,15 +211,15 @@ class ExampleMaker:
         return prepared.ids[text]
 
     def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
-        """The question's clips, changed as this draw has it."""
+        """The question's clips, augmented for this draw."""
         assert turn.question_audio is not None
         if prepared.kept_as is None or (self.augment_cached_audio and self.augment is not None):
-            heard = self._hear(turn.question_audio.load(SAMPLE_RATE), "sound", draw, number)
+            heard = self._features(turn.question_audio.load(SAMPLE_RATE), "sound", draw, number)
         else:
             if number not in prepared.heard:
                 audio = turn.question_audio.load(SAMPLE_RATE)
-                prepared.heard[number] = self._hear(audio, "kept", *prepared.kept_as, number)
-                prepared.forget_sound(number)
+                prepared.heard[number] = self._features(audio, "kept", *prepared.kept_as, number)
+                prepared.drop_samples(number)
             heard = prepared.heard[number]
         transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
         clips = []
@@ -229,17 +229,17 @@ class ExampleMaker:
             clips.append(Clip(mel, frames, transcript))
         return clips
 
-    def _hear(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
-        """Log-mel [M, F] and encoder frames of each window of a question [S], its sound changed as the key has it."""
+    def _features(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
+        """Compute log-mel [M, F] and encoder frames of each window of a question [S], its sound augmented by the seed `key`."""
         encoder, stack = self.model.encoder, self.model.projector.stack
         try:
-            encoder.clips(len(audio))  # what is too long is refused as it is, not as it is changed
+            encoder.clips(len(audio))  # a question that is too long is refused before augmentation changes its length
         except UserError as error:
             raise (TooLong if len(audio) else UserError)(str(error)) from error
         if self.augment is not None:
             changed = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
             if len(changed) <= encoder.max_samples or len(audio) > encoder.max_samples:
-                audio = changed  # otherwise only being slowed down would take it out of the window
+                audio = changed  # not where only the slower speed makes it too long for the window
         pieces = split(audio, encoder)
         if len(pieces) > 1 and encoder.positions % stack:
             raise UserError(
@@ -249,18 +249,18 @@ class ExampleMaker:
         return [(features(piece, encoder), encoder.frames(len(piece))) for piece in pieces]
 
     def _vary(self, mel: Tensor, frames: int, *key: int | str) -> tuple[Tensor, int]:
-        """A clip's log-mel [M, F] and encoder frames, changed as the key has it."""
+        """Augment a clip's log-mel [M, F] by the seed `key`; returns it and its encoder frames."""
         assert self.augment is not None
         encoder, dice = self.model.encoder, torch_dice(self.seed, *key)
         if encoder.mode == "padded":
             return augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1])), frames
         changed = augment_mel(mel, self.augment, dice)
-        if changed.shape[1] > 2 * encoder.positions:  # as in `_hear`
+        if changed.shape[1] > 2 * encoder.positions:  # as in `_features`
             return mel, frames
         return changed, encoder.frames(changed.shape[1] * encoder.hop)
 
     def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
-        """Codes [A, F] of the answer: the row's own, or made of its audio."""
+        """Codes [A, F] of the answer: the row's own, or encoded from its audio."""
         if number not in prepared.codes:
             if self.codec is None:
                 raise UserError("its task answers in speech, but the data has no codec; set one")
@@ -273,7 +273,7 @@ class ExampleMaker:
 
 @contextmanager
 def _part(name: str) -> Iterator[None]:
-    """A UserError of the block is about that part of a row."""
+    """Context that names a part of the row in the block's UserErrors."""
     try:
         yield
     except TooLong:

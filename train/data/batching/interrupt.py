@@ -1,8 +1,8 @@
-"""Answers that are cut, as listeners cut them who interrupt: what of them was heard, and so stays in a conversation.
+"""Cuts answers at a random place, as a user who interrupts does: only the part that was played stays in the conversation.
 
-A cut answer is written as the whole layout of what was heard (`omni/layout.py` draws it). Sound is cut at a random frame. Of
-the text stay the words whose middle was heard, as sessions have it, where it is known when each is said (`RowTurn.words`), or
-else as large a part of the tokens as of the frames. What is only written is cut at a random token.
+A cut answer is laid out as a whole answer of that part (`omni/layout.py` draws it). Sound is cut at a random frame. Where
+word times are known (`RowTurn.words`), the text keeps the words whose middle was played, as sessions do; otherwise it keeps the
+same share of its tokens as of the frames. Answers without sound are cut at a random token.
 
 Dimensions: A audio streams, F frames.
 """
@@ -21,7 +21,7 @@ from train.data.rows.row import RowTurn
 
 
 def interrupted(turn: Turn, row: RowTurn, tokenizer: Tokenizer, frame_rate: float, rng: random.Random) -> Turn:
-    """The turn with its answer cut where `rng` says: before its last frame, or its last token where nothing is spoken.
+    """Cut the turn's answer at a place drawn from `rng`: before its last frame, or its last token where it has no sound.
 
     Args:
         row: the same turn as stored.
@@ -40,8 +40,10 @@ def interrupted(turn: Turn, row: RowTurn, tokenizer: Tokenizer, frame_rate: floa
 
 
 def heard(row: RowTurn, seconds: float) -> int | None:
-    """Characters of the answer's text up to the end of the last word whose middle was heard by then; None where the words'
-    times are not known, or are those of other words."""
+    """Number of characters of the answer's text up to the end of the last word whose middle is before `seconds`.
+
+    None where the words' times are not known, or are those of other words.
+    """
     end, said = 0, [word for word in row.words if word.who == "model"]
     for word in said:
         if (word.start + word.end) / 2 > seconds:
@@ -54,5 +56,5 @@ def heard(row: RowTurn, seconds: float) -> int | None:
 
 
 def _tokens(text: Sequence[int], characters: int, tokenizer: Tokenizer) -> int:
-    """The fewest tokens that hold so many characters."""
+    """Smallest number of tokens that hold so many characters."""
     return bisect_left(range(len(text)), characters, key=lambda count: len(tokenizer.decode(text[:count])))

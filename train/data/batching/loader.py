@@ -1,7 +1,7 @@
 """The loader: one step's micro-batches at a time, made by data workers, resumable after any step.
 
-torchdata's `StatefulDataLoader` runs the workers. The state of the data does not stay with it but travels inside each batch,
-so that it can move to another number of processes (a loader's snapshot belongs to one process and its workers).
+torchdata's `StatefulDataLoader` runs the workers. The state of the data is not the loader's but part of each batch, so that it
+can move to another number of processes (a loader's snapshot belongs to one process and its workers).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from omni.errors import UserError
 from omni.process import ENDING
 from train.data.batching.batch import Batch
-from train.data.batching.packer import PackerShard, States, remember, shard_key
+from train.data.batching.packer import PackerShard, States, shard_key, update_states
 from train.data.batching.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """A user's mistake found in a worker: raised again by the loader, without the worker's traceback around it."""
+    """A UserError of a worker: the loader raises it again, without the worker's traceback around it."""
 
     message: str
 
@@ -47,7 +47,7 @@ class _Steps(IterableDataset):
         self.parts = parts
         self.start = start
         self.states = states
-        self.end: Connection | None = None  # has something to read, which nobody reads, once the program ends
+        self.end: Connection | None = None  # becomes readable (and is never read) when the program ends
 
     def __iter__(self) -> Iterator[list[Batch] | _Failure]:
         info = get_worker_info()
@@ -73,7 +73,7 @@ class _Steps(IterableDataset):
 
 
 class StepLoader:
-    """An endless iterator over steps: each item is the list of this process's micro-batches.
+    """Iterates endlessly over steps: each item is the list of this process's micro-batches.
 
     Args:
         pipeline: makes the examples.
@@ -88,11 +88,11 @@ class StepLoader:
     A run keeps the number of parts that it started with (its number of workers), whatever number of workers it has now.
 
     Attributes:
-        states: of this process's packers after the last step handed out; `merge` those of all processes.
+        states: of this process's packers after the last step that was returned; `merge` those of all processes.
         step: number of the next step.
 
     Raises:
-        UserError: while iterating: whatever is wrong with a row, as one line.
+        UserError: while iterating: an error of a row, as one line.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StepLoader:
         self._loader: Any = _data_loader(steps, self.workers, prefetch, torch.cuda.is_available() if pin is None else pin)
         self._iterator: Iterator[list[Batch] | _Failure] | None = None
         if self.workers:
-            # Workers ignore signals, so they are told when the program ends; and before it waits for them, hence the priority.
+            # Workers ignore signals: a pipe tells them of the program's end, before it waits for them, hence the priority.
             steps.end, tell = multiprocessing.Pipe(duplex=False)
             multiprocessing.util.Finalize(self, _end_workers, (steps.end, tell), exitpriority=100)
 
@@ -139,11 +139,11 @@ class StepLoader:
             self.close()
             raise UserError(item.message)
         self.step += 1
-        remember(self.states, item)
+        update_states(self.states, item)
         return item
 
     def close(self) -> None:
-        """End the workers; the loader gives nothing more."""
+        """End the workers; the loader cannot be used afterwards."""
         self._iterator = self._loader = None
 
 
@@ -165,12 +165,12 @@ def _data_loader(steps: _Steps, workers: int, prefetch: int, pin: bool) -> Any:
         return StatefulDataLoader(
             steps,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=_init_worker,
             snapshot_every_n_steps=1 << 30,
         )
 
@@ -181,25 +181,25 @@ def _end_workers(end: Connection, tell: Connection) -> None:
     end.close()
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
-def _begin_worker(_: int) -> None:
-    """A worker uses one thread, leaves signals to the run (which saves first), and ends when the run does, however it ended."""
+def _init_worker(_: int) -> None:
+    """Initialise a worker: one thread, signals left to the run (which saves first), and an end when the run ends in any way."""
     torch.set_num_threads(1)
     for name in (signal.SIGINT, *ENDING):
         signal.signal(name, signal.SIG_IGN)
     info = get_worker_info()
     assert info is not None and isinstance(info.dataset, _Steps) and info.dataset.end is not None
     done = threading.Event()
-    # Not a daemon, which would be torn down with the interpreter: the worker's own end asks it to leave, then waits for it.
-    threading.Thread(target=_follow, args=(os.getppid(), info.dataset.end, done)).start()
+    # Not a daemon, which would be torn down with the interpreter: at its end the worker sets `done`, then waits for the thread.
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(), info.dataset.end, done)).start()
     multiprocessing.util.Finalize(None, done.set, exitpriority=100)
 
 
-def _follow(parent: int, end: Connection, done: threading.Event) -> None:
-    """Ends this process when its parent has ended, or says that it is about to."""
+def _exit_with_parent(parent: int, end: Connection, done: threading.Event) -> None:
+    """End this process when its parent has ended, or announces its end on the pipe."""
     while not done.is_set():
         if end.poll(0.2) or os.getppid() != parent:
             os._exit(0)

@@ -9,10 +9,10 @@ packer of its own over the draws
 and its state is plain data: the next draw and the draws that wait in its buffer. On resume the waiting ones are made again;
 nothing is replayed.
 
-A packer fills rows of a fixed length with whole examples. A row starts with the example that has waited longest and takes, of
-the others in the buffer, those whose lengths fill the rest best: the exact solution of the subset-sum problem, with sets of
-reachable sums as the bits of Python's integers (a microsecond an example). Among equally full choices older examples go first,
-so nothing waits for long and the order stays close to that of the draws.
+A packer fills rows of a fixed length with whole examples. A row starts with the oldest example in the buffer and takes, of the
+others, those whose lengths fill the rest best: the exact solution of the subset-sum problem, with sets of reachable sums as the
+bits of Python's integers (a microsecond an example). Among equally full choices older examples go first, so no example waits
+for long and the order stays close to that of the draws.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from train.data.batching.pipeline import Pipeline
 from train.data.batching.unused import TOO_LONG, Counts, Unused
 
 _CHOICE = 1.25
-"""Columns that wait in a buffer, in rows: with less than a row and a quarter there is little to choose from."""
+"""Least total length of the examples in a buffer, in rows: with less than a row and a quarter there is little choice."""
 
 _GIVE_UP = 10_000
-"""Examples one after another that cannot be used."""
+"""Consecutive unusable draws after which a packer raises an error."""
 
 States = dict[str, dict[str, Any]]
-"""State of every part of every shard, by `shard_key`: JSON and `torch.save(..., weights_only)` can hold it."""
+"""State of every part of every shard, by `shard_key`; plain data, fit for JSON and `torch.save(..., weights_only)`."""
 
 
 def shard_key(shard: int, part: int) -> str:
@@ -63,14 +63,14 @@ class PackerShard:
             self._restore(state)
 
     def batch(self) -> Batch:
-        """The next micro-batch."""
+        """Make the next micro-batch."""
         packing = self.pipeline.packing
         rows = [self._row() for _ in range(packing.rows)]
         model = self.pipeline.maker.model
         return assemble(rows, packing.length, model.layout, model.encoder.n_mels, self.state())
 
     def state(self) -> dict[str, Any]:
-        """Plain data from which `PackerShard(state=...)` goes on."""
+        """State as plain data, from which `PackerShard(state=...)` goes on."""
         waiting = [example.draw for example in self.buffer]
         numbers = {"next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
         return {**self.place, **numbers, "counts": self.counts.plain()}
@@ -119,19 +119,19 @@ class PackerShard:
             self.buffer.append(example)
 
 
-def remember(states: States, batches: Iterable[Batch]) -> None:
-    """Note the states of the packers that made these batches: call it with every step that has been consumed."""
+def update_states(states: States, batches: Iterable[Batch]) -> None:
+    """Update `states` with the packers' states after these batches; to be called with every consumed step."""
     for batch in batches:
         states[shard_key(batch.state["packer_shard"], batch.state["packer_part"])] = batch.state
 
 
 def merge(parts: Sequence[States]) -> States:
-    """The states of all processes as one, to be stored with a checkpoint."""
+    """Merge the states of all processes into one, to be stored in a checkpoint."""
     return {key: state for part in parts for key, state in part.items()}
 
 
 def choose(lengths: Sequence[int], room: int) -> list[int]:
-    """Which examples fill a row of `room` positions best, as ascending indices; the first, oldest one is always among them.
+    """Choose the examples that fill a row of `room` positions best, as ascending indices; the first, oldest is always chosen.
 
     `lengths` are positive and each at most `room`.
     """

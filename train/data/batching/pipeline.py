@@ -1,4 +1,4 @@
-"""From a draw's number to its example: the mixture, the sources, the tasks and the maker under one seed."""
+"""The data pipeline: turns the number of a draw into its example, by mixture, sources, tasks and example maker."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Pipeline:
     """`fetch(n)` is a pure function of (seed, n): any process may call it, in any order, any number of times.
 
     Args:
-        mixture: says which row a draw is.
+        mixture: maps draws to rows.
         tasks: one mixture of tasks for each source.
-        kept: prepared rows to keep, of sources whose rows come back soon.
-        broken: a row that is no good is an `error`, or skipped and counted (`skip`).
+        kept: number of prepared rows to cache, of sources whose rows are drawn again soon.
+        broken: a broken row is an `error`, or skipped and counted (`skip`).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Pipeline:
         self.broken = broken
 
     def fetch(self, number: int) -> Example | Unused:
-        """The example of draw `number`, or why there is none, where such ones are skipped.
+        """Make the example of draw `number`, or the reason why there is none, where such draws are skipped.
 
         Raises:
             UserError: a broken row, or one that no packed row or window can hold; it is named.
@@ -61,7 +61,7 @@ class Pipeline:
         if len(example.columns) <= self.packing.length:
             return example
         raise TooLong(
-            f"{example.where} takes {len(example.columns)} columns as {'+'.join(tasks)}, a packed row holds "
+            f"{example.where} takes {len(example.columns)} time steps as {'+'.join(tasks)}, a packed row holds "
             f"{self.packing.length}: raise packing.length, or set packing.too_long to skip",
             tasks[0],
         )

@@ -1,4 +1,4 @@
-"""What the encoder's alignment head spells: a question's text as ids for the CTC loss, the blank being 0."""
+"""Transcripts for the encoder's alignment head: a question's text as ids for the CTC loss, the blank being 0."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
 
 _TWO_SIGNS = ("tʃ", "dʒ", "eɪ", "aɪ", "oʊ", "aʊ", "ɔɪ")  # noqa: RUF001
 _SOUNDS = {sound: i for i, sound in enumerate((*_TWO_SIGNS, *"pbtdkɡfvθðszʃʒhmnŋlɹjwiɪɛæɑɔʊuʌəɚɜɐᵻɾʔ"), 1)}  # noqa: RUF001
-"""Ids of the sounds of American English as espeak-ng writes them, in phonetic letters. A vowel before r is two sounds."""
+"""Ids of the phonemes of American English in espeak-ng's IPA. A vowel before r is two phonemes."""
 _SOUND = re.compile("|".join(_SOUNDS))
 
 
 class Alignment:
-    """Ids of a transcript.
+    """Spells transcripts as ids.
 
     Args:
         kind: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
             stream's own.
         words: the vocabulary of `words`; a text with another word has no transcript.
         tokenizer: of the text stream, for `tokens`.
-        sounds: spell by the sounds of English as well, each word as espeak-ng reads it alone. Their ids follow the others', in
-            the same list: the objective tells them apart by their size.
+        sounds: spell by the phonemes of English as well, each word as espeak-ng reads it alone. Their ids follow the others',
+            in the same list: the objective distinguishes them by their values, which start at `size`.
 
     Attributes:
         size: number of ids of the first spelling, the blank included: what `model.ctc` must be.
@@ -55,7 +55,7 @@ class Alignment:
         if sounds and kind == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
         if sounds:
-            check_voice("en-us")  # that there is espeak-ng
+            check_voice("en-us")  # raises where espeak-ng is not installed
         self.sound_size = 1 + len(_SOUNDS) if sounds else 0
 
     def ids(self, text: str) -> list[int]:
@@ -63,7 +63,7 @@ class Alignment:
         return [*self._spelt(text), *(self.size + _SOUNDS[sound] for sound in self._heard(text))]
 
     def _heard(self, text: str) -> list[str]:
-        """The sounds of a text; others than those of English are left out."""
+        """Phonemes of a text; those that English does not have are left out."""
         if not self.sound_size:
             return []
         words = re.findall(r"[\w']+", text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))

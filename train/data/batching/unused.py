@@ -1,6 +1,6 @@
-"""Draws that give no example: counted by source, task and reason, with the first of each, and refused where they are too many.
+"""Counts draws that give no example, by source, task and reason, and stops the run where there are too many.
 
-The counts of a packer's draws are plain data and travel with its state, so that a resumed run goes on counting.
+The counts of a packer's draws are plain data and part of its state, so that a resumed run goes on counting.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from omni.errors import UserError
 
 FIRST = 3
-"""Examples that are named of each source, task and reason."""
+"""Number of messages kept for each source, task and reason."""
 
 ENOUGH = 100
-"""Draws of a source for a task from which on their broken share is judged."""
+"""Fewest draws of a source for a task at which the broken share is checked."""
 
 SPREAD = 4.0
-"""Standard deviations by which broken rows may outnumber the limit: so many come by chance."""
+"""Standard deviations by which the number of broken rows may exceed the limit, as chance allows."""
 
 TOO_LONG = "too long"
 
 COLUMNS = ("source", "task", "reason", "rows", "of", "share", "first")
-"""Of the file: `of` are all draws of the source for the task, `share` is rows / of."""
+"""Columns of the file `unused.csv`: `of` are all draws of the source for the task, `share` is rows / of."""
 
 
 class Unusable(UserError):
-    """A row that a task cannot use; `reason` is the same for all rows of a kind, `task` the one that it was drawn for."""
+    """A row that a task cannot use; `reason` is the kind of fault, the same for all such rows, `task` that of the draw."""
 
     def __init__(self, message: str, reason: str, task: str = "") -> None:
         super().__init__(message)
@@ -56,27 +56,27 @@ class Unused:
 
 @dataclass
 class Counts:
-    """Draws by source, and by source and task, and those that were not used by reason: number and the first messages."""
+    """Counts of draws by source, and by source and task; of unused ones by reason, with the first messages."""
 
     sources: dict[str, int] = field(default_factory=dict)
     drawn: dict[tuple[str, str], int] = field(default_factory=dict)
     unused: dict[tuple[str, str, str], tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
     def add(self, source: str, tasks: Iterable[str]) -> None:
-        """A draw of a source for these tasks (of its turns)."""
+        """Count a draw of a source for these tasks (of its turns)."""
         self.sources[source] = self.sources.get(source, 0) + 1
         for task in set(tasks):
             self.drawn[source, task] = self.drawn.get((source, task), 0) + 1
 
     def leave_out(self, one: Unused) -> None:
-        """A draw that is not used."""
+        """Count an unused draw, and keep its message where it is among the first."""
         self.add(one.source, [one.task])
         key = one.source, one.task, one.reason
         count, first = self.unused.get(key, (0, ()))
         self.unused[key] = count + 1, first if len(first) == FIRST else (*first, one.why)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Convert to plain data, fit for JSON."""
         return {
             "sources": [[source, count] for source, count in self.sources.items()],
             "drawn": [[*key, count] for key, count in self.drawn.items()],
@@ -85,7 +85,7 @@ class Counts:
 
     @classmethod
     def joined(cls, several: Iterable[Mapping[str, Any]]) -> Counts:
-        """The sum of plain counts; of the messages, the first in their order. Older ones lack the draws by source."""
+        """Sum plain counts; of the messages, the first in their order. Counts of older versions lack the draws by source."""
         out = cls()
         for one in several:
             for source, count in one.get("sources") or [(source, count) for source, _, count in one.get("drawn", ())]:
@@ -98,11 +98,11 @@ class Counts:
         return out
 
     def total(self, source: str, task: str) -> int:
-        """Draws of a source for a task; all of them where the row could not be read, and its task is "" for that."""
+        """Number of draws of a source for a task; for the task "", of rows that could not be read, all draws of the source."""
         return self.drawn.get((source, task), 0) if task else self.sources.get(source, 0)
 
     def check(self, limit: float) -> None:
-        """Refuse what is broken in more than `limit` of a source's draws for a task, by more than chance (UserError)."""
+        """Stop where the broken share of a source's draws for a task exceeds `limit` by more than chance (UserError)."""
         for source, task in dict.fromkeys((s, t) for s, t, reason in self.unused if reason != TOO_LONG):
             of = self.total(source, task)
             bad = {r: n for (s, t, r), (n, _) in self.unused.items() if (s, t) == (source, task) and r != TOO_LONG}
@@ -114,7 +114,7 @@ class Counts:
                 )
 
     def lines(self) -> dict[tuple[str, str, str], str]:
-        """A line for each source, task and reason, the most frequent first."""
+        """Format a line for each source, task and reason, the most frequent first."""
         out = {}
         for (source, task, reason), (count, first) in sorted(self.unused.items(), key=lambda item: -item[1][0]):
             of = self.total(source, task)
@@ -123,7 +123,7 @@ class Counts:
         return out
 
     def table(self) -> str:
-        """The file: comma-separated values under `COLUMNS`."""
+        """Format the file `unused.csv`: comma-separated values under `COLUMNS`."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(COLUMNS)

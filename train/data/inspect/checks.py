@@ -1,4 +1,4 @@
-"""What is checked of a row by itself."""
+"""Checks of single rows: recordings, codes, texts, word times and speech rates."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.rows.row import Row, RowTurn, Sound
 
 SPEECH_RATES: dict[str, tuple[float, float]] = {"zh": (1.0, 10.0), "yue": (1.0, 10.0), "ja": (1.5, 16.0), "ko": (1.5, 14.0)}
-"""Characters a second that people speak, by language: scripts of syllables and words have few."""
+"""Lowest and highest speech rate in characters a second, by language: lower where a character is a syllable or a word."""
 OTHER_RATES = (3.0, 30.0)
-"""The same for all other languages: English is read at about 15."""
+"""Speech rates of all other languages: English is read at about 15 characters a second."""
 PAUSE_SECONDS = 1.0
-"""A recording may be so much longer than its text takes at the lowest rate: silence around it."""
+"""Seconds by which a recording may exceed its text's duration at the lowest rate: silence around it."""
 MISMATCH = (0.5, 0.1)
-"""Codes and their recording may differ by so many seconds, or this share of its length, whichever is more."""
+"""Seconds, and share of the recording's length, by which codes and their recording may differ: whichever is more."""
 
 WORD_GRACE = 0.25
-"""Seconds by which a word may end behind its recording."""
+"""Seconds by which a word may end after its recording."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where an observation becomes a finding.
+    """Limits beyond which a measurement becomes a finding.
 
     Attributes:
         max_silence: share of silent windows from which a recording is mostly silent.
@@ -47,16 +47,16 @@ class Bounds:
             raise UserError(f"chars_per_second is {list(self.chars_per_second)}; give the lowest rate and the highest, above 0")
 
     def rates(self, language: str) -> tuple[float, float]:
-        """Lowest and highest characters a second of a language."""
+        """Lowest and highest speech rate of a language, in characters a second."""
         if self.chars_per_second is not None:
             return self.chars_per_second
         return SPEECH_RATES.get(language.replace("_", "-").split("-")[0].casefold(), OTHER_RATES)
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Measures of a turn's recordings, None where there is none that can be read; and how long its answer is spoken, by its
-    recording or its codes."""
+class TurnMeasures:
+    """Measures of a turn's recordings, None for a recording that is absent or unreadable; and its answer's seconds, by
+    recording or codes."""
 
     question: Measured | None
     answer: Measured | None
@@ -65,13 +65,13 @@ class Heard:
 
 @dataclass
 class Checked:
-    """What the checks of a row came to.
+    """Results of the checks of a row.
 
     Attributes:
         problems: kind of finding and text.
         audio, texts: digests of the questions' recordings, and of the questions' words.
         pairs: digests of each question and answer in words, where both are there.
-        said: the same, with who says them: the speaker where the question is a recording, or else that recording.
+        said: the same digests, with the speaker where the question is a recording, or else with that recording.
         whole: digest of all texts, sounds and codes; None where a part of it cannot be read.
         turns: measures of each turn.
     """
@@ -82,21 +82,21 @@ class Checked:
     pairs: list[int] = field(default_factory=list)
     said: list[int] = field(default_factory=list)
     whole: int | None = None
-    turns: list[Heard] = field(default_factory=list)
+    turns: list[TurnMeasures] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Sound that was heard."""
+        """Seconds of sound that were measured."""
         return sum(sound.seconds for turn in self.turns for sound in (turn.question, turn.answer) if sound is not None)
 
 
 def characters(text: str) -> int:
-    """Characters of a text that are spoken: all but spaces."""
+    """Number of spoken characters of a text: all but whitespace."""
     return len("".join(text.split()))
 
 
 def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
-    """All checks of a row by itself."""
+    """Run all checks of a single row."""
     checked, parts, readable = Checked(), [row.language.encode()], True
     if row.task and row.task not in TASKS:
         try:
@@ -107,7 +107,7 @@ def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
         found = _Turn(row, turn, bounds, codecs)
         prefix = f"turn {number}: " if len(row.turns) > 1 else ""
         checked.problems += [(kind, prefix + text) for kind, text in found.problems()]
-        checked.turns.append(Heard(found.question, found.answer, found.spoken))
+        checked.turns.append(TurnMeasures(found.question, found.answer, found.spoken))
         if found.question is not None:
             checked.audio.append(found.question.digest)
         if turn.question_text.strip():
@@ -143,15 +143,17 @@ class _Turn:
             return None
 
     def who(self) -> bytes:
-        """Who says it: the same words by several speakers are how speech is collected, and no duplicates. Where nobody is
-        named, each recording is by somebody else; nothing where there is none."""
+        """Speaker as part of a digest: the same words by several speakers are usual in speech data, and no duplicates.
+
+        Where no speaker is named, the recording stands for it, so that each counts as another speaker; empty without one.
+        """
         sound = self.question or self.answer
         if sound is None:
             return b""
         return self.row.speaker.encode() if self.question and self.row.speaker else sound.digest.to_bytes(8, "little")
 
     def parts(self) -> list[bytes]:
-        """What the turn is made of, for a digest."""
+        """All parts of the turn as bytes, for a digest."""
         codes = self.turn.answer_codes
         stored = b"" if codes is None else f"{codes.codec} {codes.order}".encode() + codes.frames.numpy().tobytes()
         sounds = [b"" if sound is None else sound.digest.to_bytes(8, "little") for sound in (self.question, self.answer)]
@@ -205,7 +207,7 @@ class _Turn:
                 yield "codes_length", f"{frames} frames of codes last {lasting:.2f} s, answer_audio {self.answer.seconds:.2f} s"
 
     def _words(self) -> Iterator[tuple[str, str]]:
-        """The first word that is out of place; whoever cut the recording may have rounded its ends."""
+        """Find the first word whose times are wrong; ends may be rounded, by `WORD_GRACE` at most."""
         lengths = {"user": self.question.seconds if self.question else None, "model": self.spoken}
         for number, (text, start, end, who) in enumerate(self.turn.words):
             if who not in lengths:
@@ -232,7 +234,7 @@ class _Turn:
                 yield "odd_text", f"{name} holds the character U+{ord(odd):04X}"
 
     def _rate(self, side: str, text: str, seconds: float | None) -> Iterator[tuple[str, str]]:
-        """A text of c characters takes between c / highest and c / lowest + a pause."""
+        """Check that a text of c characters takes between c / highest and c / lowest + `PAUSE_SECONDS` seconds."""
         count = characters(text)
         if seconds is None or not count:
             return

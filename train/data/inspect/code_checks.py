@@ -1,4 +1,4 @@
-"""A codec whose weights are not at hand, as far as its codes go."""
+"""A stand-in for a codec whose weights are not available: it checks codes, and encodes and decodes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omni.errors import UserError
 
 
 class CodeChecks(AudioCodec):
-    """A codec of which no more is known than its codes."""
+    """A codec of which only name and codebook sizes are known."""
 
     sample_rate = frame_samples = 1
 

@@ -1,4 +1,4 @@
-"""What rows are like, in numbers that stay few however many rows there are.
+"""Collects statistics of rows in memory that does not grow with their number.
 
 Dimensions: A audio streams, F frames.
 """
@@ -27,17 +27,17 @@ from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 
 FIELDS = ("source", "language", "speaker", "task")
-"""Fields of a row by which it is counted."""
+"""Fields of a row by whose values rows are counted."""
 MOST_VALUES = 10_000
-"""So many different values of a field are counted apart; what comes later is `OTHERS`."""
+"""Number of values of a field that are counted separately; rows with further values count as `OTHERS`."""
 OTHERS = "(others)"
 MOST_CODES = 1 << 20
-"""Codes of a stream that are counted where nobody knows how many there are."""
+"""Largest number of codes of a stream that are counted where the codebook's size is not known."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 
 
 class Sample:
-    """Values of a measure: all of them up to `kept`, beyond that an even sample of so many, drawn alike each time."""
+    """Values of a measure: all of them up to `kept`, beyond that a uniform sample of that size, the same in every run."""
 
     def __init__(self, kept: int = 100_000) -> None:
         self.kept, self.count, self.total = kept, 0, 0.0
@@ -46,7 +46,7 @@ class Sample:
         self._dice = random.Random(0)
 
     def add(self, value: float) -> None:
-        """Take another (reservoir sampling, Vitter 1985, algorithm R)."""
+        """Add a value (reservoir sampling, Vitter 1985, algorithm R)."""
         self.count += 1
         self.total += value
         self.least, self.most = min(self.least, value), max(self.most, value)
@@ -57,11 +57,11 @@ class Sample:
 
     @property
     def values(self) -> np.ndarray:
-        """The values that are kept."""
+        """The values in the sample."""
         return np.frombuffer(self._values, np.float32)
 
     def summary(self) -> dict[str, float]:
-        """Count, mean, extremes and percentiles."""
+        """Compute count, mean, extremes and percentiles."""
         at = np.percentile(self.values, PERCENTS)
         percentiles = {f"p{percent}": float(value) for percent, value in zip(PERCENTS, at, strict=True)}
         return {"count": self.count, "mean": self.total / self.count, "min": self.least, **percentiles, "max": self.most}
@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """Rows of one value of a field."""
+    """Counts of the rows with one value of a field."""
 
     rows: int = 0
     turns: int = 0
@@ -85,7 +85,7 @@ class Group:
 
 @dataclass
 class StreamUse:
-    """How the codes of a stream are used, from how often each occurs: `counts` [codes]."""
+    """Usage of a stream's codebook, from the number of times each code occurs: `counts` [codes]."""
 
     counts: np.ndarray
 
@@ -97,24 +97,24 @@ class StreamUse:
 
     @property
     def entropy(self) -> float:
-        """Bits a code carries by its frequency alone: -sum p log2 p, at most log2 of the number of codes."""
+        """Entropy of the codes in bits: -sum p log2 p, at most log2 of the number of codes."""
         return float(-(self.shares * np.log2(self.shares)).sum()) + 0.0
 
     @property
     def used(self) -> float:
-        """Share of the codebook that occurs."""
+        """Share of the codebook's codes that occur."""
         return float((self.counts > 0).mean())
 
 
 @dataclass
 class Collected:
-    """Everything that is counted.
+    """Statistics of rows.
 
     Attributes:
-        groups: by field, by value.
-        samples: measures by name.
+        groups: counts of rows by field, by value.
+        samples: samples of measures by name.
         codes: by codec, counts [codes] of each stream in the model's order.
-        noted: how many rows or turns had something that kept them from being measured.
+        noted: numbers of rows or turns that could not be measured, by reason.
     """
 
     all: Group = field(default_factory=Group)
@@ -124,16 +124,16 @@ class Collected:
     noted: Counter[str] = field(default_factory=Counter)
 
     def use(self, codec: str) -> list[StreamUse]:
-        """How a codec's streams are used."""
+        """Codebook usage of each of a codec's streams."""
         return [StreamUse(counts) for counts in self.codes[codec]]
 
 
 class Collector:
-    """Counts rows, reading no more of their recordings than the headers.
+    """Collects statistics of rows, reading only the headers of their recordings.
 
     Args:
         target: the model whose tokens and columns are counted, None for neither.
-        tasks: what its columns are counted for; a row that names its own task is counted for that alone.
+        tasks: tasks for which its columns are counted; a row that names its own task is counted for that alone.
     """
 
     def __init__(self, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = ()) -> None:
@@ -141,7 +141,7 @@ class Collector:
         self.done = Collected()
 
     def add(self, row: Row) -> None:
-        """Count another row."""
+        """Count a row."""
         mine = Group(rows=1, turns=len(row.turns))
         self._note("turns a row", len(row.turns))
         lengths = []
@@ -229,7 +229,7 @@ class Collector:
         return len(system_message(self.target.config.layout, read_system(row.system, self.target.tokenizer)))
 
     def _turn_columns(self, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
-        """Columns that `train.data.batching.examples` would make of a turn."""
+        """Number of columns that `train.data.batching.examples` would make of a turn."""
         assert self.target is not None
         config, tokenizer = self.target.config, self.target.tokenizer
         features = 0
@@ -256,7 +256,7 @@ class Collector:
         try:
             clips = encoder.clips(math.ceil(seconds * SAMPLE_RATE - 1e-6))
         except UserError as error:
-            raise _NotCounted("a question is longer than the encoder hears") from error
+            raise _NotCounted("a question is longer than the encoder takes") from error
         return (encoder.frames(clip) for clip in clips)
 
     def _frames(self, turn: RowTurn, spoken: float | None) -> int:
@@ -273,4 +273,4 @@ class Collector:
 
 
 class _NotCounted(Exception):
-    """Why a row has no number of columns."""
+    """Raised where a row's columns cannot be counted; the message is the reason."""

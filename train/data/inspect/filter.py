@@ -1,4 +1,4 @@
-"""Rows that rules allow, kept, and why the others are dropped."""
+"""Filters rows by rules: writes the kept ones to shards, and a log of why the others were dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.data.inspect.display import display_of, make_folder, watched
 from train.data.inspect.findings import KINDS
 from train.data.inspect.measures import BadSound, load, stored_bytes
 from train.data.inspect.rules import Rules, WerRule, broken_rules
-from train.data.inspect.scan import FoundRow, Lost, Scan
+from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.prepare.report import REPORT
 from train.data.prepare.rows import PrepareTally
@@ -37,8 +37,8 @@ UNREADABLE = "unreadable"
 Reason = tuple[str, str]
 
 
-class Judge:
-    """Decides row by row, and remembers the rows that were kept.
+class RowFilter:
+    """Decides row by row whether it is kept, and stores digests of the kept rows to find duplicates.
 
     Args:
         asr: for the rule `max_wer`.
@@ -49,7 +49,7 @@ class Judge:
         self._kept: dict[str, set[int]] = {name: set() for name in rules.drop_duplicates}
 
     def reasons(self, row: Row) -> tuple[list[Reason], Checked]:
-        """Why a row is dropped, by name of the rule; none where it is kept. UserError where an answer cannot be decoded."""
+        """Reasons to drop a row, by name of the rule; none where it is kept. UserError where an answer cannot be decoded."""
         checked = check_row(row, Bounds(), self.codecs)
         reasons = [problem for problem in checked.problems if self.rules.drop_errors and KINDS[problem[0]].severity == "error"]
         reasons += broken_rules(self.rules, row, checked)
@@ -84,7 +84,7 @@ class Judge:
                     raise UserError(f"{row.where}: {error}") from error
                 if audio is None:
                     continue
-                heard = self.asr.hear(audio, row.language)
+                heard = self.asr.transcribe(audio, row.language)
                 rate = error_rate(text, heard, row.language)
                 if rate > most:
                     said = f"word error rate {percent(rate)}, the most is {100 * most:g} %"
@@ -92,7 +92,7 @@ class Judge:
         return out
 
     def _audio(self, row: Row, number: int, side: str) -> Any:
-        """A side's sound [S] at 16 kHz, from its recording or its codes; None where it has neither."""
+        """Load a side's sound [S] at 16 kHz, from its recording or its codes; None where it has neither."""
         turn = row.turns[number]
         sound: Sound | None = getattr(turn, f"{side}_audio")
         try:
@@ -103,13 +103,14 @@ class Judge:
                 decoded = codec.decode(self.codecs.streams(turn.answer_codes)).cpu()
                 return resample(decoded, codec.sample_rate, SAMPLE_RATE)
         except (BadSound, BadCodes):
-            return None  # kept in spite of it, by drop_errors: false
+            return None  # an unreadable recording in a row that drop_errors: false keeps
         return None
 
 
-def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progress: Kind = "off") -> dict[str, Any]:
-    """Write the rows that are kept to Parquet shards in the folder `out`, in their order; recordings that are references are
-    stored with their rows. Returns the report.
+def filter_rows(data: Path, out: Path, judge: RowFilter, shard_mb: int = 256, progress: Kind = "off") -> dict[str, Any]:
+    """Write the kept rows, in their order, to Parquet shards in the folder `out`; returns the report.
+
+    Recordings that are references are embedded in their rows.
 
     Raises:
         UserError: no such data, `out` is there already, the working folder, or being made by another process, no row is kept,
@@ -122,7 +123,7 @@ def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progre
     make_folder(out.parent)
     work = out.with_name(f"{out.name}.filtering")
     with locked(work):
-        for left in work.iterdir():  # by a process that was killed
+        for left in work.iterdir():  # left by a process that was killed
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
@@ -137,7 +138,7 @@ def filter_rows(data: Path, out: Path, judge: Judge, shard_mb: int = 256, progre
 
 
 def _place(out: Path) -> Path:
-    """Where the finished folder goes: at the end of links. UserError where it would replace the folder we are in."""
+    """Path of the finished folder, links resolved; UserError where it would replace the working folder."""
     refuse_remote(out, "output", write=True)
     place = Path(os.path.realpath(out))
     if place == Path.cwd():
@@ -145,7 +146,7 @@ def _place(out: Path) -> Path:
     return place
 
 
-def _fill(scan: Scan, work: Path, judge: Judge, shard_mb: int, progress: Kind) -> dict[str, Any]:
+def _fill(scan: Scan, work: Path, judge: RowFilter, shard_mb: int, progress: Kind) -> dict[str, Any]:
     shards, counts, dropped = ShardWriter(work, shard_mb << 20), Counter[str](), 0
     writer = _Writer(shards)
     display = display_of(progress, scan)
@@ -155,7 +156,7 @@ def _fill(scan: Scan, work: Path, judge: Judge, shard_mb: int, progress: Kind) -
                 reasons, plain, checked = _judged(item, judge)
                 writer.take(item, plain, checked)
                 if reasons:
-                    rows = item.count if isinstance(item, Lost) else 1
+                    rows = item.count if isinstance(item, UnreadableRows) else 1
                     counts.update({name: rows for name in dict(reasons)})
                     dropped += rows
                     _log(log, item, reasons)
@@ -181,9 +182,9 @@ def _fill(scan: Scan, work: Path, judge: Judge, shard_mb: int, progress: Kind) -
     return report
 
 
-def _judged(item: FoundRow | Lost, judge: Judge) -> tuple[list[Reason], dict[str, Any] | None, Checked | None]:
-    """Why an item is dropped, or the row to store."""
-    if isinstance(item, Lost) or item.row is None:
+def _judged(item: FoundRow | UnreadableRows, judge: RowFilter) -> tuple[list[Reason], dict[str, Any] | None, Checked | None]:
+    """Reasons to drop an item, or else the row to store; with the results of its checks."""
+    if isinstance(item, UnreadableRows) or item.row is None:
         return [(UNREADABLE, item.why)], None, None
     reasons, checked = judge.reasons(item.row)
     if reasons:
@@ -195,7 +196,7 @@ def _judged(item: FoundRow | Lost, judge: Judge) -> tuple[list[Reason], dict[str
 
 
 def _embedded(item: FoundRow) -> dict[str, Any]:
-    """A row as stored, its references replaced by what they lead to: they lead nowhere from another folder."""
+    """The row as stored, with its references replaced by the files' bytes: from another folder they would not resolve."""
     assert item.row is not None
     for stored, turn in zip(item.plain["turns"], item.row.turns, strict=True):
         for name in ("question_audio", "answer_audio"):
@@ -205,18 +206,18 @@ def _embedded(item: FoundRow) -> dict[str, Any]:
     return item.plain
 
 
-def _log(log: TextIO, item: FoundRow | Lost, reasons: list[Reason]) -> None:
+def _log(log: TextIO, item: FoundRow | UnreadableRows, reasons: list[Reason]) -> None:
     line = {
         "row": item.index,
         "where": item.where,
-        **({"count": item.count} if isinstance(item, Lost) else {"id": item.plain.get("id", "")}),
+        **({"count": item.count} if isinstance(item, UnreadableRows) else {"id": item.plain.get("id", "")}),
         "reasons": [{"rule": name, "text": text} for name, text in reasons],
     }
     log.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 class _Writer:
-    """Hands rows to the shards, a block at a time."""
+    """Passes rows to the shards in blocks."""
 
     def __init__(self, shards: ShardWriter) -> None:
         self.shards = shards
@@ -228,9 +229,9 @@ class _Writer:
         self._plain: list[dict[str, Any]] = []
         self._tally = PrepareTally()
 
-    def take(self, item: FoundRow | Lost, plain: dict[str, Any] | None, checked: Checked | None) -> None:
-        """The next item, with its row where it is kept."""
-        count = item.count if isinstance(item, Lost) else 1
+    def take(self, item: FoundRow | UnreadableRows, plain: dict[str, Any] | None, checked: Checked | None) -> None:
+        """Add the next item, with its row where it is kept."""
+        count = item.count if isinstance(item, UnreadableRows) else 1
         self._stop += count
         self._tally.items += count
         if plain is not None and checked is not None:
@@ -252,7 +253,7 @@ class _Writer:
         self._begin(self._stop)
 
     def finish(self) -> None:
-        """The rest."""
+        """Write the last block, and finish the shards."""
         if self._stop > self._start:
             self._flush()
         self.shards.finish()

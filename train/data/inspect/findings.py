@@ -1,4 +1,4 @@
-"""What can be wrong with rows, and the list of what is."""
+"""Kinds of findings in rows, and a collection of the findings that were made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class FindingKind:
-    """A kind of finding: an error makes the data unfit, a warning is for people to look at."""
+    """A kind of finding: an error makes the data unfit for training, a warning asks for a look at it."""
 
     severity: Severity
     what: str
@@ -48,7 +48,7 @@ KINDS: dict[str, FindingKind] = {
     "leaked_text": FindingKind("warning", "a question in words that is in the other data too"),
     "leaked_speaker": FindingKind("warning", "a speaker who is in the other data too"),
 }
-"""All kinds by name."""
+"""Kinds of findings by name."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Findings:
     """Counts of findings by kind, and the first few of each.
 
     Args:
-        examples: how many of a kind are kept.
-        stream: where each one goes as a line of JSON, None for nowhere.
+        examples: number of findings of each kind that are kept.
+        stream: gets each finding as a line of JSON; None for none.
     """
 
     examples: int = 5
@@ -66,7 +66,7 @@ class Findings:
     shown: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def add(self, kind: str, where: str, text: str, count: int = 1) -> None:
-        """Note a finding, which may stand for several rows."""
+        """Add a finding, which counts for `count` rows."""
         severity = KINDS[kind].severity
         self.counts[kind] += count
         kept = self.shown.setdefault(kind, [])
@@ -77,15 +77,15 @@ class Findings:
             self.stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def of(self, severity: Severity) -> int:
-        """How many there are of a severity."""
+        """Number of findings of a severity."""
         return sum(count for kind, count in self.counts.items() if KINDS[kind].severity == severity)
 
     def kinds(self) -> Iterator[str]:
-        """The kinds that were found, errors first."""
+        """Kinds with findings, errors first."""
         return (name for name in KINDS if self.counts[name])
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in a report."""
+        """Convert to plain data, for a report."""
         return {
             name: {
                 "severity": KINDS[name].severity,

@@ -1,4 +1,4 @@
-"""One row as sound, and as a model would be shown it."""
+"""Writes one row as sound files, and draws it as the columns that a model would get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.display import make_folder
 from train.data.inspect.measures import BadSound, load, measure
-from train.data.inspect.scan import Lost, Scan, one_line
+from train.data.inspect.scan import Scan, UnreadableRows, one_line
 from train.data.inspect.target import Target
 from train.data.prepare.codecs import BadCodes, Codecs
 from train.data.rows.row import Row, Sound
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
 
 USUAL = ("A1A2", "T1A2", "A1T2", "T1T2", "A1T1", "T1A1")
-"""Tasks as they are tried where none is named: the first that the row has all parts for."""
+"""Tasks that are tried, in this order, where none is named: the first that the row has all parts for is used."""
 
 
 def own_folder(data: Path, row: str) -> Path:
-    """The folder of a row for which none is named, such as `listen-mine-17`."""
+    """Default output folder of a row, such as `listen-mine-17`."""
     path = data.resolve()
     words = (path.name if path.is_dir() else path.stem, row.replace(".parquet", ""))
     return Path("-".join(["listen", *(re.sub(r"[^\w.]+", "-", word).strip("-.")[:80] for word in words)]))
 
 
 def find_row(scan: Scan, name: str) -> Row:
-    """The row of that number, place (`rows-00000.parquet:7`) or id. UserError where there is none, or it cannot be read."""
+    """Find a row by number, place (`rows-00000.parquet:7`) or id. UserError where there is none, or it cannot be read."""
     file, colon, number = name.rpartition(":")
     if name.isdigit():
         index = int(name)
@@ -43,7 +43,7 @@ def find_row(scan: Scan, name: str) -> Row:
         index = scan.index(Path(file).name, int(number))
     else:
         for item in scan:
-            if not isinstance(item, Lost) and item.row is not None and item.row.id == name:
+            if not isinstance(item, UnreadableRows) and item.row is not None and item.row.id == name:
                 return item.row
         raise UserError(f"data {scan.path} has no row with the id {name!r}; a number from 0 to {len(scan) - 1} names one too")
     found = scan.at(index)
@@ -56,7 +56,7 @@ def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> l
     """Write the sounds of every turn as `question-0.wav`, `answer-0.wav` and, decoded, `answer-0-codes.wav`.
 
     Returns:
-        A line for each text, and each sound that is there, written or not.
+        A line for each text, and for each sound that the row has, written or not.
 
     Raises:
         UserError: a file of another sound is there, and it is not to be replaced.
@@ -86,7 +86,7 @@ def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> l
 
 
 def _written(file: Path, samples: Tensor, rate: int, overwrite: bool) -> Path:
-    """A WAV file of samples [S]; one that is the same already is left as it is."""
+    """Write samples [S] to a WAV file; one with the same samples is left as it is."""
     make_folder(file.parent)
     if file.exists() and not overwrite:
         with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,8 @@ def _recording(sound: Sound, file: Path, overwrite: bool) -> str:
 
 
 def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, columns: int = 24) -> str:
-    """The row's prompt and targets as text. UserError where it lacks what the task needs, or a codec is not at hand."""
+    """Draw the row's prompt and targets as text; UserError where it lacks a part that the task needs, or needs a codec that
+    is not available."""
     from train.data.batching.draw import draw_columns
     from train.data.batching.examples import ExampleMaker, Prepared
 
@@ -121,10 +122,10 @@ def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, colu
         example = maker.make(0, Prepared(row), [chosen.name] * len(row.turns))
     except UserError:
         raise
-    except (ValueError, OSError) as error:  # a path that is none
+    except (ValueError, OSError) as error:  # the recording's path is not valid
         raise UserError(f"{row.where} cannot be drawn, its recording has no such path: {one_line(error)[:200]}") from error
     heard = sum(-(-clip.frames // target.config.projector.stack) for clip in example.clips)
-    title = f"as {chosen.name}: {len(example.columns)} columns, {heard} of them heard"
+    title = f"as {chosen.name}: {len(example.columns)} time steps, {heard} of them with features"
     context = target.config.decoder.context
     if len(example.columns) > context:
         title += f", more than the decoder's context of {context}"
@@ -141,7 +142,7 @@ def _task(row: Row, name: str | None) -> Task:
 
 
 def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:
-    """The model's codec; where its weights are not at hand, something that checks codes and makes none."""
+    """The model's codec; a `CodeChecks`, which makes no codes, where its weights are not available."""
     from train.data.inspect.code_checks import CodeChecks
 
     name = target.config.codec

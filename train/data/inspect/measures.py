@@ -1,4 +1,4 @@
-"""What a recording is like: how long, how silent, how clipped, and a digest that is the same for the same samples.
+"""Measures recordings: duration, silence, clipping, and a digest of the samples; finds equal digests.
 
 Dimensions: S samples.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 SILENT_DB = -50.0
 """A window whose root mean square is below this, relative to full scale, is silent."""
 WINDOW_SECONDS = 0.02
-"""Length of these windows."""
+"""Length of the windows of which the silent ones are counted."""
 CLIPPED_LEVEL, CLIPPED_RUN = 0.995, 3
-"""So many samples in a row on one side beyond this share of full scale are clipped; a peak that only touches it is not."""
+"""Share of full scale, and the number of consecutive samples beyond it, on one side, that are clipping; fewer are a peak."""
 
 
 class BadSound(UserError):
-    """A recording that cannot be heard; `kind` says why: `escaping_reference`, `missing_reference` or `broken_sound`."""
+    """A recording that cannot be read; `kind` is `escaping_reference`, `missing_reference` or `broken_sound`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -68,7 +68,7 @@ def measure(sound: Sound) -> Measured:
 
 
 def load(sound: Sound, sample_rate: int = 0) -> tuple[Tensor, int]:
-    """Samples [S] and their rate, which is the recording's own where none is asked for; `BadSound` where it cannot be read."""
+    """Load samples [S] and their rate: `sample_rate`, or the recording's own for 0; `BadSound` where it cannot be read."""
     if sound.samples is not None:
         return sound.load(sample_rate or sound.sample_rate), sample_rate or sound.sample_rate
     source = _source(sound)
@@ -80,7 +80,7 @@ def load(sound: Sound, sample_rate: int = 0) -> tuple[Tensor, int]:
 
 
 def head(sound: Sound) -> AudioInfo:
-    """What the recording's header says, without decoding it; `BadSound` where it cannot be read."""
+    """Read the recording's header, without decoding the sound; `BadSound` where it cannot be read."""
     if sound.samples is not None:
         return AudioInfo(sound.sample_rate, len(sound.samples), 1, "samples")
     try:
@@ -93,7 +93,7 @@ def head(sound: Sound) -> AudioInfo:
 
 
 def stored_bytes(sound: Sound) -> bytes:
-    """The recording's file as bytes; `BadSound` where a reference leads nowhere."""
+    """Read the recording's file as bytes; `BadSound` where a reference does not resolve."""
     source = _source(sound)
     if isinstance(source, bytes):
         return source
@@ -149,14 +149,14 @@ def clipped_share(samples: Tensor) -> float:
         return 0.0
     clipped = torch.zeros(len(samples), dtype=torch.bool)
     for side in (samples >= CLIPPED_LEVEL, samples <= -CLIPPED_LEVEL):
-        runs = side.unfold(0, CLIPPED_RUN, 1).all(1)  # whether a run starts here
+        runs = side.unfold(0, CLIPPED_RUN, 1).all(1)  # true where a run starts
         for offset in range(CLIPPED_RUN):
             clipped[offset : offset + len(runs)] |= runs
     return float(clipped.float().mean())
 
 
 def digest(*parts: bytes) -> int:
-    """64 bits that stand for some bytes: among ten million different ones, two agree with a chance of three in a million."""
+    """Hash bytes to 64 bits: among ten million different inputs, the probability that any two agree is three in a million."""
     state = blake2b(digest_size=8)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -165,19 +165,19 @@ def digest(*parts: bytes) -> int:
 
 
 def text_digest(*texts: str) -> int:
-    """The same of texts, whatever their case and spacing."""
+    """Hash texts to 64 bits, regardless of case and whitespace."""
     return digest(*(" ".join(text.casefold().split()).encode() for text in texts))
 
 
 class Digests:
-    """64-bit digests, each with the number of the row it is of."""
+    """64-bit digests, each with the number of its row."""
 
     def __init__(self) -> None:
         self._values = array("Q")
         self._rows = array("Q")
 
     def add(self, value: int, row: int) -> None:
-        """Take another; rows come in their order."""
+        """Add a digest; rows must come in ascending order."""
         self._values.append(value)
         self._rows.append(row)
 
@@ -185,7 +185,7 @@ class Digests:
         return len(self._values)
 
     def repeats(self) -> Iterator[tuple[int, int]]:
-        """Rows with a digest that an earlier row has, and the first such row; in order."""
+        """Iterate, in order, over rows with a digest of an earlier row, with the first such row."""
         import numpy as np
 
         values, rows = self._arrays()
@@ -198,7 +198,7 @@ class Digests:
         yield from sorted(zip(rows[again].tolist(), leaders[again].tolist(), strict=True))
 
     def shared(self, other: Digests) -> Iterator[tuple[int, int]]:
-        """Rows with a digest that `other` has, and the first row there; in order."""
+        """Iterate, in order, over rows with a digest that `other` has too, with the first such row there."""
         import numpy as np
 
         theirs, their_rows = other._arrays()

@@ -1,4 +1,4 @@
-"""Pictures of what rows are like."""
+"""Charts of the statistics of rows: histograms of durations and lengths, and codebook usage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PANELS = {
     "texts.png": (("question characters", "answer characters", "question tokens", "answer tokens"), "length", "turns"),
     "rates.png": (("question characters a second", "answer characters a second"), "characters a second", "turns"),
 }
-"""File to the measures it shows, one panel each where there are any, and the names of its axes."""
+"""Charts by file name: the measures, one panel each where there are any, and the labels of the axes."""
 
 
 def draw_all(collected: Collected, folder: Path, context: int = 0) -> list[Path]:
-    """Draw whatever there is to draw into `folder`; `context` is the model's, drawn beside its columns."""
+    """Draw all charts that have data into `folder`; `context` is the model's, marked in the chart of columns."""
     files = []
     for name, (measures, x, y) in PANELS.items():
         present = [measure for measure in measures if measure in collected.samples]
@@ -30,7 +30,7 @@ def draw_all(collected: Collected, folder: Path, context: int = 0) -> list[Path]
             files.append(_histograms(folder / name, collected, present, x, y))
     columns = [name for name in collected.samples if name.startswith("columns ")]
     if columns:
-        files.append(_histograms(folder / "columns.png", collected, columns, "columns of an example", "rows", context))
+        files.append(_histograms(folder / "columns.png", collected, columns, "time steps of an example", "rows", context))
     files += [_codes(folder / f"codes-{codec}.png", codec, collected.use(codec)) for codec in collected.codes]
     return files
 
@@ -42,11 +42,11 @@ def _histograms(file: Path, collected: Collected, names: Sequence[str], x: str, 
         whole = all(bool((sample.values == np.round(sample.values)).all()) for sample in samples)
         edges = _edges(top, whole)
         for i, (axis, name, sample) in enumerate(zip(axes[:, 0], names, samples, strict=True)):
-            shown = np.clip(sample.values, None, edges[-1])  # what lies beyond is counted in the last bar
+            shown = np.clip(sample.values, None, edges[-1])  # larger values count in the last bar
             axis.hist(shown, edges, color=COLORS[i % len(COLORS)], weights=np.full(len(shown), sample.count / len(shown)))
             middle = float(np.median(sample.values))
             axis.axvline(middle, color=INK, linewidth=1, linestyle="--")
-            beyond = int((sample.values > edges[-1] * (1 + 1e-6)).sum())  # kept in single precision
+            beyond = int((sample.values > edges[-1] * (1 + 1e-6)).sum())  # with tolerance: values are in single precision
             rest = f", the last bar holds {beyond} beyond it up to {sample.most:.4g}" if beyond else ""
             axis.set_title(f"{name}: {sample.count}, median {middle:.4g}{rest}", fontsize=10, loc="left")
             axis.set_ylabel(y)
@@ -58,13 +58,13 @@ def _histograms(file: Path, collected: Collected, names: Sequence[str], x: str, 
 
 
 def _top(sample: Sample) -> float:
-    """Where the axis ends: at the largest value, unless a few lie far out."""
+    """End of the axis: the largest value, or the 99.5th percentile where the largest is more than 1.5 times that."""
     usual = float(np.percentile(sample.values, 99.5))
     return sample.most if sample.most <= 1.5 * usual else usual
 
 
 def _edges(top: float, whole: bool) -> np.ndarray:
-    """Edges of about fifty bars from 0 to `top`; of whole numbers, each bar holds as many of them."""
+    """Edges of about fifty bars from 0 to `top`; for whole numbers, every bar covers equally many of them."""
     if not whole:
         return np.linspace(0, top, 51)
     step = max(1, math.ceil((top + 1) / 50))
@@ -72,7 +72,7 @@ def _edges(top: float, whole: bool) -> np.ndarray:
 
 
 def _codes(file: Path, codec: str, streams: Sequence[StreamUse]) -> Path:
-    """How often the codes of each stream occur, and how much that leaves them to say."""
+    """Draw the frequencies of each stream's codes, and their entropy."""
     with _figure(file, 1, 2, (10, 3.8)) as axes:
         left, right = axes[0]
         for i, use in enumerate(streams):
@@ -100,7 +100,7 @@ def _codes(file: Path, codec: str, streams: Sequence[StreamUse]) -> Path:
 
 @contextmanager
 def _figure(file: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes [rows, columns] of a picture, which is written at the end under another name and renamed."""
+    """Context with the axes [rows, columns] of a chart, which is written at the end under another name and renamed."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed

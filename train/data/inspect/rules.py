@@ -1,4 +1,4 @@
-"""Which rows are kept: rules in a YAML file, and what they say of a row."""
+"""Rules of `data filter`: read from a YAML file, and applied to rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import yaml
 
 from omni.config import from_dict
 from omni.errors import UserError
-from train.data.inspect.checks import Checked, Heard, characters
+from train.data.inspect.checks import Checked, TurnMeasures, characters
 from train.data.rows.row import Row, RowTurn
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds that belong to what is allowed; null for none."""
+    """Lowest and highest allowed value, both included; null for none."""
 
     min: float | None = None
     max: float | None = None
@@ -27,7 +27,7 @@ class Range:
             raise UserError(f"a rule asks for at least {self.min:g} and at most {self.max:g}: nothing is both")
 
     def outside(self, value: float) -> str:
-        """Why a value is not allowed; empty where it is."""
+        """The reason why a value is not allowed; empty where it is."""
         if self.min is not None and value < self.min:
             return f"is {value:.4g}, the least is {self.min:g}"
         if self.max is not None and value > self.max:
@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True)
 class WerRule:
-    """Highest word error rate of a side's recording against its text; null to leave the side alone."""
+    """Highest word error rate of each side's recording against its text; null for no limit."""
 
     question: float | None = None
     answer: float | None = None
@@ -45,22 +45,22 @@ class WerRule:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules; a row that breaks one of them is dropped. A turn is only held to what it has: see `require`.
+    """Rules of a filter; a row that breaks one of them is dropped. Rules apply to the parts that a turn has: see `require`.
 
     Attributes:
-        turns: how many a row has.
+        turns: number of turns of a row.
         question_seconds, answer_seconds: length of the recordings (of an answer with codes only: of its frames).
         question_chars, answer_chars: characters of the texts, without spaces.
         chars_per_second: the same over the seconds, of each side.
         silence_share: share of silent windows of each recording.
         clipping: share of clipped samples of each recording.
-        languages, sources, speakers, tasks: what a row's field must be; null for anything.
+        languages, sources, speakers, tasks: allowed values of a row's field; null for any.
         without_speakers: speakers who are left out.
-        require: what every turn must have.
+        require: parts that every turn must have.
         drop_errors: drop what `data validate` calls an error of the row: broken sound, codes out of range, no fitting task.
         drop_duplicates: drop rows that equal an earlier row that is kept: as a whole (`row`), in a question's recording
             (`question_audio`) or in all words of a question and its answer (`text`).
-        max_wer: of what a Whisper hears; asked last, of rows that all other rules keep.
+        max_wer: highest word error rate of a Whisper's transcript; checked last, on rows that all other rules keep.
     """
 
     turns: Range | None = None
@@ -83,7 +83,7 @@ class Rules:
 
 
 def read_rules(file: Path) -> Rules:
-    """Rules of a YAML file; UserError for an unknown key (naming the closest), or a value of another type."""
+    """Read rules from a YAML file; UserError for an unknown key (naming the closest), or a value of another type."""
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -103,7 +103,7 @@ _FIELDS = {"languages": "language", "sources": "source", "speakers": "speaker", 
 
 
 def broken_rules(rules: Rules, row: Row, checked: Checked) -> Iterator[tuple[str, str]]:
-    """Name and reason of each rule that a row breaks, but those about other rows and about what is heard."""
+    """Name and reason of each rule that a row breaks, except `drop_duplicates` and `max_wer`, which need more than the row."""
     for name, attribute in _FIELDS.items():
         allowed, value = getattr(rules, name), getattr(row, attribute)
         if allowed is not None and value not in allowed:
@@ -128,8 +128,8 @@ def _has(turn: RowTurn, name: str) -> bool:
     return bool(value.strip()) if isinstance(value, str) else value is not None
 
 
-def _values(turn: RowTurn, heard: Heard) -> Iterator[tuple[str, str, float | None]]:
-    """The rule, the name and the value of all that is measured of a turn; None where it has none."""
+def _values(turn: RowTurn, heard: TurnMeasures) -> Iterator[tuple[str, str, float | None]]:
+    """Iterate over rule, name and value of every measure of a turn; the value is None where the turn has none."""
     asked = heard.question.seconds if heard.question else None
     for side, text, seconds in (("question", turn.question_text, asked), ("answer", turn.answer_text, heard.spoken)):
         count = characters(text)

@@ -1,6 +1,6 @@
-"""Rows of Parquet files in their order, a few at a time, going on behind what is damaged.
+"""Reads the rows of Parquet files in their order, a few at a time, and goes on after damaged parts.
 
-`train.data.rows.parquet.StoredRows` refuses files that are not whole, as training must; here they are what is looked for.
+`train.data.rows.parquet.StoredRows` refuses damaged files, as training must; a scan reports them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class FoundRow:
     """A row that could be read from its file.
 
     Attributes:
-        index: its number in the whole data.
+        index: its number in all files together.
         where: its file, and its number there.
-        plain: what is stored.
-        row: the same, None where it breaks the format.
-        why: in which way.
+        plain: the stored data.
+        row: the row made of them, None where they break the format.
+        why: how they break it.
     """
 
     index: int
@@ -42,14 +42,14 @@ class FoundRow:
 
 
 @dataclass(frozen=True)
-class Lost:
+class UnreadableRows:
     """Rows that could not be read.
 
     Attributes:
         index: number of the first.
-        where: the file, with the row group and rows where it is not all of it.
-        count: how many; 0 where a file does not say.
-        why: in which way.
+        where: the file, with row group and rows where only a part is lost.
+        count: number of rows; 0 where the file does not say.
+        why: the error.
     """
 
     index: int
@@ -63,7 +63,7 @@ class Scan:
 
     Attributes:
         files: the files.
-        folder: where references in rows start.
+        folder: the folder that references in rows are relative to.
 
     Raises:
         UserError: there is nothing at `path`, or no Parquet file in it.
@@ -82,7 +82,7 @@ class Scan:
         self._ends = list(itertools.accumulate(rows for rows, _ in heads))
 
     def __len__(self) -> int:
-        """Rows in all, as the files say."""
+        """Number of all rows, by the files' metadata."""
         return self._ends[-1]
 
     def where(self, index: int) -> str:
@@ -96,24 +96,24 @@ class Scan:
         return self.files[number], index - self._first(number)
 
     def index(self, name: str, row: int) -> int:
-        """Number in the whole data of a row of the file of that name; UserError where it has no such row."""
+        """Number, in all files together, of row `row` of the file `name`; UserError where there is no such row."""
         number = [file.name for file in self.files].index(name)
         count = self._ends[number] - self._first(number)
         if row >= count:
             raise UserError(f"{self.files[number]} has no row {row}: it has {count}, counted from 0")
         return self._first(number) + row
 
-    def __iter__(self) -> Iterator[FoundRow | Lost]:
+    def __iter__(self) -> Iterator[FoundRow | UnreadableRows]:
         return (item for number in range(len(self.files)) for item in self._file(number))
 
     def at(self, index: int) -> FoundRow:
-        """Row `index` alone; UserError where there is none, or it cannot be read."""
+        """Read row `index` alone; UserError where there is none, or it cannot be read."""
         if not 0 <= index < len(self):
             raise UserError(f"data {self.path} has no row {index}: it has {len(self)}, counted from 0")
         number = bisect.bisect_right(self._ends, index)
         for item in self._file(number, only=index - self._first(number)):
-            if item.index <= index < item.index + (item.count if isinstance(item, Lost) else 1):
-                if isinstance(item, Lost):
+            if item.index <= index < item.index + (item.count if isinstance(item, UnreadableRows) else 1):
+                if isinstance(item, UnreadableRows):
                     raise UserError(f"{item.where}: {item.why}")
                 return item
         raise UserError(f"{self.where(index)} is not there: the file has changed while it was read")
@@ -122,7 +122,7 @@ class Scan:
         return self._ends[number - 1] if number else 0
 
     def _head(self, file: Path) -> tuple[int, str]:
-        """How many rows a file has, and what is wrong with it as a whole."""
+        """Number of rows of a file, and the error of the file as a whole, or ""."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -143,16 +143,16 @@ class Scan:
                 )
         return metadata.num_rows, ""
 
-    def _file(self, number: int, only: int | None = None) -> Iterator[FoundRow | Lost]:
-        """The rows of a file; with `only`, of the row group that this row of it stands in."""
+    def _file(self, number: int, only: int | None = None) -> Iterator[FoundRow | UnreadableRows]:
+        """Iterate over the rows of a file; with `only`, over those of that row's row group."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         file, first = self.files[number], self._first(number)
         if self._whys[number]:
-            yield Lost(first, str(file), self._ends[number] - first, self._whys[number])
+            yield UnreadableRows(first, str(file), self._ends[number] - first, self._whys[number])
             return
-        # Page checksums are compared where the file has any; pages are read as they are needed, not a row group at once.
+        # Page checksums are verified where the file has them; pages are read as needed, not a whole row group at once.
         with pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 18) as opened:
             start = 0
             for group in range(opened.num_row_groups):
@@ -169,7 +169,9 @@ class Scan:
                             done += 1
                 except (pa.ArrowException, OSError) as error:
                     lost = f"{file} row group {group}, rows {done} to {end - 1}"
-                    yield Lost(first + done, lost, end - done, f"has damaged pages ({one_line(error)}): prepare it again")
+                    yield UnreadableRows(
+                        first + done, lost, end - done, f"has damaged pages ({one_line(error)}): prepare it again"
+                    )
                 start = end
 
     def _found(self, index: int, where: str, plain: dict[str, Any] | None, why: str) -> FoundRow:
@@ -182,6 +184,6 @@ class Scan:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what an error says, or its kind."""
+    """First line of an error's message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What stored rows are like: counts and lengths, by source, language, speaker and task."""
+"""Statistics of stored rows: counts and lengths, by source, language, speaker and task."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omni.tasks import Task
 from train.console.progress import Kind
 from train.data.inspect.display import display_of, watched
-from train.data.inspect.scan import Lost, Scan
+from train.data.inspect.scan import Scan, UnreadableRows
 from train.data.inspect.target import Target
 from train.data.prepare.codecs import Codecs
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 STATS = "stats.json"
 SHOWN = 12
-"""Values of a field that the tables show."""
+"""Largest number of a field's values that a table shows."""
 
 
 COLUMNS = {"mean": "mean", "min": "min", "p5": "5 %", "p50": "50 %", "p95": "95 %", "max": "max"}
-"""What the table of lengths shows of `Sample.summary`."""
+"""Columns of the table of lengths: keys of `Sample.summary`, and their titles."""
 
 
 def collect(
     scan: Scan, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = (), progress: Kind = "off"
 ) -> Collected:
-    """Count all rows that can be read; the others are noted."""
+    """Collect statistics of all rows that can be read; the others are counted as noted."""
     from train.data.inspect.collect import Collector
 
     collector, display = Collector(codecs, target, tasks), display_of(progress, scan)
     try:
         for item in watched(scan, display):
-            if isinstance(item, Lost):
+            if isinstance(item, UnreadableRows):
                 collector.done.noted["rows that cannot be read"] += item.count
                 collector.done.noted["files or row groups that are damaged"] += 1
             elif item.row is None:
@@ -47,7 +47,7 @@ def collect(
 
 
 def plain(collected: Collected, data: Path) -> dict[str, Any]:
-    """Everything as plain data."""
+    """Convert the statistics to plain data, for a report."""
     return {
         "data": str(data),
         **asdict(collected.all),

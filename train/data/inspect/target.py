@@ -1,4 +1,4 @@
-"""The model that rows are looked at for: its layout, its encoder's frames and its tokenizer, without its weights."""
+"""The model for which rows are inspected: its configuration and tokenizer, without its weights."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from omni.text import Tokenizer
 
 BYTES = 256
-"""Text ids of a model that reads bytes."""
+"""Number of text ids of a model whose tokens are bytes."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A configuration (without alignment head: it takes no columns), and its tokenizer."""
+    """A model's configuration (without the alignment head, which takes no columns), and its tokenizer."""
 
     config: ModelConfig
     tokenizer: Tokenizer
 
 
 def add_options(parser: DataParser) -> None:
-    """The options that name a model."""
+    """Add the options that name a model."""
     parser.add_argument("--model", type=Path, help="the model folder that the rows are for")
     parser.add_argument("--preset", type=str, help="or the preset of the model, such as nano")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of a preset that does not read bytes")
 
 
 def own_codec(chosen: Mapping[str, Any]) -> Path | None:
-    """Where the codec's weights are: the folder that was named, or the one in the model folder; None where there is neither."""
+    """Folder of the codec's weights: the one that was named, or that in the model folder; None where there is neither."""
     folder = chosen["model"]
     if chosen["codec_folder"] is not None or folder is None or not (folder / CODEC).is_dir():
         return chosen["codec_folder"]
@@ -44,7 +44,7 @@ def own_codec(chosen: Mapping[str, Any]) -> Path | None:
 
 
 def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
-    """The model that was named, None where none was; UserError where it cannot be had."""
+    """Load configuration and tokenizer of the named model; None where none is named; UserError where they cannot be read."""
     folder, name, file = chosen["model"], chosen["preset"], chosen["tokenizer"]
     if folder is not None and name is not None:
         raise UserError(f"--model {folder} and --preset {name} are both given: name one")

@@ -1,4 +1,4 @@
-"""What is wrong with stored rows."""
+"""Validates stored rows: single rows, duplicates among them, and overlaps with other splits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEE
 from train.data.inspect.display import display_of, watched
 from train.data.inspect.findings import Findings
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Digests, measure, text_digest
-from train.data.inspect.scan import FoundRow, Lost, Scan
+from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 from train.data.prepare.codecs import Codecs
 from train.data.prepare.report import REPORT
 from train.data.prepare.shards import checksum
@@ -22,7 +22,7 @@ from train.data.rows.row import ROW_VERSION
 
 @dataclass
 class Summary:
-    """What a validation came to: rows that could be read, all rows, hours of sound heard, and what was found."""
+    """Result of a validation: readable rows, all rows, hours of sound measured, and the findings."""
 
     rows: int
     total: int
@@ -32,7 +32,7 @@ class Summary:
 
 @dataclass
 class _Memory:
-    """Digests of all rows."""
+    """Digests of all rows, to find duplicates."""
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
@@ -51,9 +51,9 @@ class _Memory:
 def validate(
     data: Path, against: Sequence[Path], bounds: Bounds, codecs: Codecs, findings: Findings, progress: Kind = "off"
 ) -> Summary:
-    """Check all rows of `data`, by themselves, with each other, and with those of `against`.
+    """Check all rows of `data` singly, against each other, and against those of `against`.
 
-    Memory holds a few rows, and 64 bytes or so for each of them all.
+    Memory holds a few rows, and about 64 bytes for each row.
 
     Raises:
         UserError: there are no such data, or the codec's weights do not fit.
@@ -67,7 +67,7 @@ def validate(
     try:
         _check_sums(scan, findings)
         for item in watched(scan, display):
-            if isinstance(item, Lost):
+            if isinstance(item, UnreadableRows):
                 whole = item.where in {str(file) for file in scan.files}
                 findings.add("unreadable_file" if whole else "damaged_pages", item.where, item.why, max(1, item.count))
             elif item.row is None:
@@ -90,7 +90,7 @@ def validate(
 
 
 def _check_sums(scan: Scan, findings: Findings) -> None:
-    """Files against what their preparation has noted of them, where it has."""
+    """Compare the files' checksums with those in their preparation's report, where there is one."""
     try:
         shards = json.loads((scan.folder / REPORT).read_text(encoding="utf-8"))["shards"]
         noted = {shard["file"]: shard["crc32"] for shard in shards}
@@ -113,12 +113,12 @@ def _duplicates(scan: Scan, memory: _Memory, findings: Findings) -> None:
 
 
 def _leaks(scan: Scan, memory: _Memory, other: Scan, findings: Findings, display: Display) -> None:
-    """What the questions of another split share with these."""
+    """Find questions of another split that these rows have too."""
     audio, texts, speakers = Digests(), Digests(), dict[str, int]()
     for item in watched(other, display):
         if not isinstance(item, FoundRow) or item.row is None:
             where, why = item.where, item.why
-            findings.add("unreadable_file" if isinstance(item, Lost) else "bad_row", where, f"{why} (not compared)")
+            findings.add("unreadable_file" if isinstance(item, UnreadableRows) else "bad_row", where, f"{why} (not compared)")
             continue
         if item.row.speaker:
             speakers.setdefault(item.row.speaker, item.index)
@@ -139,7 +139,7 @@ def _leaks(scan: Scan, memory: _Memory, other: Scan, findings: Findings, display
 
 
 def report(summary: Summary, data: Path, against: Sequence[Path], bounds: Bounds) -> dict[str, object]:
-    """Everything as plain data, the bounds included."""
+    """Convert the result to plain data, the bounds included."""
     return {
         "data": str(data),
         "against": [str(other) for other in against],

@@ -1,4 +1,4 @@
-"""What codes of a codec must be, known without its weights.
+"""Checks stored codes against their codec's shape and range, without its weights where these are not given.
 
 Dimensions: A audio streams, F frames.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodecFacts:
-    """Codes of each stream, and frames a second (None where a frame has no fixed length)."""
+    """Codebook size of each stream, and frames a second (None where a frame has no fixed length)."""
 
     sizes: tuple[int, ...]
     frame_rate: float | None
@@ -33,11 +33,11 @@ KNOWN: dict[str, CodecFacts] = {
     "codec2": CodecFacts((512, 512, 16, 64), 25.0),
     **{f"mimi-{streams}": CodecFacts((2048,) * streams, 12.5) for streams in (16, 32)},
 }
-"""Codecs by name: those that readers know, and those that models speak."""
+"""Codecs by name: those of stored codes that readers know, and those of models."""
 
 
 class BadCodes(ValueError):
-    """Codes that no model could use; `kind` says why: `codes_order`, `codes_shape` or `codes_range`."""
+    """Codes that no model can use; `kind` is `codes_order`, `codes_shape` or `codes_range`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -45,10 +45,10 @@ class BadCodes(ValueError):
 
 
 class Codecs:
-    """Facts of codecs, and the codecs themselves where their weights are given.
+    """Looks up codecs' sizes and rates, and loads the codecs themselves where their weights are given.
 
     Args:
-        folder: weights of the codec that the data is of; None to go by `KNOWN`. Codecs that are not theirs go by it, too.
+        folder: weights of the data's codec; None to use `KNOWN`, which is also used for all other codecs.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -57,20 +57,20 @@ class Codecs:
         self._foreign: dict[str, bool] = {}
 
     def load(self, name: str) -> AudioCodec:
-        """The codec; UserError where it is unknown or its weights do not fit."""
+        """Load a codec; UserError where it is unknown or its weights do not fit."""
         if name not in self._loaded:
             self._loaded[name] = load_codec(name, None if name == "codec2" else self.folder)
         return self._loaded[name]
 
     def facts(self, name: str) -> CodecFacts | None:
-        """Facts of a codec; None for one that is not known. UserError where the weights are of no codec at all."""
+        """Sizes and rate of a codec; None for an unknown one. UserError where the weights are of no codec at all."""
         if self.folder is None or name == "codec2" or self.foreign(name):
             return KNOWN.get(name)
         codec = self.load(name)
         return CodecFacts(tuple(codec.codebook_sizes), codec.frame_rate)
 
     def foreign(self, name: str) -> bool:
-        """Whether a codec can never be loaded here: there is none of that name, or the weights are another's."""
+        """True where a codec can never be loaded here: there is none of that name, or the weights are another codec's."""
         if name not in self._foreign:
             self._foreign[name] = name not in codec_names() or self._of_another(name)
         return self._foreign[name]
@@ -88,14 +88,14 @@ class Codecs:
         return True
 
     def seconds(self, codes: Codes) -> float | None:
-        """How long codes last; None where nobody knows."""
+        """Duration of codes in seconds; None where the codec's rate is not known."""
         facts = self.facts(codes.codec)
         if facts is None or facts.frame_rate is None or codes.frames.ndim != 2:
             return None
         return codes.frames.shape[1] / facts.frame_rate
 
     def streams(self, codes: Codes) -> Tensor:
-        """Frames [A, F] in the model's order of streams; `BadCodes` where they do not fit their codec."""
+        """Check codes, and return their frames [A, F] in the model's order of streams; `BadCodes` where they do not fit."""
         import torch
 
         frames = codes.frames

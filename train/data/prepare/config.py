@@ -1,4 +1,4 @@
-"""What a preparation does, as configuration."""
+"""Configuration of a preparation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PrepareConfig:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Which sides are spoken."""
+        """Sides that are spoken by TTS."""
         return tuple(part.strip() for part in self.speak.split(",") if part.strip())
 
     @property
@@ -83,9 +83,9 @@ class PrepareConfig:
 
     @property
     def processes(self) -> int:
-        """How many processes work, 0 for this one alone."""
+        """Number of worker processes; 0 for this process alone."""
         if self.workers is not None:
             return self.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         most = max(1, cores // self.threads)
-        return most if self.device == "cpu" else min(most, 4)  # each holds a codec on the device
+        return most if self.device == "cpu" else min(most, 4)  # each has a copy of the codec on the device

@@ -1,7 +1,7 @@
-"""Blocks made by several processes, handed out in their order, with no more than a few in memory.
+"""Makes blocks in several processes and returns them in order, with no more than a few in memory.
 
-Each process hears from its own pipe what to do; a pipe whose other end has gone is how a process and its master learn of each
-other's death, so nothing is left running when either is killed.
+Each process gets its work over a pipe of its own. A closed pipe tells a process, or its master, that the other has died, so no
+process is left running when either is killed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from train.data.rows.row import features
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
 
-_AHEAD = 2  # blocks that each process has been told of: the one it makes and the next
-_WINDOW = 4  # blocks for each process that are told of and not handed out yet
+_AHEAD = 2  # blocks assigned to each process at a time: the one in progress and the next
+_WINDOW = 4  # blocks per process that are assigned and not returned yet
 
 
 def make_blocks(
     source: OpenedSource, config: PrepareConfig, starts: range, total: int, tick: Tick, codec: AudioCodec | None = None
 ) -> Generator[PreparedBlock, None, None]:
-    """The blocks that start at `starts` and end before `total`, in this order, made by `config.processes`.
+    """Make the blocks that start at `starts` and end before `total`, in this order, in `config.processes`.
 
-    `codec` is the configuration's; other processes load one of their own.
+    `codec` is the configuration's, for this process; others load one of their own.
 
     Raises:
-        UserError: the codec, a voice or the source cannot be had, or a process was ended from outside.
+        UserError: the codec, a voice or the source cannot be opened, or a process was killed.
     """
     if not starts:
         return
@@ -77,18 +77,18 @@ class _Pool:
             self.workers[ours] = process
 
     def run(self, starts: range, total: int, tick: Tick) -> Iterator[PreparedBlock]:
-        """Hand out in order. What a process is told is small, so telling never waits for one that is busy."""
+        """Assign and return blocks in order. Messages to processes are small, so sending never waits for a busy one."""
         told = given = 0
         busy = dict.fromkeys(self.workers, 0)
         ready: dict[int, PreparedBlock] = {}
         while given < len(starts):
             while told < len(starts) and told - given < _WINDOW * len(busy) and min(busy.values()) < _AHEAD:
                 pipe = min(busy, key=lambda one: busy[one])
-                self._tell(pipe, (starts[told], min(starts[told] + BLOCK, total)))
+                self._send(pipe, (starts[told], min(starts[told] + BLOCK, total)))
                 busy[pipe] += 1
                 told += 1
             for pipe in cast("list[Connection]", wait(list(self.workers))):
-                message = self._hear(pipe)
+                message = self._receive(pipe)
                 if isinstance(message, PreparedBlock):
                     ready[starts.index(message.start)] = message
                     busy[pipe] -= 1
@@ -98,24 +98,24 @@ class _Pool:
                 yield ready.pop(given)
                 given += 1
 
-    def _tell(self, pipe: Connection, block: tuple[int, int]) -> None:
+    def _send(self, pipe: Connection, block: tuple[int, int]) -> None:
         try:
             pipe.send(block)
         except OSError:
-            self._died(pipe)
+            self._raise_dead(pipe)
 
-    def _hear(self, pipe: Connection) -> Any:
+    def _receive(self, pipe: Connection) -> Any:
         try:
             kind, content = pipe.recv()
         except (EOFError, OSError):
-            self._died(pipe)
+            self._raise_dead(pipe)
         if kind == "mistake":
             raise UserError(content)
         if kind == "failure":
             raise RuntimeError(f"a process that prepares failed:\n{content}")
         return content
 
-    def _died(self, pipe: Connection) -> None:
+    def _raise_dead(self, pipe: Connection) -> None:
         process = self.workers[pipe]
         process.join(5)
         code = process.exitcode
@@ -134,7 +134,7 @@ class _Pool:
 
 
 def _work(pipe: Connection, work: bytes) -> None:
-    """A process: makes the blocks that it is told of, until its master is gone."""
+    """Run a worker process: make the assigned blocks until the master closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master ends it
     try:
         maker = BlockMaker(*pickle.loads(work))

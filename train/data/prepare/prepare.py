@@ -1,4 +1,4 @@
-"""A preparation from beginning to end, or from where it was interrupted."""
+"""Runs a preparation from the start, or from where it was interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.pool import make_blocks
 from train.data.prepare.report import REPORT, read_report, write_report
 from train.data.prepare.rows import PrepareTally
-from train.data.prepare.settings import agree, discard, settings_of
+from train.data.prepare.settings import check_settings, discard, settings_of
 from train.data.prepare.shards import ShardWriter, stored
 from train.data.prepare.worker import BLOCK, codec_of
 from train.data.readers import OpenedSource, open_source
@@ -25,8 +25,8 @@ from train.data.tts.voices import make_voice
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
 
-_HOPELESS = 1000
-"""So many items without a single row, and the settings are wrong rather than the data."""
+_MAX_WITHOUT_ROW = 1000
+"""Number of items without a single row after which a preparation stops: the settings must be wrong."""
 
 
 def prepare(
@@ -36,15 +36,14 @@ def prepare(
     progress: Kind = "off",
     opener: Callable[[Path], OpenedSource] | None = None,
 ) -> PrepareTally:
-    """Make the rows of a data set into Parquet shards in the folder `out`, which appears when all is there.
+    """Convert a data set to Parquet shards of rows in the folder `out`, which appears when it is complete.
 
-    What is interrupted goes on at the last finished shard when the same call is made again (what fails before the first leaves
-    nothing), and what is finished is left as it is. Items that make no row are counted and listed in `out`'s `report.json` and
-    `broken.csv`.
+    The same call goes on after an interruption, at the last finished shard (a failure before the first leaves nothing), and
+    leaves a finished output as it is. Items that make no row are counted and listed in `out`'s `report.json` and `broken.csv`.
 
     Args:
         path: file or folder of the data set.
-        opener: opens it, instead of `train.data.readers.open_source`; what it returns must be picklable.
+        opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
 
     Returns:
         Counts of all rows, those of earlier starts included.
@@ -61,7 +60,7 @@ def prepare(
     if _occupied(out):
         return _finished(out, settings)
     work = out.with_name(f"{out.name}.preparing")
-    codec = codec_of(config)  # before any process starts or a folder is made, to find out what is missing
+    codec = codec_of(config)  # loaded before processes start and folders are made, so that errors come first
     for side in config.sides:
         make_voice(config.voice if side == "question" else config.answering)
     try:
@@ -69,10 +68,10 @@ def prepare(
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"output {out} lies in a file: name a folder") from error
     with locked(work):
-        if _occupied(out):  # finished while we waited for nothing
+        if _occupied(out):  # another process has finished it meanwhile
             shutil.rmtree(work)
             return _finished(out, settings)
-        agree(work, settings, finished=False)
+        check_settings(work, settings, finished=False)
         try:
             _fill(work, source, config, codec, progress)
         except BaseException:
@@ -87,7 +86,7 @@ def prepare(
 
 
 def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioCodec | None, progress: Kind) -> None:
-    """Write all shards that are not there yet."""
+    """Write all shards that are not finished yet."""
     total = min(len(source), config.limit or len(source))
     shards = ShardWriter(work, config.shard_mb << 20)
     display = Display(total, shards.next_item, progress)
@@ -102,7 +101,7 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
             rows += block.tally.rows
             if not first_why and block.broken:
                 first_why = f"{block.broken[0].where}: {block.broken[0].why}"
-            if not rows and block.stop >= min(total, _HOPELESS):
+            if not rows and block.stop >= min(total, _MAX_WITHOUT_ROW):
                 raise UserError(f"none of the first {block.stop} items makes a row; the first, {first_why}")
             shards.add(block)
         shards.finish()
@@ -115,7 +114,7 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
 
 
 def _target(path: Path, out: Path) -> Path:
-    """The folder that appears in the end, links followed; UserError where none can appear there."""
+    """Path of the output folder, links resolved; UserError where it cannot be made there."""
     refuse_remote(out, "output", write=True)
     try:
         real = out.resolve()
@@ -123,7 +122,7 @@ def _target(path: Path, out: Path) -> Path:
         raise UserError(f"output {out} is no name that leads to a folder ({error}): name another") from error
     if path.is_dir() and real.is_relative_to(path.resolve()):
         raise UserError(f"output {out} lies in the data {path}, of which it would become a part: name a folder outside")
-    if real.is_dir() and not _occupied(real):  # it is replaced by the folder that has been filled beside it
+    if real.is_dir() and not _occupied(real):  # an empty folder is replaced by the working folder at the end
         what = "a mount point" if os.path.ismount(real) else "the folder that this runs in"
         if os.path.ismount(real) or os.path.samefile(real, os.curdir):
             raise UserError(f"output {out} is {what}, which cannot be replaced: name a folder in it, such as {out / 'rows'}")
@@ -131,21 +130,21 @@ def _target(path: Path, out: Path) -> Path:
 
 
 def _occupied(out: Path) -> bool:
-    """Whether something stands where the output goes; an empty folder does not count."""
+    """True where the output's path is taken; an empty folder does not count."""
     return out.exists() and not (out.is_dir() and not any(out.iterdir()))
 
 
 def _finished(out: Path, settings: dict[str, Any]) -> PrepareTally:
-    """An output that is whole already."""
+    """Check the settings of an output that is complete already, and return its counts."""
     if not (out / REPORT).is_file():
         raise UserError(f"output {out} exists and is none of this command's: choose another, or remove it")
-    agree(out, settings, finished=True)
+    check_settings(out, settings, finished=True)
     _tidy(out)
     return read_report(out)
 
 
 def _tidy(out: Path) -> None:
-    """Remove what only an unfinished output needs."""
+    """Remove the files that only an unfinished output needs."""
     shutil.rmtree(out / "notes", ignore_errors=True)
     for left in (out / LOCK, *out.glob(".*.part*")):  # the latter of a process that was killed
         left.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a preparation leaves besides the rows: `report.json`, and `broken.csv` with the items that made no row."""
+"""Reports of a preparation: `report.json`, and `broken.csv` with the items that made no row."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MISSING = re.compile(r"' is not there: |No such file or directory|is not in the
 
 
 def reason_of(why: str) -> str:
-    """What kind of fault it is: files that are missing are of one kind, whatever their names."""
+    """Kind of a fault, for counts: missing files are of one kind, whatever their names."""
     return MISSING if _MISSING.search(why) else why
 
 
 def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
-    """Both files, from the notes of the shards; the report is written last.
+    """Write both files, from the notes of the shards; the report is written last.
 
     The report holds no times, so that it depends on the source and the settings alone.
     """
@@ -63,13 +63,13 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
 
 
 def read_report(folder: Path) -> PrepareTally:
-    """The counts of a finished output."""
+    """Read the counts of a finished output."""
     data = read_json(folder / REPORT, AGAIN)
     return PrepareTally.from_plain({name: data[name] for name in PrepareTally().plain()})
 
 
 def summary(tally: PrepareTally, folder: Path) -> str:
-    """A few lines for people."""
+    """Summarise a preparation in a few lines, for the terminal."""
     out = io.StringIO()
     print(f"{tally.rows} rows of {tally.items} items in {folder}", file=out)
     made = [

@@ -1,4 +1,4 @@
-"""One row of a reader to one row as it is stored: missing sides spoken, answers encoded, recordings taken in.
+"""Completes a reader's rows for storage: speaks missing sides, encodes answers, embeds recordings.
 
 Dimensions: S samples, A audio streams, F frames.
 """
@@ -29,8 +29,8 @@ class RowMaker:
     """Completes rows as a configuration says.
 
     Args:
-        codec: that of `config.codec`; None where answers are left as they are.
-        voices: of the sides that are spoken.
+        codec: the codec `config.codec`; None where answers stay as they are.
+        voices: voices by side, for the sides that are spoken.
     """
 
     def __init__(self, config: PrepareConfig, codec: AudioCodec | None, voices: dict[str, Voice]) -> None:
@@ -39,10 +39,10 @@ class RowMaker:
         self.voices = voices
 
     def make(self, row: Row, name: str) -> tuple[dict[str, Any], PrepareTally]:
-        """The plain data to store, and what was done for it; `name` is its id where it has none.
+        """Make the plain data to store, and count the work for it; `name` is the row's id where it has none.
 
         Raises:
-            UserError: sound that cannot be read or holds no finite samples, codes that do not fit, a text that cannot be said.
+            UserError: sound that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken.
         """
         done = PrepareTally(items=1, rows=1, turns=len(row.turns))
         row = replace(row, id=row.id or name)
@@ -66,7 +66,7 @@ class RowMaker:
         return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes)
 
     def _answer(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> tuple[Sound | None, Codes | None]:
-        """Sound and codes of the answer, as far as they are stored."""
+        """Sound and codes of the answer; None for each that is not stored."""
         audio, codes = turn.answer_audio, turn.answer_codes
         fitting = codes is not None and (self.codec is None or codes.codec == self.codec.name)
         if audio is None and not fitting and "answer" in self.voices and turn.answer_text.strip():
@@ -103,15 +103,15 @@ class RowMaker:
         return kept, Codes(self.codec.name, frames.cpu())
 
     def _say(self, side: str, text: str, row: Row, number: int) -> Sound:
-        """A side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
+        """Speak a side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
         return self.voices[side].say(text, row.language, key(self.config.seed, side, row.id))
 
 
 def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
-    """A sound to be stored by itself, at `rate` (0: as it is), and its length in seconds.
+    """Convert a sound for storage in its row, at `rate` (0: its own); returns it and its duration in seconds.
 
-    It is decoded in any case: what cannot be heard is not stored. Compressed files are kept as they are where the rate allows;
-    all else becomes FLAC of 16 bits.
+    It is decoded in any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate
+    allows; all else becomes FLAC of 16 bits.
     """
     if sound.samples is not None:
         own, kind, channels = sound.sample_rate, "", 1
@@ -126,7 +126,7 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
 
 
 def checked(samples: Tensor) -> Tensor:
-    """The same samples [S]; UserError where there are none, or one is not finite."""
+    """Return the samples [S]; UserError where there are none, or one is not finite."""
     import torch
 
     if len(samples) == 0:
@@ -146,14 +146,14 @@ class PrepareTally:
     """Counts of a preparation or a part of it.
 
     Attributes:
-        items: taken from the source.
-        rows: stored.
+        items: items taken from the source.
+        rows: rows stored.
         broken: items that made no row.
-        turns: in those rows.
-        spoken_questions, spoken_answers: made by a voice.
+        turns: turns in the stored rows.
+        spoken_questions, spoken_answers: sides spoken by a voice.
         encoded: answers encoded from sound.
         codes_taken: answers whose codes the source had.
-        question_seconds, answer_seconds: sound in those rows (of an answer with codes only: its frames).
+        question_seconds, answer_seconds: seconds of sound in the stored rows (of an answer with codes only: of its frames).
     """
 
     items: int = 0
@@ -169,16 +169,16 @@ class PrepareTally:
 
     @property
     def seconds(self) -> float:
-        """Sound of both sides."""
+        """Seconds of sound of both sides."""
         return self.question_seconds + self.answer_seconds
 
     def add(self, other: PrepareTally) -> None:
-        """Count another part in."""
+        """Add the counts of another part."""
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in a report."""
+        """Convert to plain data, for a report."""
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     @classmethod

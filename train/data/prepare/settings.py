@@ -1,4 +1,4 @@
-"""What the rows of an output depend on, written into it: an output is not gone on with under other settings."""
+"""Settings that an output's rows depend on, stored in it, so that it cannot be continued under other settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = ("workers",)
 
 
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict[str, Any]:
-    """Everything that rows and shards depend on: the configuration, the source as it is, and the codec's weights."""
+    """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights."""
     plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
     plain["read"] = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
     if not config.sides:
@@ -46,9 +46,9 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict
 
 
 def _files(folder: Path) -> str:
-    """What tells a folder from others without reading it: its files, their bytes, and a digest of their names and sizes.
+    """Fingerprint of a folder without reading its files: their number, their bytes, and a digest of their names and sizes.
 
-    Hidden files do not count: no reader takes them for data.
+    Hidden files do not count: no reader reads them.
     """
     sizes = []
     for place, _, names in os.walk(folder):
@@ -63,17 +63,17 @@ def _files(folder: Path) -> str:
 
 
 def _size(file: str) -> int:
-    """Of what a link leads to; 0 where that is not there."""
+    """Size of a file, or of a link's target, in bytes; 0 where that does not exist."""
     try:
         return os.stat(file).st_size
     except OSError:
         return 0
 
 
-def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
-    """Write the settings into a folder in which nothing is stored yet.
+def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> None:
+    """Write the settings into a folder without stored rows; compare them with those of a folder that has some.
 
-    UserError where something is, under other settings or of data that have changed since.
+    UserError where rows are stored under other settings, or of data that have changed since.
     """
     path = folder / NAME
     if not path.is_file():
@@ -85,10 +85,10 @@ def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
         write_json(path, settings)
         return
     held = read_json(path, AGAIN)
-    state = "was prepared" if finished else "has been begun"
+    state = "was prepared" if finished else "was started"
     differing = []
     for name, was, now in _differing(held, settings):
-        if name == "source_files" and name not in held:  # of a version that did not look
+        if name == "source_files" and name not in held:  # written by a version without this setting
             continue
         if name in _DATA:
             raise UserError(
@@ -104,7 +104,7 @@ def agree(folder: Path, settings: dict[str, Any], finished: bool) -> None:
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings that differ, those within others by dotted names, and both their values."""
+    """Iterate over settings that differ, with dotted names for nested ones, and both their values."""
     for name in dict.fromkeys((*now, *was)):
         one, other = was.get(name), now.get(name)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -114,7 +114,7 @@ def _differing(was: dict[str, Any], now: dict[str, Any], within: str = "") -> It
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder in which nothing is stored yet, but for what others have put there."""
+    """Remove a folder without stored rows; it stays where it holds files of others."""
     for name in (NAME, LOCK):
         (folder / name).unlink(missing_ok=True)
     for place in (folder / "notes", folder):

@@ -1,10 +1,10 @@
-"""Shards: Parquet files of rows in the source's order, each with a note of the items it covers.
+"""Writes shards: Parquet files of rows in the source's order, each with a note of the items it covers.
 
     rows-00000.parquet      rows
     notes/00000.json        {"file", "rows", "bytes", "crc32", "items": [first, next], "tally", "broken"}
 
-A shard is finished when its note is there; the note is written last. An interrupted preparation goes on after the notes that
-stand in an unbroken series, and writes again what has none.
+A shard is finished when it has a note, which is written last. An interrupted preparation goes on after the longest series of
+notes without a gap, and writes the shards after it again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 AGAIN = "remove its folder and prepare the data again"
-"""What to do where a file of a preparation is damaged."""
+"""Advice in messages about a damaged file of a preparation."""
 _GROUP_BYTES = 16 << 20
 
 SHARD_GROUPS = 512
-"""Groups of a shard: the writer keeps a kilobyte for every column of each until the shard ends."""
+"""Largest number of row groups of a shard: the writer keeps a kilobyte per group and column until the shard ends."""
 
 
 class ShardWriter:
@@ -40,7 +40,7 @@ class ShardWriter:
 
     Attributes:
         next_item: first item of the source that no finished shard covers.
-        done: what the finished shards hold.
+        done: counts of the finished shards.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -69,11 +69,11 @@ class ShardWriter:
 
     @property
     def file(self) -> Path:
-        """The shard that grows."""
+        """Path of the shard in progress."""
         return self.folder / f"rows-{self.number:05d}.parquet"
 
     def add(self, block: PreparedBlock) -> None:
-        """Take the next block; UserError where there is no space left."""
+        """Add the next block; UserError where there is no space left."""
         table = block.table()
         if self._bytes and (self._bytes + table.nbytes > self.size or self._groups >= SHARD_GROUPS):
             self.finish()
@@ -105,7 +105,7 @@ class ShardWriter:
         self._group, self._group_rows, self._group_bytes = [], 0, 0
 
     def finish(self) -> None:
-        """End the shard that grows, where it covers anything."""
+        """Finish the shard in progress, where it covers any item."""
         if self._last == self.next_item:
             return
         self._write_group()
@@ -129,9 +129,9 @@ class ShardWriter:
         self._begin()
 
     def abandon(self) -> None:
-        """Drop the shard that grows."""
+        """Delete the shard in progress."""
         if self._writer is not None:
-            with suppress(OSError):  # of a full disk, once more
+            with suppress(OSError):  # the disk may be full
                 self._writer.close()
         part_of(self.file).unlink(missing_ok=True)
         self._begin()
@@ -148,12 +148,12 @@ def notes(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def stored(folder: Path) -> bool:
-    """Whether any shard is finished."""
+    """True where any shard is finished."""
     return next(notes(folder), None) is not None
 
 
 def _series(folder: Path) -> Iterator[dict[str, Any]]:
-    """The notes that follow each other without a gap from item 0; UserError where one's shard is not what it says."""
+    """Iterate over the notes that cover items from 0 on without a gap; UserError where a shard does not match its note."""
     expected = 0
     for number, note in enumerate(notes(folder)):
         if note["items"][0] != expected:

@@ -1,4 +1,4 @@
-"""The work of one process: a block of the source's items to a table of rows, and the list of those that were broken."""
+"""Makes blocks in one process: turns a range of the source's items into a table of rows and a list of broken items."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
 
 BLOCK = 32
-"""Items of a block. Shards end between blocks, so another number makes other shards."""
+"""Number of items of a block. Shards end between blocks, so another number makes other shards."""
 
 Tick = Callable[[int, float], None]
-"""Told now and then how many further items are done, and how many seconds of sound they hold."""
+"""Called now and then with the number of further items that are done, and their seconds of sound."""
 
 _TICK_SECONDS = 0.5
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)  # a UserError is a ValueError
@@ -42,12 +42,12 @@ class BrokenItem:
 
     @classmethod
     def of(cls, item: int, where: str, why: str) -> BrokenItem:
-        """With what no file can keep, such as half a character of a file's name, written as it is in Python."""
+        """Make one whose texts can be stored: characters that cannot, such as half a surrogate pair, become Python escapes."""
         return cls(item, *(part.encode("utf-8", "backslashreplace").decode() for part in (where, why)))
 
 
 class _Made(NamedTuple):
-    """An item that made a row, and what was done for it."""
+    """An item that made a row, and the counts of the work for it."""
 
     item: int
     where: str
@@ -57,7 +57,7 @@ class _Made(NamedTuple):
 
 @dataclass
 class PreparedBlock:
-    """What became of items `start` to `stop`: rows as an Arrow stream, and the rest."""
+    """Result of items `start` to `stop`: their rows as an Arrow stream, counts, and broken items."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class PreparedBlock:
     broken: list[BrokenItem] = field(default_factory=list)
 
     def table(self) -> pa.Table:
-        """The rows, in memory shared with `stream`."""
+        """The rows as a table, in memory shared with `stream`."""
         import pyarrow as pa
 
         with pa.ipc.open_stream(self.stream) as reader:
@@ -76,8 +76,8 @@ class PreparedBlock:
 class BlockMaker:
     """Makes blocks of a source; a process has one, with a codec and voices of its own.
 
-    `schema` is that of the rows, handed over because finding it out takes `datasets`, a second to import; `codec` that of the
-    configuration, where it has been loaded already.
+    `schema` is that of the rows, passed because making it takes `datasets`, a second to import; `codec` is the configuration's,
+    where it has been loaded already.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BlockMaker:
         self.schema = schema
 
     def make(self, start: int, stop: int, tick: Tick) -> PreparedBlock:
-        """Items `start` to `stop`; UserError where the source cannot be read at all."""
+        """Make the block of items `start` to `stop`; UserError where the source cannot be read at all."""
         block, made = PreparedBlock(start, stop), list[_Made]()
         told, since, seconds = start, time.monotonic(), 0.0
         for index, item in zip(range(start, stop), self._items(start, stop), strict=True):
@@ -118,7 +118,7 @@ class BlockMaker:
         return block
 
     def _store(self, block: PreparedBlock, made: list[_Made]) -> None:
-        """Put rows into a block; those of a value that a column cannot hold join its broken items."""
+        """Put rows into a block; rows with a value that a column cannot hold become broken items."""
         import pyarrow as pa
 
         try:
@@ -142,7 +142,7 @@ class BlockMaker:
         return pa.Table.from_pylist([one.plain for one in made], schema=self.schema)
 
     def _fits(self, one: _Made, block: PreparedBlock) -> bool:
-        """Whether the columns can hold a row; if not, it is noted as broken."""
+        """True where the columns can hold a row; otherwise it is added to the broken items."""
         try:
             self._table([one])
         except _BAD as error:
@@ -163,7 +163,7 @@ class BlockMaker:
 
 
 def codec_of(config: PrepareConfig) -> AudioCodec | None:
-    """The codec that answers are encoded by; UserError where it cannot be had."""
+    """Load the codec that encodes answers, None where none is set; UserError where it cannot be loaded."""
     return load_codec(config.codec, config.codec_folder or None, config.device) if config.codec else None
 
 

@@ -1,7 +1,7 @@
-"""Readers of the data sets that people have: `open_source(path, options)` gives rows and broken items in a fixed order.
+"""Readers of existing data set formats: `open_source(path, options)` gives rows and broken items in a fixed order.
 
-See `contract` for what a source promises. Formats are told by their names and first record; `ReaderOptions.format` decides
-where that is not wanted.
+`contract` defines what a source guarantees. Formats are recognised by file names and the first record; `ReaderOptions.format`
+overrides that.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _ALL: tuple[Reader, ...] = (
 )
 
 READERS: dict[str, Reader] = {reader.name: reader for reader in _ALL}
-"""By name, from the most particular format to the most general: the first that recognises a path takes it."""
+"""Readers by name, from the most specific format to the most general: the first that recognises a path reads it."""
 
 
 ORDERS = ("streams", "levels")
-"""Orders of SNAC's codes in a frame: as the model's streams stand, or level by level."""
+"""Orders of SNAC's codes in a frame: that of the model's streams, or level by level."""
 
 
 def recognise(path: str | os.PathLike[str]) -> Reader:
-    """The reader for a file or folder; UserError where there is nothing, or nothing known."""
+    """Find the reader for a file or folder; UserError where it does not exist or no reader recognises it."""
     source = Path(path)
     check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
     for reader in READERS.values():
@@ -61,7 +61,7 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
 
 
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:
-    """Open a data set; UserError for one that is not there or not known, or options that do not fit."""
+    """Open a data set; UserError for one that does not exist or is of no known format, or for options that do not fit."""
     options = options or ReaderOptions()
     for option, known in (("format", READERS), ("codec", CODECS), ("order", ORDERS), ("packing", PACKINGS), ("audio", AUDIO)):
         value = getattr(options, option)
@@ -70,7 +70,7 @@ def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = No
     if not options.pause > 0:
         raise UserError(f"--read.pause {options.pause} is no time: give seconds above 0")
     if not options.format:
-        # Columns that are mapped say that the data are a table, whatever other format has such columns.
+        # Mapped columns mean that the data are a table, even where the columns would fit another format.
         return (READERS["table"] if options.columns else recognise(path))(Path(path), options)
     check_there(path, "data", f"data {path} does not exist: name a file or folder")
     return READERS[options.format](Path(path), options)

@@ -1,4 +1,4 @@
-"""VoiceAssistant-400K and SLAM-Omni: one question and answer a row, what was said before inside the question.
+"""Reads VoiceAssistant-400K and SLAM-Omni: one question and answer a row, with earlier turns inside the question's text.
 
 VoiceAssistant-400K (gpt-omni/VoiceAssistant-400K, Parquet): `split_name, index, round, question, question_audio {bytes,
 path}, answer, answer_snac`, the latter `# t0 t1 t2 t3 t4 t5 t6 # ...` with a frame's codes as c0 c1 c2 c2 c1 c2 c2 (our
@@ -25,11 +25,11 @@ from train.data.rows.row import Row, RowTurn
 _SPEAKER = re.compile(r"(?:^|\s)<?(USER|ASSISTANT)>?:\s*")
 
 _CODES = {"answer_snac": "snac", "answer_cosyvoice_speech_token": "cosyvoice", "target_token": "cosyvoice"}
-"""Fields with codes, and whose they are."""
+"""Fields with codes, and their codecs."""
 
 
 def assistant_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, format: str) -> Row:
-    """The row of one record of either `format`; UserError where it is broken."""
+    """Make the row of one record of either `format`; UserError where it is broken."""
     turns = history(text(data, "question", "source_text", needed=True))
     field = _code_field(data, options.codec)
     turn = replace(
@@ -47,7 +47,7 @@ def assistant_row(data: Mapping[str, Any], where: str, files: Files, options: Re
 
 
 def history(question: str) -> list[RowTurn]:
-    """The turns of a question that starts with `USER:` or `<USER>:` (the last has no answer yet), or the one of any other.
+    """Split a question that starts with `USER:` or `<USER>:` into turns (the last has no answer yet); any other is one turn.
 
     UserError where speakers do not alternate, from USER to USER.
     """
@@ -64,7 +64,7 @@ def history(question: str) -> list[RowTurn]:
 
 
 def _code_field(data: Mapping[str, Any], codec: str) -> str:
-    """The field whose codes are taken: those of the codec asked for, or the first that are there."""
+    """Name of the field whose codes are used: that of the wanted codec, or else the first that is not empty."""
     there = [field for field in _CODES if data.get(field)]
     return next((field for field in there if codec and codec.startswith(_CODES[field])), there[0] if there else "")
 

@@ -1,9 +1,9 @@
-"""Stored codes of the answer: parsed, unpacked and checked, so that codes packed another way are named, not used.
+"""Parses, unpacks and checks the stored codes of answers; codes in another packing are refused by name.
 
-What can be told from the numbers is told: frames that are not whole, codes out of the codec's range, and the packings that
-people add on top (`PACKINGS`). The order of SNAC's seven codes in a frame cannot be told from one row: every order has the same
-ranges, so a reader takes the one that its format documents, says so in `Source.note`, holds it against the first rows together
-(`order`), and `ReaderOptions.order` overrides it.
+Codes alone reveal incomplete frames, values out of the codec's range, and the offsets that data sets add to them (`PACKINGS`).
+They do not reveal the order of SNAC's seven codes in a frame from one row, since every order has the same ranges: a reader
+takes the order that its format documents, says so in `OpenedSource.note` and checks it on the first rows together (`order`);
+`ReaderOptions.order` overrides it.
 
 Dimensions: K streams of the codec, F frames, A = K.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodesKind:
-    """A codec as far as stored codes go: K `streams` of `size` codes, `rate` frames a second (None where runs are merged)."""
+    """Shape of a codec's stored codes: K `streams` of `size` codes, `rate` frames a second (None where runs are merged)."""
 
     streams: int
     size: int
@@ -41,7 +41,7 @@ CODECS: dict[str, CodesKind] = {
     "cosyvoice2": CodesKind(1, 6561, 25.0),
     "hubert": CodesKind(1, 1000, None),
 }
-"""Codecs that people store: SNAC 24 kHz, Mimi, CosyVoice's tokens of versions 1 and 2, LLaMA-Omni's HuBERT clusters."""
+"""Codecs of stored codes: SNAC 24 kHz, Mimi, CosyVoice's tokens of versions 1 and 2, LLaMA-Omni's HuBERT clusters."""
 
 PACKINGS: dict[str, tuple[int, int]] = {
     "plain": (0, 0),
@@ -50,8 +50,8 @@ PACKINGS: dict[str, tuple[int, int]] = {
     "mini-omni-joint": (152000, 4160),
     "orpheus": (128266, 4096),
 }
-"""What stands before place k of a frame: base + k step. `mini-omni` are the ids of its streams (64 special ones
-behind each 4096), `mini-omni-joint` those of its joint table, `orpheus` the vocabulary ids of Orpheus and its kin."""
+"""Offset of the codes at place k of a frame: base + k * step. `mini-omni` are the ids of its streams (64 special ones after
+each 4096), `mini-omni-joint` those of its joint table, `orpheus` the vocabulary ids of Orpheus and similar models."""
 
 SHOWN = {"streams": "c0 c1 c2 c2 c1 c2 c2", "levels": "c0 | c1 c1 | c2 c2 c2 c2"}
 """SNAC's orders, for messages."""
@@ -67,11 +67,11 @@ _STREAMS = {
 
 
 def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Codes | None:
-    """The codes of one answer; None where there are none (null, no number).
+    """Read the codes of one answer; None where there are none (null, no number).
 
     Args:
-        value: text of integers (frames may be parted by `#` or lines), a flat list frame by frame, or an array: [F] for a codec
-            of one stream, [K, F] for more.
+        value: text of integers (frames may be separated by `#` or lines), a flat list frame by frame, or an array: [F] for a
+            codec of one stream, [K, F] for more.
         codec: one of `CODECS`, as the format documents it; `options.codec` comes first.
         order: as the format documents it; `options.order` comes first.
 
@@ -106,7 +106,7 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
 
 
 def check_duration(codes: Codes | None, seconds: float | None) -> None:
-    """UserError where codes and the recording they stand for differ by more than half a second and a tenth of its length."""
+    """Refuse codes whose duration differs from their recording's by more than half a second and a tenth of it (UserError)."""
     rate = CODECS[codes.codec].rate if codes else None
     if codes is None or rate is None or seconds is None:
         return
@@ -119,7 +119,7 @@ def check_duration(codes: Codes | None, seconds: float | None) -> None:
 
 
 def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
-    """Integers [F, K] as they are stored."""
+    """Parse a value into integers [F, K] as they are stored, offsets included."""
     import numpy as np
 
     if value is None:
@@ -145,7 +145,7 @@ def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
 
 
 def _from_text(text: str, codec: str, streams: int) -> list[int]:
-    """`# 1 2 3 4 5 6 7 # 8 ...`, a frame a line, or integers alone; `<1><2>` for units."""
+    """Parse `# 1 2 3 4 5 6 7 # 8 ...`, a frame a line, or integers alone; `<1><2>` for units."""
     if not re.search(r"[<>\[\],]", text):
         parts = [part.split() for part in re.split(r"[#\n]", text)]
     else:
@@ -182,7 +182,7 @@ def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
 
 
 def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> str:
-    """Which packing or order fits codes that are out of range."""
+    """Name the packing or order that fits codes out of range, for a message."""
     import numpy as np
 
     places = np.arange(kind.streams)
@@ -203,7 +203,7 @@ def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> s
                 other = "" if name == order else f", another order than {order!r}"
                 return f"{kind.size} x level is added, with the levels in the order {name!r}{other}: take it off first"
         for base, step in PACKINGS.values():
-            held = (frames - base) // max(step, 1)  # the stream that each code was numbered for
+            held = (frames - base) // max(step, 1)  # the stream of each code, by its number
             if (
                 step
                 and (held == held[0]).all()
@@ -213,7 +213,7 @@ def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> s
                 numbered = tuple(int(stream) for stream in held[0])
                 known = next((f", the order {name!r}" for name, streams in _STREAMS.items() if streams == numbered), "")
                 shown = " ".join(map(str, numbered))
-                return f"{base} + {step} x stream is added, and the streams stand as {shown}{known}: put them right first"
+                return f"{base} + {step} x stream is added, and the streams are as {shown}{known}: put them right first"
     low, high = int(frames.min()), int(frames.max())
     if kind.size <= high < kind.size + 64 and low >= 0:
         return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
@@ -221,7 +221,7 @@ def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> s
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The array in an .npy file; UserError for another file, or one that holds Python objects (which is never unpickled)."""
+    """Load the array of an .npy file; UserError for another file, or one of Python objects (which is never unpickled)."""
     import numpy as np
 
     try:

@@ -1,18 +1,18 @@
-"""What a reader of somebody else's data set offers: items in a fixed order, each a row or the reason why it is none.
+"""Interface of readers: a data set is a sequence of items in a fixed order, each a row or the reason why it is broken.
 
-    source = open_source("VoiceAssistant-400K", Options())     # recognised, or named by `ReaderOptions.format`
+    source = open_source("VoiceAssistant-400K", ReaderOptions())  # recognised, or named by `ReaderOptions.format`
     len(source)                                                # items, broken ones included
     for item in source.iterate(1000, 2000):                    # exactly 1000 items; the same ones every time
         if isinstance(item, Broken): ...
 
-Item i is the same whoever asks: `list(s.iterate(a, b)) == list(s)[a:b]`, so workers share a source by ranges of items, and a
-preparation that was interrupted goes on at the item it had reached. A `OpenedSource` is small, holds no open file and can be
-pickled; opening one reads no more than the beginning of the data, its first `len` or `iterate(start)` counts the records of
-each text file once (the places of every 256th are kept: memory does not grow with the rows beyond that). Ranges that follow
-each other cost no more than one that covers them: a process keeps the place where the last one ended (`reading`).
+Item i is always the same: `list(s.iterate(a, b)) == list(s)[a:b]`. Workers thus share a source by ranges of items, and an
+interrupted preparation goes on at the item it had reached. An `OpenedSource` is small, holds no open file and can be pickled;
+opening one reads no more than the start of the data, and its first `len` or `iterate(start)` counts the records of each text
+file once (the offset of every 256th is kept: memory does not grow with the rows beyond that). Ranges that follow each other
+cost no more than one that covers them: a process keeps the place where the last one ended (`record.RecordReading`).
 
-Sound is left as it is stored where possible: `Sound(data=...)` or `Sound(path=..., folder=...)` with its header checked. A
-path is relative to `folder`, the source's own, so rows must take the bytes in before they are stored somewhere else.
+Sound stays as it is stored where possible: `Sound(data=...)` or `Sound(path=..., folder=...)` with its header checked. A path
+is relative to `folder`, the source's own, so rows must embed the bytes before they are stored somewhere else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class ReaderOptions:
-    """What a user may say about a data set. Empty means: as the format documents it.
+    """Options of reading a data set. Empty values mean: as the format documents it.
 
     Commands that read data take each as `--read.NAME`, and messages name it so.
 
@@ -79,7 +79,7 @@ class OpenedSource(ABC):
 
     Attributes:
         format: name of its reader.
-        note: what is taken for granted about codes and order, for the user to see; "" where there is nothing to say.
+        note: what the reader assumes about codes and their order, shown to the user; "" where it assumes nothing.
     """
 
     format: str
@@ -87,35 +87,35 @@ class OpenedSource(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many items there are: rows and broken ones."""
+        """Number of items: rows and broken ones."""
 
     @abstractmethod
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Row | Broken]:
-        """Items `start` to `stop` (the end where None), exactly one for each index."""
+        """Iterate over items `start` to `stop` (the end where None), exactly one for each index."""
 
     def __iter__(self) -> Iterator[Row | Broken]:
         return self.iterate()
 
     def slices(self, parts: int) -> list[tuple[int, int]]:
-        """`parts` ranges (start, stop) of about equal size that cover all items in order."""
+        """Split all items into `parts` consecutive ranges (start, stop) of about equal size."""
         count = len(self)
         edges = [count * part // parts for part in range(parts + 1)]
         return list(itertools.pairwise(edges))
 
 
 class Reader(Protocol):
-    """One format: how to tell it, and how to open it."""
+    """A reader of one format: recognises and opens data sets."""
 
     @property
     def name(self) -> str:
-        """As in `READERS`."""
+        """Name in `READERS`."""
 
     @property
     def summary(self) -> str:
         """One line for the list of formats."""
 
     def recognise(self, path: Path) -> bool:
-        """Whether the file or folder is of this format, judged by names and the first record."""
+        """True where the file or folder is of this format, by names and the first record."""
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        """Open it. UserError for what concerns the whole: nothing there, an option that does not fit."""
+        """Open a data set; UserError for errors of the whole, such as a missing path or an option that does not fit."""

@@ -1,12 +1,12 @@
-"""Lhotse's cuts as NeMo trains on them, and NeMo's own lists: stretches of longer recordings.
+"""Reads Lhotse's cuts as NeMo trains on them, and NeMo's own manifests: segments of longer recordings.
 
 A cut is `{id, start, duration, channel, supervisions: [{start, duration, text, speaker, language, channel}], recording:
 {sampling_rate, duration, sources: [{type, channels, source}]}, custom: {target_audio: {... a recording}}, type: MonoCut |
-MultiCut}`, one a line (`.jsonl`, `.jsonl.gz`). `start` and `duration` choose a stretch of the recording, a supervision's
+MultiCut}`, one a line (`.jsonl`, `.jsonl.gz`). `start` and `duration` select a segment of the recording, a supervision's
 `start` counts from the cut's. With `target_audio` (the model's side, as long as the cut) or a supervision by `agent` or
 `assistant`, those are answers and all others are questions, and consecutive ones make turns; the model's are cut from
-`target_audio`, or from the supervision's channel. Otherwise a cut is one question with its text. A NeMo list has
-`{audio_filepath, duration, offset, text}` and is read so; a line may name its channel (`channel_selector` or `channel`: a
+`target_audio`, or from the supervision's channel. Otherwise a cut is one question with its text. A NeMo manifest has lines
+`{audio_filepath, duration, offset, text}`, each one question; a line may name its channel (`channel_selector` or `channel`: a
 number, a list, "average"). Where no channel is named, or several are, they are mixed. Sources: the data classes of
 lhotse-speech/lhotse; NVIDIA/NeMo's manifests and its duplex speech-to-speech data.
 """
@@ -26,27 +26,27 @@ from train.data.rows.row import Row, RowTurn, Sound
 _ANSWERING = ("agent", "assistant", "model")
 
 
-class Stretch(NamedTuple):
-    """A part of a recording, in seconds, and which of the file's channels are mixed: all where none is named."""
+class Segment(NamedTuple):
+    """A segment of a recording, in seconds, and the file's channels that are mixed: all where none is named."""
 
     path: str
     start: float
     end: float
     channels: tuple[int, ...]
 
-    def part(self, start: float, duration: float) -> Stretch:
-        """`duration` seconds of this one from its `start` on; UserError where they reach beyond."""
+    def part(self, start: float, duration: float) -> Segment:
+        """The segment of `duration` seconds from `start` on within this one; UserError where it exceeds this one."""
         lasting = self.end - self.start
         if start < -0.01 or duration < 0 or start + duration > lasting + 0.1:
             raise UserError(
                 f"a supervision goes from {start:.2f} to {start + duration:.2f} s of a cut that lasts {lasting:.2f} s"
             )
         begin = self.start + max(start, 0.0)
-        return Stretch(self.path, begin, min(begin + duration, self.end), self.channels)
+        return Segment(self.path, begin, min(begin + duration, self.end), self.channels)
 
 
 def cut_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one cut or one line of a NeMo list; UserError where it is broken."""
+    """Make the row of one cut or one line of a NeMo manifest; UserError where it is broken."""
     if "audio_filepath" in data:
         return _nemo_row(data, where, files, options)
     kind = text(data, "type") or "MonoCut"
@@ -71,7 +71,7 @@ def cut_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOp
 
 
 def _spoken_in(entries: Sequence[Mapping[str, Any]], cut: Mapping[str, Any]) -> list[Any]:
-    """The channels that supervisions name, or else the cut's."""
+    """Channels that the supervisions name, or else the cut's."""
     named: list[Any] = []
     for entry in entries:
         named += [channel for channel in _listed(entry.get("channel")) if channel not in named]
@@ -82,8 +82,8 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) -> Stretch:
-    """Where a cut lies, in these channels (none: all); UserError where it is not within the recording, or that is no file."""
+def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) -> Segment:
+    """The segment of a cut, in these channels (none: all); UserError where it exceeds the recording, or that is no file."""
     if not isinstance(recording, Mapping):
         raise UserError("has no recording: fix the row")
     sources = recording.get("sources")
@@ -109,18 +109,18 @@ def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) ->
     if start < 0 or duration <= 0 or start + duration > lasting + 0.1:
         raise UserError(f"the cut goes from {start:.2f} to {start + duration:.2f} s of a recording that lasts {lasting:.2f} s")
     places = tuple(held.index(channel) for channel in channels)
-    return Stretch(text(source, "source", needed=True), start, min(start + duration, lasting), places)
+    return Segment(text(source, "source", needed=True), start, min(start + duration, lasting), places)
 
 
-def _whole(recording: Any) -> Stretch:
-    """All of a recording of its own, its channels mixed."""
+def _whole(recording: Any) -> Segment:
+    """The segment that covers a whole recording (`target_audio`), its channels mixed."""
     if not isinstance(recording, Mapping):
         raise UserError("its target_audio is no recording: fix the row")
     return _stretch({"duration": number(recording, "duration")}, recording, [])
 
 
-def _question(supervisions: Sequence[Mapping[str, Any]], asking: Stretch, files: Files) -> RowTurn:
-    """All that is said in a cut, as one question."""
+def _question(supervisions: Sequence[Mapping[str, Any]], asking: Segment, files: Files) -> RowTurn:
+    """Make one question of all supervisions of a cut."""
     for entry in supervisions:
         asking.part(_start(entry), number(entry, "duration", 0.0))
     said = " ".join(filter(None, (text(entry, "text") for entry in sorted(supervisions, key=_start))))
@@ -128,12 +128,12 @@ def _question(supervisions: Sequence[Mapping[str, Any]], asking: Stretch, files:
 
 
 def _dialogue(
-    supervisions: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], asking: Stretch, answering: Stretch | None, files: Files
+    supervisions: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], asking: Segment, answering: Segment | None, files: Files
 ) -> list[RowTurn]:
-    """Turns of supervisions in the order of their starts: a new one starts where the user speaks after the model has.
+    """Make turns of supervisions in the order of their starts: a new turn starts where the user speaks after the model.
 
-    The model's are cut from `answering`, or else from the cut's own recording, in the supervision's channel. An `answering`
-    that no supervision speaks of is the answer as a whole.
+    The model's sound is cut from `answering`, or else from the cut's own recording, in the supervision's channel. An
+    `answering` without supervisions of its own is one answer as a whole.
     """
     groups: list[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = []
     for entry in sorted(supervisions, key=_start):
@@ -155,7 +155,7 @@ def _dialogue(
     return turns
 
 
-def _side(entries: Sequence[Mapping[str, Any]], stretch: Stretch | None, files: Files) -> tuple[str, Sound | None]:
+def _side(entries: Sequence[Mapping[str, Any]], stretch: Segment | None, files: Files) -> tuple[str, Sound | None]:
     """Text and sound of one side of a turn, from the start of its first supervision to the end of its last."""
     if not entries or stretch is None:
         return "", None
@@ -164,8 +164,8 @@ def _side(entries: Sequence[Mapping[str, Any]], stretch: Stretch | None, files: 
     return said, _sound(parts[0]._replace(end=max(part.end for part in parts)), files)
 
 
-def _sound(stretch: Stretch | None, files: Files) -> Sound | None:
-    """A whole file of which all channels are wanted stays as it is, anything else is cut out."""
+def _sound(stretch: Segment | None, files: Files) -> Sound | None:
+    """The sound of a segment: the file itself where all of it and all its channels are wanted, otherwise a part cut out."""
     if stretch is None or files.audio == "none":
         return None
     try:
@@ -182,7 +182,7 @@ def _sound(stretch: Stretch | None, files: Files) -> Sound | None:
 
 def _nemo_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     path, start = text(data, "audio_filepath", needed=True), number(data, "offset", 0.0)
-    asking = Stretch(path, start, start + number(data, "duration"), _selected(data))
+    asking = Segment(path, start, start + number(data, "duration"), _selected(data))
     turn = RowTurn(
         question_text=text(data, "text"),
         question_audio=_sound(asking, files),
@@ -193,7 +193,7 @@ def _nemo_row(data: Mapping[str, Any], where: str, files: Files, options: Reader
 
 
 def _selected(data: Mapping[str, Any]) -> tuple[int, ...]:
-    """The channels that a line of a NeMo list names; none for all of them. UserError for what names none."""
+    """Channels that a line of a NeMo manifest names; none for all of them. UserError for a value that names no channel."""
     name = "channel_selector" if data.get("channel_selector") is not None else "channel"
     value = data.get(name)
     channels = [] if value == "average" else _listed(value)
@@ -202,8 +202,8 @@ def _selected(data: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(channels)
 
 
-def _name(data: Mapping[str, Any], stretch: Stretch) -> str:
-    """Of a line of a NeMo list that has no id: its recording, and which part of it where the line says so."""
+def _name(data: Mapping[str, Any], stretch: Segment) -> str:
+    """Id for a line of a NeMo manifest that has none: its recording, and the segment where the line selects one."""
     name = stretch.path
     if data.get("offset") is not None:
         name += "@" + "-".join(f"{seconds:.3f}".rstrip("0").rstrip(".") for seconds in (stretch.start, stretch.end))

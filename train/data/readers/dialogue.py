@@ -1,4 +1,4 @@
-"""Messages of a conversation, as sets of many makers have them, put together to questions and their answers."""
+"""Pairs the messages of a conversation, under the usual names of roles and fields, into questions and answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Message = Mapping[str, Any]
 
 
 def system_of(data: Mapping[str, Any], messages: Sequence[Message], said: Callable[[Message], str], *role: str) -> str:
-    """What the system messages before the first question say, joined by blank lines; or else the record's own field `system`.
+    """Text of the system messages before the first question, joined by blank lines, or else the record's field `system`.
 
     Args:
-        said: the text of a message.
+        said: returns the text of a message.
         role: see `pairs`.
     """
     first = itertools.takewhile(lambda message: text(message, *role) in _SYSTEM, messages)
@@ -26,14 +26,13 @@ def system_of(data: Mapping[str, Any], messages: Sequence[Message], said: Callab
 
 
 def pairs(messages: Sequence[Message], *role: str) -> list[tuple[Message, Message | None]]:
-    """Each question with its answer; None for that of a last question that has none. System messages are
-    passed over: `system_of` has those that count.
+    """Pair each question with its answer; None for a last question without one. System messages are skipped (`system_of`).
 
     Args:
-        role: fields of a message that may say who speaks, the first that is there.
+        role: fields of a message that may name the speaker; the first that is present counts.
 
     Raises:
-        UserError: a message of nobody or of somebody else, or two of one side that follow each other.
+        UserError: a message without speaker or by an unknown one, or two of one side that follow each other.
     """
     out: list[tuple[Message, Message | None]] = []
     for number, message in enumerate(messages):

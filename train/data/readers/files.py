@@ -1,4 +1,4 @@
-"""Recordings and other files that a data set names: inside its folder, there and whole, cut without reading the rest."""
+"""Opens the recordings and other files that a data set names: checks that they exist inside its folder, and cuts segments."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Files:
     """The files of one data set.
 
     Attributes:
-        folder: where paths start, and what they may not leave.
-        prefix: what is cut off their beginning.
+        folder: the folder that paths are relative to and must lie in.
+        prefix: removed from the start of paths.
         audio: see `ReaderOptions.audio`.
     """
 
@@ -36,21 +36,21 @@ class Files:
 
     @classmethod
     def of(cls, path: Path, options: ReaderOptions) -> Files:
-        """Those of a data set that is the file or folder `path`."""
+        """The files of a data set that is the file or folder `path`."""
         folder = Path(options.folder) if options.folder else path if path.is_dir() else path.parent
         otherwise = f"folder {folder} of the recordings does not exist: name the one that the data's paths start at with "
         check_there(folder, "folder of the recordings", f"{otherwise}--read.folder", Path.is_dir)
         return cls(folder, options.prefix, options.audio)
 
     def relative(self, name: str) -> str:
-        """A path in the data as one relative to the folder; an absolute one may lie inside it.
+        """Make a path in the data relative to the folder; an absolute one may lie inside it.
 
         UserError where it leaves the folder.
         """
         return self._locate(name)[0]
 
     def file(self, name: str, what: str = "audio") -> Path:
-        """The file at a path in the data, `what` it holds for messages; UserError where it leaves the folder or is missing."""
+        """The file at a path in the data; UserError where it leaves the folder or is missing. `what` names it in messages."""
         return self._present(name, what)[1]
 
     def _present(self, name: str, what: str = "audio") -> tuple[str, Path]:
@@ -60,7 +60,7 @@ class Files:
         return relative, full
 
     def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
-        """A path as one relative to the folder, and in full."""
+        """A path relative to the folder, and the full one."""
         _check_name(name)
         cut = name.removeprefix(self.prefix).lstrip("/") if self.prefix and name.startswith(self.prefix) else name
         if not os.path.isabs(cut):
@@ -77,9 +77,9 @@ class Files:
         return str(full.relative_to(root)), full
 
     def sound(self, value: Any) -> Sound | None:
-        """A recording, by its path or as `{bytes, path}`; its header is checked, the rest is left as it is.
+        """Make a recording of its path, or of `{bytes, path}`; its header is checked, the rest stays as it is.
 
-        None where none is named, none is wanted, or it cannot be had and is optional. UserError where it is needed.
+        None where none is named or wanted, or where an optional one is missing or broken; UserError where it is required.
         """
         if self.audio == "none" or not value:
             return None
@@ -106,7 +106,7 @@ class Files:
         return Sound(path=relative, folder=self.folder)
 
     def cut(self, name: str, start: float, end: float, *channels: int) -> Sound | None:
-        """Seconds `start` to `end` of a recording, as `cut` has them; UserError and None as `sound` has them."""
+        """Cut seconds `start` to `end` out of a recording by `cut`; None and UserError as for `sound`."""
         if self.audio == "none":
             return None
         try:
@@ -118,7 +118,7 @@ class Files:
 
 
 def _check_name(name: str) -> None:
-    """UserError for a name that no file can have."""
+    """Refuse a name that no file can have (UserError)."""
     try:
         fit = b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
@@ -128,7 +128,7 @@ def _check_name(name: str) -> None:
 
 
 def header(source: Path | bytes) -> AudioInfo:
-    """The header of a recording, which must hold sound; UserError where it does not."""
+    """Read the header of a recording; UserError where it is none or holds no sound."""
     info = audio_info(source)
     if info.samples < 1:
         raise UserError(f"{source if isinstance(source, Path) else 'its recording'} holds no samples: record it again")
@@ -136,7 +136,7 @@ def header(source: Path | bytes) -> AudioInfo:
 
 
 def seconds(sound: Sound | None) -> float | None:
-    """How long a recording lasts by its header."""
+    """Duration of a recording in seconds by its header; None without one."""
     if sound is None:
         return None
     if sound.samples is not None:
@@ -146,9 +146,10 @@ def seconds(sound: Sound | None) -> float | None:
 
 
 def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
-    """Seconds `start` to `end` of the mean of these channels, or of one or two where none is named, decoded from there only.
+    """Cut seconds `start` to `end` out of a recording, as the mean of these channels, decoding only that part.
 
-    UserError: beyond the recording, no such channel, more than two and none named, damaged there, or not finite.
+    Without channels named, those of a recording with one or two are mixed. UserError: times beyond the recording, no such
+    channel, more than two channels and none named, a damaged part, or samples that are not finite.
     """
     samples, rate = _decode(path, start, end)
     held = samples.shape[1]
@@ -163,7 +164,7 @@ def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
 
 
 def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int]:
-    """All channels [S, C] between two times, and their rate."""
+    """Decode all channels [S, C] between two times in seconds; returns them and their sample rate."""
     import numpy as np
     import soundfile
     import torch

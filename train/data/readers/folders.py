@@ -1,4 +1,4 @@
-"""Folders of recordings with their texts: Common Voice and LibriSpeech.
+"""Reads folders of recordings with their texts: Common Voice and LibriSpeech.
 
 Common Voice: a table such as `train.tsv` with `client_id, path, sentence` (and `locale`, ...), recordings in `clips/` beside
 it. LibriSpeech: folders `<speaker>/<chapter>/` with a `<speaker>-<chapter>.trans.txt`, a line `<id> <TEXT>` for each
@@ -24,7 +24,7 @@ _ENDINGS = (".flac", ".wav", ".ogg", ".mp3")
 
 
 class CommonVoice:
-    """Reader of one table of Common Voice: the table, or a folder with no other."""
+    """Reads one table of Common Voice, given as the file or as a folder with one table."""
 
     name = "common-voice"
     summary = "Common Voice: a .tsv with client_id, path, sentence and the folder clips/ beside it"
@@ -49,7 +49,7 @@ class CommonVoice:
 
 
 def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one line; UserError where its recording is missing or broken."""
+    """Make the row of one line; UserError where its recording is missing or broken."""
     name, said = text(data, "path", needed=True), text(data, "sentence", needed=True)
     if not name or not said:
         raise UserError(f"has no {'path' if not name else 'sentence'}: drop the row")
@@ -60,7 +60,7 @@ def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options:
 
 
 class LibriSpeech:
-    """Reader of a folder with transcripts anywhere below it."""
+    """Reads a folder with transcripts anywhere below it."""
 
     name = "librispeech"
     summary = "LibriSpeech: folders with *.trans.txt and a .flac for each of their lines"
@@ -78,7 +78,7 @@ class LibriSpeech:
 
 
 class Transcript(JsonLines):
-    """The lines of a `.trans.txt`: `id`, `text`, and `folder`, the one that it is in."""
+    """Reads the lines of a `.trans.txt` as records of `id`, `text`, and `folder`, the file's own."""
 
     def _record(self, raw: bytes, number: int) -> Record:
         where = f"{self.path} line {number + 1}"
@@ -90,7 +90,7 @@ class Transcript(JsonLines):
 
 
 def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one line; UserError where its recording is missing or broken."""
+    """Make the row of one line; UserError where its recording is missing or broken."""
     name, said = data["id"], data["text"]
     if not said or Path(name).name != name:
         raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")

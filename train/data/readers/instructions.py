@@ -1,4 +1,4 @@
-"""Sets of written instructions and answers, which `data prepare --speak` makes speech data of: chats and Alpaca.
+"""Reads written instructions and answers, chats and Alpaca, from which `data prepare --speak` makes speech data.
 
 A chat is `{"messages": [{"role": "system" | "user" | "assistant", "content": text}]}`, as OpenAI's fine-tuning, TRL and
 LLaMA-Factory have it (`conversations`, and `from: human | gpt` with `value`, as ShareGPT has it, are taken too). Its questions
@@ -6,7 +6,7 @@ and answers become turns of one row, and system messages before the first questi
 out). A `content` may also be a list of parts of type `text`. Alpaca (tatsu-lab/stanford_alpaca) is
 `instruction, input, output`: an `input` that is not empty is joined to the instruction by a blank line. LLaMA-Factory's
 `history [[question, answer]]` comes before it as turns of their own; its `system` is the row's.
-Recordings and pictures are in no form that is read here: rows that name some are broken.
+Recordings and images are not read in any form: rows that name some are broken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_TEXT = ("audio", "audios", "speech", "image", "images", "video", "videos")
 
 
 def chat_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one chat; UserError where it is broken."""
+    """Make the row of one chat; UserError where it is broken."""
     _check_written(data)
     messages = items(data, "messages" if data.get("messages") is not None or "conversations" not in data else "conversations")
     turns = [
@@ -42,7 +42,7 @@ def _told(message: Message) -> str:
 
 
 def _said(message: Message | None) -> str:
-    """The text of a message, "" for none; UserError where there is one and it holds no text, or something else."""
+    """The text of a message, "" for no message; UserError for a message without text, or with parts that are no text."""
     if message is None:
         return ""
     of = f"a message of {text(message, 'role', 'from')!r}"
@@ -61,7 +61,7 @@ def _said(message: Message | None) -> str:
 
 
 def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one instruction; UserError where it is broken."""
+    """Make the row of one instruction; UserError where it is broken."""
     _check_written(data)
     asked, given, answered = text(data, "instruction", needed=True), text(data, "input"), text(data, "output", needed=True)
     if not asked or not answered:
@@ -71,7 +71,7 @@ def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: Reade
 
 
 def _history(data: Mapping[str, Any]) -> list[RowTurn]:
-    """The turns before the instruction; UserError where they are none."""
+    """Turns before the instruction, of the field `history`; UserError where it holds no such turns."""
     turns = []
     history = data.get("history") or []
     for entry in history if isinstance(history, list) else [None]:
@@ -83,7 +83,7 @@ def _history(data: Mapping[str, Any]) -> list[RowTurn]:
 
 
 def _check_written(data: Mapping[str, Any]) -> None:
-    """UserError where a row has more than text, which would be lost."""
+    """Refuse a row that has more than text, which would be lost (UserError)."""
     for name in _NO_TEXT:
         if data.get(name):
             raise UserError(

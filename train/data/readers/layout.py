@@ -1,4 +1,4 @@
-"""What files of rows hold at their top, and what is said of data that no reader recognises."""
+"""Reads the column names of data files, and words the message for data that no reader recognises."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _USUAL = {
     "answer_text": ("answer", "response", "output", "reply"),
     "answer_audio": ("answer_wav", "response_audio"),
 }
-"""Columns that are suggested in messages, not used."""
+"""Usual column names of a row's fields: suggested in messages, never used by themselves."""
 
 
 def columns_of(path: Path) -> list[str]:
-    """The columns of a table, or the fields of the first record; empty where they cannot be read. UserError for text in another
-    encoding, and for two columns of one name."""
+    """Columns of a table, or fields of the first record; empty where they cannot be read.
+
+    UserError for text in another encoding, and for two columns of one name.
+    """
     records = open_records(path)
     if isinstance(records, ParquetRecords):
         return records.columns()
@@ -42,14 +44,14 @@ def columns_of(path: Path) -> list[str]:
 
 
 def columns_flag(columns: Iterable[str]) -> str:
-    """How to name columns like these on the command line."""
+    """Suggest the option that maps columns like these, for the command line."""
     found = {field: name for field, usual in _USUAL.items() for name in reversed(list(columns)) if name in usual}
     maps = ", ".join(f"{field}: {name}" for field, name in found.items()) or "question_text: COLUMN"
     return f"--read.columns '{{{maps}}}'"
 
 
 def unknown(path: Path, formats: Sequence[str]) -> str:
-    """The message for data of no known format: what was found, and what to do."""
+    """Message for data of no known format: what was found, and what to do."""
     named = f"name the format with --read.format, one of {', '.join(formats)}"
     file, which = path, "it"
     if path.is_dir():
@@ -65,7 +67,7 @@ def unknown(path: Path, formats: Sequence[str]) -> str:
 
 
 def _look(file: Path) -> tuple[str, str]:
-    """What a file holds, and what may help; "" where nothing does."""
+    """Describe what a file holds, and what may help; "" where nothing does."""
     columns = columns_of(file)
     first = next(open_records(file).iterate(0, 1), None)
     if first is None and not columns:

@@ -1,4 +1,4 @@
-"""LLaMA-Omni and VocalNet: JSON of `id, speech, conversations [{from: human | gpt, value}]`, answers' units in .npy files.
+"""Reads LLaMA-Omni and VocalNet: JSON of `id, speech, conversations [{from: human | gpt, value}]`, units in .npy files.
 
 `speech` is the recording of the question, or a list with one for each human message. A human value with `<speech>` in it is
 an instruction about the recording ("Please directly answer ..."), not what is said there: it is no question text. `units` are
@@ -25,7 +25,7 @@ _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 
 
 def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one conversation; UserError where it is broken."""
+    """Make the row of one conversation; UserError where it is broken."""
     messages = items(data, "conversations")
     asked = pairs(messages, "from")
     speech = _for_each(data.get("speech"), len(asked), "speech", "questions")
@@ -53,7 +53,7 @@ def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: R
 
 
 def _for_each(value: Any, count: int, name: str, what: str) -> list[Any]:
-    """One value for each message. A single one, and a list of integers, is that of the last: earlier ones have none."""
+    """Assign one value to each message. A single one, or a list of integers, belongs to the last: earlier ones have none."""
     if not isinstance(value, list) or all(isinstance(element, int) for element in value):
         return [None] * (count - 1) + [value or None] if count else []
     if len(value) != count:
@@ -75,7 +75,7 @@ LLAMA_OMNI = RecordReader(
     (".json", ".jsonl"),
     (frozenset({"conversations"}),),
     inner=("conversations", frozenset({"from", "value"})),
-    notice="units are taken to be of the codec {codec}; what stands beside <speech> is no question text; system messages "
+    notice="units are taken to be of the codec {codec}; text beside <speech> is not kept; system messages "
     "after the first question are left out",
     codec="(not written in the data: name it where there are units)",
 )

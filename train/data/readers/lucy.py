@@ -1,7 +1,7 @@
-"""LUCY: JSON of `conversations [{role, content, wavpath, codec, speaker}]`, with SNAC codes in files of text.
+"""Reads LUCY: JSON of `conversations [{role, content, wavpath, codec, speaker}]`, with SNAC codes in text files.
 
-A `.snac` file has seven integers a frame, level by level: c0 | c1 c1 | c2 c2 c2 c2 (our `levels`), which is not how the
-model's streams stand. Source: the data section of LUCY's README (VITA-MLLM/LUCY). The codes of the user's recordings are not
+A `.snac` file has seven integers a frame, level by level: c0 | c1 c1 | c2 c2 c2 c2 (our `levels`), which is not the order of
+the model's streams. Source: the data section of LUCY's README (VITA-MLLM/LUCY). The codes of the user's recordings are not
 read; system messages before the first question are the row's, later ones have no place in it.
 """
 
@@ -20,7 +20,7 @@ from train.data.rows.row import Codes, Row, RowTurn
 
 
 def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one conversation; UserError where it is broken."""
+    """Make the row of one conversation; UserError where it is broken."""
     messages = items(data, "conversations")
     turns = [_turn(asked, {} if answered is None else answered, files, options) for asked, answered in pairs(messages, "role")]
     system = system_of(data, messages, lambda message: text(message, "content"), "role")
@@ -41,7 +41,7 @@ def _turn(asked: Mapping[str, Any], answered: Mapping[str, Any], files: Files, o
 
 
 def _codes(message: Mapping[str, Any], files: Files, options: ReaderOptions) -> Codes | None:
-    """The codes in the file that an answer names."""
+    """Read the codes of the file that an answer names."""
     name = text(message, "codec")
     if not name:
         return None

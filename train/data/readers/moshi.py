@@ -1,4 +1,4 @@
-"""moshi-finetune: conversations on two channels, cut into turns by their words.
+"""Reads moshi-finetune: conversations on two channels, cut into turns by the times of their words.
 
 A line of JSON for each recording, `{"path", "duration"}`: a stereo file with the model on the left (channel 0) and the user
 on the right (1), and beside it a `.json` of the same name, `{"alignments": [[word, [start s, end s], "SPEAKER_MAIN"], ...]}`.
@@ -6,9 +6,9 @@ SPEAKER_MAIN is the model; any other speaker is the user. Source: the data secti
 its annotate.py, which writes the model's words only.
 
 A recording becomes one row. An utterance is a run of one speaker's words with less than `ReaderOptions.pause` seconds between
-them. A turn is what the user says, then what the model says until the user starts again; where the user's words are not
-written, the user's side is the right channel between two utterances of the model, and utterances with silence there are
-one answer.
+them. A turn consists of what the user says, then what the model says until the user starts again; where the alignment lacks
+the user's words, the user's side is the right channel between two utterances of the model, and utterances with silence between
+them on that channel are one answer.
 Each side is cut from its own channel, and the words stay with the turn (`RowTurn.words`).
 """
 
@@ -27,13 +27,13 @@ from train.data.rows.row import Row, RowTurn, Sound, Word
 
 MODEL, USER = 0, 1  # channels
 
-_LATE = 0.1  # seconds that a word may end behind the recording: recognisers round
-_DISAGREE = 0.5  # seconds between the duration in the list and that of the file
-_SILENCE = 10 ** (-50 / 20)  # root mean square of a stretch in which nobody speaks: -50 dB of full scale
+_LATE = 0.1  # seconds by which a word may end after the recording: recognisers round
+_DISAGREE = 0.5  # seconds by which the duration in the list may differ from the file's
+_SILENCE = 10 ** (-50 / 20)  # root mean square of a segment in which nobody speaks: -50 dB of full scale
 
 
 class Utterance(NamedTuple):
-    """What a speaker says without a pause. Times in seconds of the recording."""
+    """A speaker's words without a pause between them. Times in seconds of the recording."""
 
     who: str
     start: float
@@ -42,7 +42,7 @@ class Utterance(NamedTuple):
 
 
 def moshi_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """The row of one recording; UserError where it, or its alignment, is broken."""
+    """Make the row of one recording; UserError where it, or its alignment, is broken."""
     name = text(data, "path", needed=True)
     path = files.file(name)
     info = header(path)
@@ -64,9 +64,9 @@ def moshi_row(data: Mapping[str, Any], where: str, files: Files, options: Reader
 
 
 def read_words(path: Path, seconds: float) -> list[Word]:
-    """The words of an alignment in the order of their starts, times in seconds of the recording, which lasts `seconds`.
+    """Read the words of an alignment in the order of their starts, times in seconds of the recording, which lasts `seconds`.
 
-    UserError for a file that is none, and words that end before they start or lie beyond the recording.
+    UserError for a file that is no alignment, and words that end before they start or lie beyond the recording.
     """
     try:
         alignments = json.loads(path.read_text("utf-8"))["alignments"]
@@ -92,7 +92,7 @@ def read_words(path: Path, seconds: float) -> list[Word]:
 
 
 def to_utterances(words: Sequence[Word], pause: float) -> list[Utterance]:
-    """Utterances in the order of their starts, of words in the order of theirs."""
+    """Group words, sorted by start, into utterances, sorted by start; `pause` seconds of silence end one."""
     runs: list[list[Word]] = []
     latest: dict[str, list[Word]] = {}
     for word in words:
@@ -105,7 +105,7 @@ def to_utterances(words: Sequence[Word], pause: float) -> list[Utterance]:
 
 
 def to_turns(utterances: Sequence[Utterance]) -> list[tuple[list[Utterance], list[Utterance]]]:
-    """The user's and the model's utterances of each turn: a turn starts where the user speaks after the model has."""
+    """Group utterances into turns, (user's, model's) each: a turn starts where the user speaks after the model has."""
     turns: list[tuple[list[Utterance], list[Utterance]]] = []
     for utterance in utterances:
         if not turns or (utterance.who == "user" and turns[-1][1]):
@@ -115,7 +115,7 @@ def to_turns(utterances: Sequence[Utterance]) -> list[tuple[list[Utterance], lis
 
 
 def _with_silent_user(utterances: Sequence[Utterance], path: Path, seconds: float) -> list[Utterance]:
-    """The model's utterances with what sounds on the user's channel between them, as utterances without words."""
+    """Add, between the model's utterances, what sounds on the user's channel, as utterances without words."""
     out: list[Utterance] = []
     before = 0.0
     for index in range(len(utterances) + 1):

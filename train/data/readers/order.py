@@ -1,17 +1,17 @@
-"""The order of SNAC's codes in a frame, judged by the codes of many rows.
+"""Tests the order of SNAC's codes in a frame on the codes of many rows.
 
-One frame's numbers do not tell the order: every level has the same range. Over many rows they do, since each level has a
-codebook of its own, of which speech uses some codes more than others: places of one level share their common codes, places of
-two levels meet only by chance. The known orders differ in what stands at places 2 and 4:
+One frame does not reveal the order: every level has the same range. Many rows do, since each level has a codebook of its own,
+of which speech uses some codes more than others: places of one level share their frequent codes, places of two levels agree
+only by chance. The known orders differ in the levels at places 2 and 4:
 
     streams   c0 c1 c2 c2 c1 c2 c2
     levels    c0 c1 c1 c2 c2 c2 c2
 
-so one of the two shares the codes of places 3, 5 and 6, which are of the finest level either way. How often those three agree
-with each other is the measure. Only rows are set against other rows, as pauses repeat a code within one. An order is refused on
-overwhelming evidence alone: where codes are too few, or all used alike, nothing is said.
+so one of the two shares the codes of places 3, 5 and 6, which are of the finest level either way. The unit of measurement is
+how often those three agree with each other. Only different rows are compared, as pauses repeat a code within one. An order is
+refused on overwhelming evidence alone: where codes are too few, or all equally frequent, it passes.
 
-Tried on codes of residual quantisers with SNAC's strides and 256 or 1,024 codes, fitted to mel frames of recorded speech: of
+Tested on codes of residual quantisers with SNAC's strides and 256 or 1,024 codes, fitted to mel frames of recorded speech: of
 720 samples in the right order none was refused, of 240 in the other with 64 rows of 25 frames 99 %, of 240 with 64 rows of 100
 frames all. Codes of SNAC's published weights have not been seen.
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     import numpy as np
 
 ROWS = 64
-"""Rows that are looked at, from the first."""
+"""Number of first rows that are tested."""
 
 FEWEST_ROWS, FEWEST_FRAMES = 16, 400
-"""Fewer are no evidence."""
+"""Fewest rows and frames that are tested: fewer are no evidence."""
 
 SURE = 6.0
-"""Standard errors that evidence must be away from none."""
+"""Standard errors by which the evidence must exceed 0."""
 
 _FINE = ((3, 5), (3, 6), (5, 6))
 _SECOND, _FOURTH = tuple((2, k) for k in (3, 5, 6)), tuple((4, k) for k in (3, 5, 6))
 
 
 def check_order(items: Iterable[Row | Broken], said: str, format: str) -> None:
-    """UserError where SNAC codes stand in the other order than the one their format documents.
+    """Refuse SNAC codes that are in another order than the one their format documents (UserError).
 
     Args:
         items: the first `ROWS` of a data set; those without such codes do not count.
@@ -69,17 +69,17 @@ def check_order(items: Iterable[Row | Broken], said: str, format: str) -> None:
     if value > max(0.5, SURE * error):
         other = next(name for name in SHOWN if name != said)
         raise UserError(
-            f"the SNAC codes of {len(rows)} rows ({total} frames), {rows[0]} to {rows[-1]}, seem to stand in the order "
+            f"the SNAC codes of {len(rows)} rows ({total} frames), {rows[0]} to {rows[-1]}, seem to be in the order "
             f"{other!r} ({SHOWN[other]}), not in {said!r} ({SHOWN[said]}) as {format} documents it: say --read.order {other}, "
             f"or --read.order {said} where they are right all the same"
         )
 
 
 def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
-    """How much the codes [7, F] of R rows speak for the other order than `said`, and the standard error of that.
+    """Evidence in the codes [7, F] of R rows for the other order than `said`, and its standard error.
 
-    About -1 where `said` is right and 1 where the other is; 0 where the codes do not say. The error is the jackknife's over
-    rows (infinite where no code is more common than others).
+    About -1 where `said` is right and 1 where the other is; 0 where the codes do not decide. The error is the jackknife's over
+    rows (infinite where no code is more frequent than others).
     """
     import numpy as np
 
@@ -88,7 +88,7 @@ def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
     total = counts.sum(0)
 
     def excess(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-        """[1 + R]: how much more often two rows agree at these places than by chance; of all rows, then without each."""
+        """Excess of the agreement of two rows at these places over chance, [1 + R]: of all rows, then without each."""
         first, second = (list(part) for part in zip(*pairs, strict=True))
         within = np.einsum("rpc,rpc->r", counts[:, first], counts[:, second])
         rest = total - counts

@@ -1,8 +1,8 @@
-"""A record of a file, what every kind of file of records offers, and where reading one has come to.
+"""A record of a file, the interface of files of records, and a cache of the place where the last reading ended.
 
-The place is kept, so that the next stretch of records goes on there and not at the file's beginning. It is for files that
-cannot be entered just anywhere: packed ones, and the row groups of Parquet. A process keeps one reading, that of the stretch it
-has read last, so no more than one file stays open.
+The next range of records goes on at that place and not at the file's start. This serves files that cannot be entered anywhere:
+compressed ones, and the row groups of Parquet. A process keeps one reading, that of the range it has read last, so no more than
+one file stays open.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Record(NamedTuple):
-    """One record: its fields, or why there are none."""
+    """One record: where it is, its fields, or the error in their place."""
 
     where: str
     data: Mapping[str, Any]
@@ -36,12 +36,12 @@ class Records(ABC):
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]: ...
 
     def first(self) -> Mapping[str, Any]:
-        """The fields of the first record; empty where it cannot be read, or there is none."""
+        """Fields of the first record; empty where it cannot be read, or there is none."""
         return next((record.data for record in self.iterate(0, 1)), {})
 
 
 class RecordReading(ABC):
-    """The records of one file, read onwards.
+    """An open reading of one file's records, which only goes forwards.
 
     Attributes:
         at: number of the first record that can still be read.
@@ -52,17 +52,17 @@ class RecordReading(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int | None) -> Iterator[Record]:
-        """Records `start`, which is not before `at`, to `stop`."""
+        """Read records `start`, which is not before `at`, to `stop`."""
 
 
 _kept: list[tuple[int, Records, RecordReading]] = []
-"""At most one, with the process it belongs to: a fork shares the place in an open file, and must not read on there."""
+"""At most one reading, with its process: a forked process shares the place in an open file, and must not read on there."""
 
-atexit.register(_kept.clear)  # while the modules that close its file are still there
+atexit.register(_kept.clear)  # before the modules that close its file are torn down
 
 
 def take(records: Records, start: int) -> RecordReading | None:
-    """The reading that was kept of these records, where it has not gone past `start`. Another one is let go."""
+    """Take the kept reading of these records, where it has not gone past `start`; any other is dropped."""
     try:
         process, owner, reading = _kept.pop()
     except IndexError:
@@ -71,5 +71,5 @@ def take(records: Records, start: int) -> RecordReading | None:
 
 
 def keep(records: Records, reading: RecordReading) -> None:
-    """Keep this one in place of the last."""
+    """Keep this reading in place of the last."""
     _kept[:] = [(os.getpid(), records, reading)]

@@ -1,7 +1,7 @@
-"""Files of records, streamed: each record comes with the place where it stands.
+"""Streams files of records: each record comes with its place in the file.
 
-What cannot be read is a record too, with its error in the place of its data, so that record i is always the same. No file is
-ever held as a whole: text files are read from the nearest place that is known, Parquet from the start of a row group.
+A record that cannot be read is a record too, with its error in the place of its data, so that record i is always the same. No
+file is ever in memory as a whole: text files are read from the nearest known offset, Parquet from the start of a row group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BATCH = 16  # rows decoded at once
 
 
 def open_records(path: Path) -> Records:
-    """The records of a file, by its ending (and, for .json, its first character). UserError for another ending."""
+    """Open the records of a file by its suffix (and, for .json, its first character); UserError for another suffix."""
     name = path.name.lower().removesuffix(".gz")
     if name.endswith(".parquet"):
         return ParquetRecords(path)
@@ -48,7 +48,7 @@ def _first_character(path: Path) -> str:
 class ParquetRecords(Records):
     """The rows of a Parquet file.
 
-    A page that is damaged costs the rows from there to the end of its row group, a value that cannot be read its own row.
+    A damaged page makes the rows from there to the end of its row group broken, a value that cannot be read its own row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,11 +59,11 @@ class ParquetRecords(Records):
     def _open(self) -> Any:
         import pyarrow.parquet as pq
 
-        # Buffered, because otherwise a column of a row group is read whole; checksums are checked where they were written.
+        # Buffered, as otherwise a column of a row group is read whole; checksums are verified where the file has them.
         return pq.ParquetFile(self.path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
 
     def _groups(self) -> list[int]:
-        """Where each row group ends; a file that cannot be opened counts as one row."""
+        """Row numbers at which the row groups end; a file that cannot be opened counts as one row."""
         import pyarrow as pa
 
         if self._ends is None:
@@ -81,7 +81,7 @@ class ParquetRecords(Records):
         return ends[-1] if ends else 0
 
     def columns(self) -> list[str]:
-        """The names of the columns; empty where the file cannot be opened."""
+        """Names of the columns; empty where the file cannot be opened."""
         import pyarrow as pa
 
         try:
@@ -91,9 +91,9 @@ class ParquetRecords(Records):
             return []
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Rows `start` to `stop`; rows of the same group before `start` are decoded and passed over.
+        """Iterate over rows `start` to `stop`; rows of the same group before `start` are decoded and skipped.
 
-        A stretch that starts where the last one ended goes on there.
+        A range that starts where the last one ended goes on there.
         """
         stop = len(self) if stop is None else min(stop, len(self))
         if start >= stop:
@@ -108,7 +108,7 @@ class ParquetRecords(Records):
 
 
 class _Batch(NamedTuple):
-    """Rows `first` to `stop` of a file: as they are stored, or why they cannot be had."""
+    """Rows `first` to `stop` of a file: as they are stored, or why they cannot be read."""
 
     first: int
     stop: int
@@ -116,7 +116,7 @@ class _Batch(NamedTuple):
     problem: str = ""
 
     def records(self, path: Path, start: int, stop: int) -> Iterator[Record]:
-        """Those from `start` to `stop`."""
+        """Records of rows `start` to `stop`."""
         if self.problem:
             found: Iterable[tuple[dict[str, Any], str]] = itertools.repeat(({}, self.problem), stop - start)
         else:
@@ -126,10 +126,10 @@ class _Batch(NamedTuple):
 
 
 class _Rows(RecordReading):
-    """The rows of an open Parquet file, decoded a few at a time from the start of a row group on.
+    """Reads the rows of an open Parquet file, decoded a few at a time from the start of a row group on.
 
     Args:
-        ends: where each row group ends.
+        ends: row numbers at which the row groups end.
     """
 
     def __init__(self, file: Any, path: Path, ends: Sequence[int]) -> None:
@@ -156,7 +156,7 @@ class _Rows(RecordReading):
         return next(batch for batch in self._batches if row < batch.stop)
 
     def _decoded(self, group: int) -> Iterator[_Batch]:
-        """All rows of one group. What is damaged is a batch too, up to the group's end."""
+        """Decode all rows of one group; a damaged part is a batch too, up to the group's end."""
         import pyarrow as pa
 
         at, end = self._ends[group - 1] if group else 0, self._ends[group]
@@ -173,7 +173,7 @@ class _Rows(RecordReading):
 
 
 def plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
-    """The rows of a batch as plain data; a value that Python cannot have costs its own row only, and is the second part."""
+    """Rows of a batch as plain data, each with an error or "": a value that Python cannot represent breaks its own row only."""
     unfit = _unfit()
     try:
         return [(data, "") for data in batch.to_pylist()]
@@ -182,7 +182,7 @@ def plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
 
 
 def _plain_row(batch: Any, unfit: tuple[type[Exception], ...]) -> tuple[dict[str, Any], str]:
-    """The one row of a batch, or no fields and why there are none."""
+    """The fields of a batch's one row, or none and the error."""
     data: dict[str, Any] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -194,7 +194,7 @@ def _plain_row(batch: Any, unfit: tuple[type[Exception], ...]) -> tuple[dict[str
 
 
 def _unfit() -> tuple[type[Exception], ...]:
-    """What stored values raise that Python cannot have: no UTF-8, times out of its range, unknown zones."""
+    """Exceptions of stored values that Python cannot represent: no UTF-8, times out of range, unknown time zones."""
     import pyarrow as pa
 
     return (pa.ArrowException, ValueError, TypeError, LookupError, ArithmeticError)

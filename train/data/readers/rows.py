@@ -1,8 +1,8 @@
-"""Rows that are prepared already (`train.data.rows.row`), to be prepared again: answers for another codec, sides spoken again.
+"""Reads rows that are prepared already (`train.data.rows.row`), to prepare them again: for another codec, or spoken again.
 
-They come as they are stored, words and starts included; `ReaderOptions.name` and `ReaderOptions.task` replace what they say,
-and `ReaderOptions.language` is taken where they say none. With `ReaderOptions.audio` "none" all their recordings are left out,
-so that a preparation speaks them again; codes stay, and are taken where they are of the codec that is asked for.
+Rows come as they are stored, words and starts included; `ReaderOptions.name` and `ReaderOptions.task` replace their own values,
+and `ReaderOptions.language` is used where they have none. With `ReaderOptions.audio` "none" all their recordings are left out,
+so that a preparation speaks them again; codes stay, and are used where they are of the wanted codec.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from train.data.rows.row import ROW_VERSION, Row, Sound, from_plain
 
 
 def stored_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """One of our own rows; UserError where columns are missing or it breaks the format."""
+    """Make a row of one of our own stored rows; UserError where columns are missing or it breaks the format."""
     if data.get("version") != ROW_VERSION:
         raise UserError(f"is of version {data.get('version')}; this is version {ROW_VERSION}: prepare the data again")
     try:
@@ -42,7 +42,7 @@ def stored_row(data: Mapping[str, Any], where: str, files: Files, options: Reade
 
 
 def _wanted(sound: Sound | None, files: Files) -> Sound | None:
-    """A recording, as `ReaderOptions.audio` has it."""
+    """The recording; None where there is none, `ReaderOptions.audio` is "none", or its header cannot be read."""
     if sound is None or files.audio == "none":
         return None
     try:

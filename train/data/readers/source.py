@@ -1,4 +1,4 @@
-"""A source made of files of records and a function that turns a record into a row."""
+"""Sources made of files of records and a function that turns a record into a row; typed access to a record's fields."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from train.data.readers.records import open_records
 from train.data.rows.row import Row, RowTurn
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
-"""What a record may raise that nobody has thought of. UserError is a ValueError."""
+"""Exceptions that an unforeseen record may raise: they make it broken. UserError is a ValueError."""
 
 MakeRow = Callable[[Mapping[str, Any], str], Row]
-"""Turns the fields of a record and the place where it stands into a row; UserError where they make none."""
+"""Makes a row of a record's fields and its place in the file; UserError where they make none."""
 
 
 class RecordSource(OpenedSource):
-    """A row for each record of some files, in their order. `make` must be picklable for the source to be."""
+    """A row for each record of some files, in their order. The source can be pickled where `make` can."""
 
     def __init__(self, format: str, files: Sequence[Records], make: MakeRow, note: str = "") -> None:
         self.format, self.note = format, note
@@ -43,7 +43,7 @@ class RecordSource(OpenedSource):
             if start == 0 and stop is None:
                 yield from map(self._item, file.iterate())
                 continue
-            # A file that ends behind `stop` is not counted: nothing comes after it.
+            # The records of the last file need not be counted: no file follows it.
             count = 0 if [file] == last else len(file)
             if start < count or [file] == last:
                 yield from map(self._item, file.iterate(start, stop))
@@ -63,13 +63,13 @@ class RecordSource(OpenedSource):
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says in one line that can be written anywhere, with its kind where it is none of ours."""
+    """Message of an error in one line of valid UTF-8, with its type where it is no UserError or OSError."""
     said = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
     return said if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {said}"
 
 
 def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
-    """The file, or those in a folder and below it that end so, in the order of their paths; UserError where there are none."""
+    """Open the file, or those in a folder and below it with these suffixes, sorted by path; UserError where there are none."""
     if not path.is_dir():
         return [open_records(path)]
     found = sorted(file for file in path.rglob("*") if _readable(file, endings))
@@ -79,7 +79,7 @@ def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
 
 
 def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
-    """The first record of a file, or of the first file in a folder; empty where there is none."""
+    """Fields of the first record of a file, or of the first file in a folder; empty where there is none."""
     files = data_files(path, endings) if path.is_dir() else [path]
     if not files or not _readable(files[0], endings):
         return {}
@@ -87,7 +87,7 @@ def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
 
 
 def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
-    """The files of a folder, and of those in it, that end so, in the order of their paths."""
+    """Files of a folder, and of the folders in it, with these suffixes, sorted by path."""
     return sorted(file for pattern in ("*", "*/*") for file in folder.glob(pattern) if _readable(file, endings))
 
 
@@ -97,16 +97,16 @@ def _readable(file: Path, endings: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class RecordReader:
-    """A reader of a format whose rows are records: told by its files' endings and the fields of the first record.
+    """Reads a format whose rows are records; recognises it by file suffixes and the fields of the first record.
 
     Attributes:
         row: makes the row: `row(data, where, files, options)`.
-        endings: of its files.
+        endings: suffixes of its files.
         fields: sets of fields; a first record with all of one set is of this format.
-        absent: fields that tell that it is another format.
-        inner: a field that is a list of objects, and what the first of them has.
-        notice: see `OpenedSource.note`; `{order}` and `{codec}` become those that hold.
-        order: SNAC's order as the format documents it; the first rows are held against it (`check_order`).
+        absent: fields of which none may be present.
+        inner: a field that is a list of objects, and fields that the first of them must have.
+        notice: see `OpenedSource.note`; `{order}` and `{codec}` are replaced by those in use.
+        order: SNAC's order as the format documents it, checked on the first rows (`check_order`).
         codec: the codec as the format documents it.
     """
 
@@ -144,9 +144,9 @@ class RecordReader:
 
 
 def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
-    """The first of these fields that is there, as text without space around it; "" for null or none.
+    """Read the first of these fields that is present, as text without surrounding whitespace; "" for null or none.
 
-    UserError where it is no text or number, or no whole characters, or where none is there and it is needed.
+    UserError where it is no text or number, or has half a surrogate pair, or where it is needed and none is present.
     """
     for name in names:
         if name in data:
@@ -162,7 +162,7 @@ def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
 
 
 def check_text(said: str, what: str) -> str:
-    """The same text; UserError where it holds half a character, as JSON can write one, which no file of rows can keep."""
+    """Return the text; UserError where it has half a surrogate pair, which JSON can write and no file of rows can store."""
     try:
         said.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -171,7 +171,7 @@ def check_text(said: str, what: str) -> str:
 
 
 def number(data: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A finite number; UserError for anything else, or where it is absent and there is no default."""
+    """Read a finite number; UserError for anything else, or where it is absent and there is no default."""
     value = data.get(name)
     if value is None and default is not None:
         return default
@@ -181,7 +181,7 @@ def number(data: Mapping[str, Any], name: str, default: float | None = None) -> 
 
 
 def items(data: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """A list of objects, at least one; UserError for anything else."""
+    """Read a list of objects, at least one; UserError for anything else."""
     value = data.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         raise UserError(f"field {name!r} is {_shown(value)}, not a list of objects: fix the row")
@@ -196,9 +196,9 @@ def _shown(value: Any) -> str:
 
 
 def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, where: str, **fields: str) -> Row:
-    """The row of these turns; UserError where a turn holds nothing.
+    """Make the row of these turns; UserError where a turn is empty.
 
-    `fields` are those of `Row` that the data say; an empty `language` becomes that of the options.
+    `fields` are further fields of `Row` from the data; an empty `language` becomes that of the options.
     """
     for index, turn in enumerate(turns):
         if not (turn.question_text or turn.answer_text or turn.question_audio or turn.answer_audio or turn.answer_codes):

@@ -1,4 +1,4 @@
-"""A table or JSON lines of one's own: a row each, its columns named as the row's fields, or mapped to them.
+"""Reads a table or JSON lines of your own: a row each, with columns named as the row's fields, or mapped to them.
 
     question_audio, question_text, answer_audio, answer_text       what the turn holds; paths of recordings and texts
     id, speaker, language                                          of the row
@@ -26,7 +26,7 @@ ROW = ("id", "speaker", "language")
 
 
 class TableReader:
-    """Reader of one file (or a folder with one such file)."""
+    """Reads one file (or a folder with one such file)."""
 
     name = "table"
     summary = (
@@ -70,7 +70,7 @@ class TableReader:
 
 
 def table_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, names: Mapping[str, str]) -> Row:
-    """The row of one record; UserError where it has none of the parts of a turn, or one is broken."""
+    """Make the row of one record; UserError where it has none of the parts of a turn, or one is broken."""
     turn = RowTurn(
         question_text=text(data, names["question_text"]),
         question_audio=files.sound(data.get(names["question_audio"])),

@@ -1,6 +1,6 @@
-"""Records of text files: JSON lines, JSON arrays and tables, plain or packed by gzip.
+"""Reads records of text files: JSON lines, JSON arrays and tables, plain or compressed by gzip.
 
-The place of every 256th record is kept (found on first need), so that reading can start near any record.
+The offset of every 256th record is kept (found on first need), so that reading can start near any record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omni.errors import UserError
 from train.data.readers.record import Record, RecordReading, Records, keep, take
 
 STRIDE = 256
-"""Records between two places that are remembered."""
+"""Records between two offsets that are kept."""
 
 _CHUNK = 1 << 20
 _LONGEST = 64 << 20  # characters of one element of a JSON array; beyond it the array is taken to be damaged
@@ -33,7 +33,7 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 class TextRecords(Records):
-    """Records of a text file, which start at lines or bytes that can be sought."""
+    """Records of a text file, each starting at a byte offset that can be sought."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -42,14 +42,14 @@ class TextRecords(Records):
 
     @abstractmethod
     def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
-        """From a record's start on: offset and number (of the line, or of the element) of each record, and its raw form."""
+        """From a record's start on, yield offset, number (of the line, or of the element) and raw form of each record."""
 
     @abstractmethod
     def _record(self, raw: Any, number: int) -> Record:
-        """What the raw form holds."""
+        """Parse a raw form into a record."""
 
     def _from(self, offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
-        """`_raw` with the file opened; where the file breaks off, one last record is the error."""
+        """Open the file and iterate as `_raw`; where the file is truncated, the last record is the error."""
         try:
             with open_binary(self.path) as file:
                 if offset:
@@ -74,9 +74,9 @@ class TextRecords(Records):
         return self._count
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Records `start` to `stop`; only fewer than 256 before `start` are passed over.
+        """Iterate over records `start` to `stop`, skipping fewer than 256 before `start`.
 
-        In a .gz all of them are, where the stretch does not start at or behind the end of the last one.
+        In a .gz all records before `start` are skipped, unless the range starts at or after the end of the last one.
         """
         packed = self.path.name.lower().endswith(".gz")
         at, place = 0, (0, 0)
@@ -91,14 +91,14 @@ class TextRecords(Records):
             keep(self, reading)
 
     def _made(self, raw: Any, number: int) -> Record:
-        """The record of a raw form, or of the error in its place."""
+        """Make the record of a raw form, or of the error in its place."""
         if isinstance(raw, UserError):
             return Record(f"{self.path} after line {number}", {}, str(raw))
         return self._record(raw, number)
 
 
 class _TextReading(RecordReading):
-    """Raw records, one after another from the place of number `at` on; those that are passed over stay raw."""
+    """Reads raw records one after another from number `at` on; skipped ones are not parsed."""
 
     def __init__(self, records: TextRecords, at: int, raw: Iterator[tuple[int, int, Any]]) -> None:
         super().__init__(at)
@@ -113,7 +113,7 @@ class _TextReading(RecordReading):
 
 
 class JsonLines(TextRecords):
-    """A JSON object a line; empty lines are passed over."""
+    """Records of JSON lines, an object each; empty lines are skipped."""
 
     def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, bytes]]:
         for line in file:
@@ -139,7 +139,7 @@ def _object(where: str, data: Any) -> Record:
 
 
 class JsonArray(TextRecords):
-    """The elements of one JSON array, read one after another. An element that is no JSON ends it, as an error."""
+    """Records of one JSON array, read element by element. An element that is no JSON is an error, and the last record."""
 
     def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
         decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
@@ -160,7 +160,7 @@ class JsonArray(TextRecords):
                 except (ValueError, RecursionError) as error:
                     problem = str(error)
                 else:
-                    if end < len(text):  # what follows shows that it is whole: a number may go on in the next chunk
+                    if end < len(text):  # complete only where text follows: a number may go on in the next chunk
                         yield offset, number, element
                         offset, at, number = offset + len(text[at:end].encode()), end, number + 1
                         continue
@@ -185,7 +185,7 @@ class JsonArray(TextRecords):
 
 
 class TableRecords(TextRecords):
-    """A table whose first line names its columns. Comma-separated values may be quoted; tab-separated ones never are."""
+    """Records of a table whose first line names its columns. Comma-separated values may be quoted, tab-separated ones not."""
 
     def __init__(self, path: Path, delimiter: str) -> None:
         super().__init__(path)
@@ -194,7 +194,7 @@ class TableRecords(TextRecords):
 
     @property
     def header(self) -> list[str]:
-        """The names of the columns; empty where they cannot be read."""
+        """Names of the columns; empty where they cannot be read."""
         if self._header is None:
             try:
                 with open_binary(self.path) as file:
@@ -236,7 +236,7 @@ class TableRecords(TextRecords):
 
 
 class _Lines:
-    """Lines of a file as text, knowing where the next one starts."""
+    """Iterates over the lines of a file as text, with the offset and number of the next one."""
 
     def __init__(self, file: IO[bytes], offset: int, number: int) -> None:
         self._file, self.offset, self.number = file, offset, number

@@ -1,8 +1,8 @@
-"""Rows in Parquet files: written beside and renamed, read by index.
+"""Rows in Parquet files: written under another name and renamed, read by index.
 
-A file is read where it is, a row group at a time, so that the first row of any data is there at once; this wants small groups,
-which `write_rows` and `data prepare` make. A file of large groups is read through Hugging Face `datasets`, which keeps an Arrow
-copy of it in its cache folder (`HF_HOME`) and maps that into memory.
+A file is read in place, a row group at a time, so that the first row of any data is available at once; this requires small
+groups, which `write_rows` and `data prepare` make. A file of large groups is read through Hugging Face `datasets`, which keeps
+an Arrow copy of it in its cache folder (`HF_HOME`) and maps that into memory.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ if TYPE_CHECKING:
 
 
 ROW_GROUP = 16
-"""Rows of a group: to read one row, its group is decoded."""
+"""Rows of a row group: to read one row, its group is decoded."""
 
 LARGE_ROWS, LARGE_BYTES = 64, 32 << 20
 """A group beyond these is too large to be decoded for one row: the file is copied to Arrow."""
 
 KEPT_FILES, KEPT_GROUPS = 16, 4
-"""What a process keeps of a stored source: open files, and the groups it read last."""
+"""Numbers of open files, and of the groups read last in each, that a process keeps of a stored source."""
 
 KEPT_CHUNKS = 600_000
-"""Column chunks whose metadata is kept of a stored source, a kilobyte each: those of 450,000 rows in groups of 16. They are
-read anyway where the source is opened, and rows in shuffled order come from ever other files: to read a file's metadata again
-takes several times as long as to read a row. Forked workers share them."""
+"""Column chunks whose metadata is kept of a stored source, a kilobyte each: those of 450,000 rows in groups of 16.
+
+They are read anyway when the source is opened, and rows in shuffled order come from one file after another: to read a file's
+metadata again takes several times as long as to read a row. Forked workers share them."""
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = ROW_GROUP) -> int:
-    """Write rows to a Parquet file, in groups of `row_group`; returns how many.
+    """Write rows to a Parquet file, in groups of `row_group`; returns their number.
 
-    The file appears when it is whole: until then it grows under another name in the same folder, and an error removes it.
+    The file appears when it is whole: until then it is written under another name in the same folder, and an error removes it.
 
     Raises:
         UserError: a row that breaks the format or whose reference leaves the folder (with its number), or no space left.
@@ -78,7 +79,10 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
 
 
 def files_of(path: str | os.PathLike[str]) -> list[Path]:
-    """The Parquet file at `path`, or those of the folder there by name; UserError where there is none. None is opened."""
+    """List the Parquet file at `path`, or those of the folder there, sorted by name, without opening any.
+
+    UserError where there is none.
+    """
     place = Path(path)
     files = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
     if not files:
@@ -120,7 +124,7 @@ class StoredRows:
         self._begin()
 
     def _keep(self, number: int, metadata: pq.FileMetaData) -> None:
-        """Keep a file's metadata while there is room."""
+        """Keep a file's metadata, up to `KEPT_CHUNKS` in all."""
         chunks = metadata.num_row_groups * metadata.num_columns
         if number not in self._metadata and self._chunks + chunks <= KEPT_CHUNKS:
             self._metadata[number] = metadata
@@ -172,7 +176,7 @@ class StoredRows:
 
 
 class _GroupedFile:
-    """An open Parquet file; `row` decodes the group that the row is in. `metadata` is the file's, where it has been read."""
+    """An open Parquet file; `row` decodes the row's group. `metadata` is the file's, where it has been read already."""
 
     def __init__(self, file: Path, metadata: pq.FileMetaData | None = None) -> None:
         import pyarrow.parquet as pq
@@ -210,7 +214,7 @@ def _readable(file: Path, part: str = "") -> Iterator[None]:
 
 
 def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
-    """The metadata of a file, and its columns, which are checked."""
+    """Read the metadata and the schema of a file, and check its columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -237,23 +241,23 @@ def look(file: Path) -> tuple[pq.FileMetaData, pa.Schema]:
 
 
 def first_rows(file: Path, group: int, count: int) -> list[dict[str, Any]]:
-    """The first rows of a group, as plain data, without reading all of it; UserError where they cannot be read."""
+    """Read the first rows of a group as plain data, without reading all of it; UserError where they cannot be read."""
     import pyarrow.parquet as pq
 
     with _readable(file):
         batches = pq.ParquetFile(str(file), memory_map=True, pre_buffer=False).iter_batches(count, row_groups=[group])
-        batch = next(batches, None)  # none of a group without rows
+        batch = next(batches, None)  # None for a group without rows
         return [] if batch is None else batch.to_pylist()
 
 
 def _large(metadata: pq.FileMetaData) -> bool:
-    """Whether a file's groups are too large to be read for one row."""
+    """True where a file's row groups are too large to decode one for a single row."""
     groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, 4)))
     return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
 
 
 def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
-    """The files copied to Arrow; `absent` are the columns that each of them lacks, which must be the same ones."""
+    """Open the files as Arrow copies; `absent` are the columns that each of them lacks, the same ones in all."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
@@ -279,7 +283,7 @@ def _open(files: list[Path], absent: list[set[str]], cache: str | os.PathLike[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of `datasets` while preparing: standard error belongs to the run."""
+    """Context without the progress bars of `datasets`: standard error belongs to the run."""
     import datasets
 
     shown = datasets.are_progress_bars_disabled()

@@ -1,12 +1,12 @@
-"""The row of stored data, version 2: one conversation, whatever task it will be used for.
+"""The row of stored data, version 2: one conversation, independent of the task it will be used for.
 
     version    int32     2
     id         string    any name, for people
-    source     string    where it is from
+    source     string    data set that it is from
     language   string    BCP 47, such as "en"
-    speaker    string    who asks
+    speaker    string    speaker of the questions
     task       string    a task that all turns are meant for, "" to leave it to the mixture
-    system     string    what the conversation's system message says, "" for none; files without the column have none
+    system     string    text of the conversation's system message, "" for none; files without the column have none
     turns      list of
         question_text   string
         question_audio  {bytes, path}
@@ -16,15 +16,15 @@
         answer_audio    {bytes, path}
         answer_codes    {codec, order, frames}
                             codec   name of an audio codec: codec2, snac, ...
-                            order   `streams`: as the codec's streams stand in the model (SNAC: c0 c1 c2 c2 c1 c2 c2);
+                            order   `streams`: that of the codec's streams in the model (SNAC: c0 c1 c2 c2 c1 c2 c2);
                                     `levels`: SNAC's levels one after another (c0 | c1 c1 | c2 c2 c2 c2)
                             frames  [streams][frames] int32
-        words           list of {text, start, end, who}: when which word is said, in seconds from the start of the sound
-                            that it is in: `who` is "user" (question_audio) or "model" (answer_audio)
+        words           list of {text, start, end, who}: times of each word, in seconds from the start of its sound: `who` is
+                            "user" (question_audio) or "model" (answer_audio)
         question_start, answer_start
-                            where the two sounds stood in a longer recording, in seconds
+                            times of the two sounds in a longer recording, in seconds
 
-A turn holds what it has; the rest is empty ("" or null). Which parts a task needs is checked when the row is used.
+Parts that a turn lacks are empty ("" or null). Which parts a task needs is checked when the row is used.
 Version 1 had no `words` and no starts.
 Dimensions: S samples, A audio streams, F frames.
 """
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 ROW_VERSION = 2
 
 OPTIONAL = ("system",)
-"""Columns that files of this version may lack: they were written before."""
+"""Columns that files of this version may lack: they were added later."""
 
 CODE_ORDERS: dict[str, dict[str, tuple[int, ...]]] = {"snac": {"levels": (0, 1, 3, 4, 2, 5, 6)}}
-"""Orders of the streams besides `streams`, by codec: which stored stream stands at each place of the model's order."""
+"""Orders of the streams besides `streams`, by codec: index of the stored stream for each stream of the model."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Sound:
     folder: Path | None = None
 
     def load(self, sample_rate: int) -> Tensor:
-        """Mono samples [S] (float32) at `sample_rate`; UserError where the file is none, or lies outside its folder."""
+        """Load mono samples [S] (float32) at `sample_rate`; UserError where the file is no sound, or is outside its folder."""
         if self.samples is not None:
             return resample(self.samples, self.sample_rate, sample_rate)
         if self.data:
@@ -76,7 +76,7 @@ class Sound:
         return read_audio(inside(self.folder, self.path or ""), sample_rate)
 
     def plain(self) -> dict[str, Any]:
-        """As it is stored: samples become FLAC of 16 bits."""
+        """Convert to the stored form `{bytes, path}`: samples become FLAC of 16 bits."""
         import soundfile
 
         if self.samples is not None:
@@ -90,7 +90,7 @@ class Sound:
 def inside(folder: Path | None, path: str) -> Path:
     """The file at a relative `path`, which must lie in `folder` (UserError otherwise).
 
-    So must what a link leads to; but files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository.
+    So must the target of a link; but files of a snapshot in a Hugging Face cache are links to the `blobs` of their repository.
     """
     if folder is None:
         raise UserError(f"audio {path!r} is a reference, but there is no folder that it belongs to")
@@ -101,7 +101,7 @@ def inside(folder: Path | None, path: str) -> Path:
         if full.is_relative_to(root):
             return full
         if ".." not in parts and full.parent == _blobs(root):
-            return root / path  # the name that people know it by
+            return root / path  # the name before links are resolved
         for count in range(1, len(parts) + 1):
             place = root.joinpath(*parts[:count])
             if not place.resolve().is_relative_to(root) and place.is_symlink():
@@ -113,7 +113,7 @@ def inside(folder: Path | None, path: str) -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """Where the files of a Hugging Face cache's snapshot (`datasets--x--y/snapshots/REVISION`) stand; None of other folders."""
+    """Folder that holds the files of a Hugging Face cache's snapshot (`datasets--x--y/snapshots/REVISION`); None for others."""
     for place in (folder, *folder.parents):
         repository = place.parent.parent
         if place.parent.name == "snapshots" and repository.name.startswith(("datasets--", "models--", "spaces--")):
@@ -123,7 +123,7 @@ def _blobs(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Codes:
-    """Frames [A, F] of a codec, and the order their streams are stored in."""
+    """Frames [A, F] of a codec, and the stored order of their streams."""
 
     codec: str
     frames: Tensor
@@ -135,7 +135,7 @@ class Codes:
 
         if self.codec != codec.name:
             raise UserError(
-                f"its answer_codes are of the codec {self.codec!r}, the model speaks {codec.name!r}: prepare the data again "
+                f"its answer_codes are of the codec {self.codec!r}, the model's is {codec.name!r}: prepare the data again "
                 f"with --codec {codec.name}, and --speak answer where there is no sound of the answers"
             )
         frames = self.frames.to(torch.long)
@@ -150,7 +150,7 @@ class Codes:
 
 
 class Word(NamedTuple):
-    """A word and when it is said: seconds from the start of the sound that it is in; `who` is "user" or "model"."""
+    """A word and its times, in seconds from the start of its sound; `who` is "user" or "model"."""
 
     text: str
     start: float
@@ -163,9 +163,9 @@ class RowTurn:
     """One question and its answer, in every form there is.
 
     Attributes:
-        words: what is said when, where that is known.
-        question_start, answer_start: seconds at which the two sounds stood in the recording that they are cut from, so that
-            pauses and overlaps can be had back.
+        words: words with their times, where these are known.
+        question_start, answer_start: seconds at which the two sounds start in the recording that they are cut from, so that
+            pauses and overlaps can be restored.
     """
 
     question_text: str = ""
@@ -178,7 +178,7 @@ class RowTurn:
     answer_start: float = 0.0
 
     def lacks(self, task: Task) -> str | None:
-        """Which field is missing for that task, None where nothing is."""
+        """Name of a field that `task` needs and the turn lacks; None where it lacks nothing."""
         if task.question == "audio" and self.question_audio is None:
             return "question_audio"
         if (task.question == "text" or task.marker == "asr") and not self.question_text.strip():
@@ -192,7 +192,7 @@ class RowTurn:
 
 @dataclass(frozen=True)
 class Row:
-    """A conversation, and the system message before it. `where` says where it stands, for errors; it is not stored."""
+    """A conversation, and the system message before it. `where` names its file and place, for errors; it is not stored."""
 
     turns: tuple[RowTurn, ...]
     id: str = ""
@@ -206,7 +206,7 @@ class Row:
 
 
 def features() -> datasets.Features:
-    """The columns as `datasets` knows them. Audio is kept as stored: it is decoded when used."""
+    """The columns as `datasets` features. Audio is kept as stored: it is decoded when used."""
     from datasets import Audio, Features, List, Value
 
     text, audio = Value("string"), Audio(decode=False)
@@ -226,7 +226,7 @@ def features() -> datasets.Features:
 
 
 def to_plain(row: Row) -> dict[str, Any]:
-    """A row as the plain data that is stored. UserError for a row without turns or of another version."""
+    """Convert a row to the plain data that is stored. UserError for a row without turns or of another version."""
     check(row)
     out: dict[str, Any] = {name: getattr(row, name) for name in ("version", "id", "source", "language", "speaker", "task")}
     out["turns"] = [
@@ -247,7 +247,7 @@ def to_plain(row: Row) -> dict[str, Any]:
 
 
 def from_plain(data: Mapping[str, Any], folder: Path, where: str) -> Row:
-    """A stored row; `folder` is where its references start. UserError for another version or a row without turns."""
+    """Make a row of stored data; its references are relative to `folder`. UserError for another version or no turns."""
     turns = tuple(
         RowTurn(
             question_text=turn["question_text"] or "",

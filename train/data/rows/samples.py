@@ -1,4 +1,4 @@
-"""Some rows of stored data, and what they lack for the tasks that a source is used for."""
+"""Samples rows of stored data, and counts the parts that they lack for the tasks of a source."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from train.data.rows.parquet import files_of, first_rows, look
 from train.data.rows.row import Row, from_plain
 
 FILES, GROUPS, ROWS = 5, 5, 20
-"""Files that are looked at, row groups of each, and about so many rows of each file."""
+"""Numbers of files in the sample, of row groups of each, and about the number of rows of each file."""
 
 
 def sample_rows(path: str) -> list[Row]:
-    """The first rows of evenly spaced groups of evenly spaced files, without those that cannot be read.
+    """Read the first rows of evenly spaced row groups of evenly spaced files, without those that cannot be read.
 
     Raises:
         UserError: there is no such file, or one of another format.
@@ -41,9 +41,9 @@ def evenly(size: int, count: int) -> list[int]:
 
 
 def missing_parts(rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]]) -> dict[str, dict[str, int]]:
-    """For each task that the mixtures give a weight: parts that it needs, and how many rows have a turn without them.
+    """Count, for each task with a weight in the mixtures, the rows with a turn that lacks a part which the task needs.
 
-    A row that names its own task is looked at for that one only.
+    A row that names its own task counts for that one only.
     """
     tasks = {find_task(name).name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
     out: dict[str, dict[str, int]] = {}

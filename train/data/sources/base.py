@@ -1,4 +1,4 @@
-"""Sources of rows: stored ones and made ones, behind one small contract."""
+"""Sources of rows, stored or synthetic, with one small interface."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from train.data.rows.row import Row
 
 
 class Source(Protocol):
-    """Rows by number. `row(index)` is a pure function of the index, so that any draw can be made again.
+    """A source of rows by number. `row(index)` is a pure function of the index, so that any draw can be repeated.
 
     Attributes:
         name: for logs and errors.
         size: number of rows, None for an endless source.
-        repeats: rows come back so soon that what was computed of them is worth keeping.
+        repeats: rows are drawn again so soon that results computed from them are worth caching.
     """
 
     @property
@@ -34,15 +34,15 @@ class Source(Protocol):
         ...
 
     def row(self, index: int) -> Row:
-        """Row `index`; UserError naming it where it is broken."""
+        """Read or make row `index`; UserError naming it where it is broken."""
         ...
 
 
 class StoredSource:
-    """The rows of Parquet files, see `StoredRows`.
+    """A source of the rows of Parquet files, see `StoredRows`.
 
     Args:
-        held_out: leave out so many rows, evenly spaced: the first of as many equal parts. `kept_back` names them.
+        held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
 
     Raises:
         UserError: no row would be left; see also `StoredRows`.
@@ -62,11 +62,11 @@ class StoredSource:
         return index
 
     def row(self, index: int) -> Row:
-        # Held-out row k stands at place(k), before it place(k) - k others: pass by all that stand before the row.
+        # Held-out row k is at place(k), after place(k) - k other rows: the index skips all held-out rows before this one.
         return self.rows[index + bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)]
 
-    def kept_back(self, count: int) -> list[int]:
-        """Numbers of `count` of the rows that are left out, evenly spaced, or of all where there are fewer."""
+    def held_out_indices(self, count: int) -> list[int]:
+        """Numbers of `count` of the held-out rows, evenly spaced, or of all where there are fewer."""
         held = self._held_out
         asked = min(count, len(held))
         return [self._place(held[k * len(held) // asked]) for k in range(asked)]

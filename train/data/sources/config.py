@@ -1,4 +1,4 @@
-"""What the sources of spoken digits are told; `spoken_digits` and `recorded_digits` beside make their rows."""
+"""Configuration of the digit sources; `spoken_digits` and `recorded_digits` make their rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HELD_OUT = (
 
 @dataclass(frozen=True)
 class SpokenDigitsConfig:
-    """What is asked, by whom, and how it is answered.
+    """Settings of the spoken questions and of their answers.
 
     Attributes:
         arithmetic: share of questions that calculate; the others read digits back.
@@ -98,7 +98,7 @@ class SpokenDigitsConfig:
         for name in ("arithmetic_phrases", "digit_phrases"):
             for phrase in getattr(self, name) or ("",):
                 if phrase.count("{}") != 1:
-                    raise UserError(f"digits.{name}: {phrase!r} must hold {{}} once, where the numbers stand")
+                    raise UserError(f"digits.{name}: {phrase!r} must hold {{}} once, in the place of the numbers")
         for name in ("accents", "variants", "held_out", "twice_phrases", "again_phrases"):
             if not getattr(self, name):
                 raise UserError(f"digits.{name} is empty; name at least one")
@@ -130,7 +130,7 @@ WORDY = "A1T1"
 
 @dataclass(frozen=True)
 class RecordedDigitsConfig:
-    """Whose recordings are joined, and how.
+    """Settings of the digit strings that are joined from recordings.
 
     Attributes:
         folder: where the files `{digit}_{speaker}_{index}.wav` are.
@@ -161,7 +161,7 @@ class RecordedDigitsConfig:
             for and that it lacks. null: they speak when asked, each word once in every process.
         more: share of strings that they say.
         words: other English words, apart by spaces, that synthetic voices say as well; the model writes them down (task A1T1).
-            Who hears many words learns sounds rather than ten words, and so hears the digits of other people better.
+            Training on many words teaches the model sounds rather than ten words, and so to recognise other speakers' digits.
         wordy: share of the synthetic voices' strings that are of such words.
     """
 

@@ -1,8 +1,8 @@
-"""Which row is draw number n, and for which task: pure functions of (seed, n).
+"""Maps the number n of a draw to its row and its tasks, as pure functions of (seed, n).
 
-Sources are mixed in exact proportion: in any run of blocks of draws each source has its share, up to one row per source. A
-finite source is gone through in epochs, each a full permutation of its rows; an endless one is asked for row n. Tasks are drawn
-by weight, and the weights may change with n (a curriculum).
+Sources are mixed in exact proportion: over any sequence of blocks of draws each source has its share, up to one row per source.
+A finite source is drawn in epochs, each a full permutation of its rows; an endless one gives row n. Tasks are drawn by weight,
+and the weights may change with n (a curriculum).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from train.data.sources.base import Source
 
 BLOCK = 1024
-"""Draws within which the order of the sources is shuffled."""
+"""Number of draws in a block, within which the order of the sources is shuffled."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class TaskMixture:
         return next((stage.tasks for stage in self.stages if draw < stage.until), self.tasks)
 
     def task(self, draw: int, turn: int, seed: int) -> str:
-        """The task of a turn of that draw."""
+        """Draw the task of a turn of that draw."""
         weights = self.weights(draw)
         return dice(seed, "task", draw, turn).choices(list(weights), list(weights.values()))[0]
 
 
 def check_weights(what: str, weights: Mapping[str, float]) -> None:
-    """Refuse weights that are no mixture (UserError)."""
+    """Refuse weights that do not make a mixture (UserError)."""
     bad = [name for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)]
     if bad:
         raise UserError(f"{what}: the weight of {bad[0]!r} is {weights[bad[0]]}; weights are numbers of at least 0")
@@ -73,7 +73,7 @@ def check_weights(what: str, weights: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class Draw:
-    """What draw `number` is: row `index` of source `source`."""
+    """A draw: number `number`, which is row `index` of source `source`."""
 
     number: int
     source: int
@@ -81,7 +81,7 @@ class Draw:
 
 
 class Mixture:
-    """Sources with weights; see the module."""
+    """Mixes sources by weights; see the module."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int = 0) -> None:
         if len(sources) != len(weights) or not sources:
@@ -92,11 +92,11 @@ class Mixture:
         total = sum(weights)
         shares = [weight / total for weight in weights]
         last = max(i for i, share in enumerate(shares) if share > 0)
-        # Of what the sources before it leave, source i takes this share; the last takes all.
+        # Share of source i in the draws that the sources before it leave; the last takes all.
         self._takes = [share / sum(shares[i:]) if i < last else 1.0 for i, share in enumerate(shares[: last + 1])]
 
     def draw(self, number: int) -> Draw:
-        """Draw `number`, counted from 0 over all processes."""
+        """Source and row of draw `number`, counted from 0 over all processes."""
         block, place = divmod(number, BLOCK)
         rest = block * BLOCK + shuffled(place, BLOCK, self.seed, "order", block)
         for source, share in enumerate(self._takes):
@@ -107,7 +107,7 @@ class Mixture:
         raise AssertionError("the last source takes what the others leave")
 
     def _index(self, source: int, number: int, count: int) -> int:
-        """The row that a source gives for draw `number`, the source's own draw number `count`."""
+        """Index of a source's row for draw `number`, which is the source's own draw number `count`."""
         size = self.sources[source].size
         if size is None:
             return number

@@ -1,4 +1,4 @@
-"""Digit strings from recordings of single digits: people say them, joined with pauses; the model reads them back.
+"""Source of digit strings joined from people's recordings of single digits, with pauses; the model reads them back.
 
 The recordings are a folder such as the Free Spoken Digit Dataset's (Zohar Jackson and others, CC BY-SA 4.0,
 https://github.com/Jakobovski/free-spoken-digit-dataset, `recordings/`): files named `{digit}_{speaker}_{index}.wav`. A string
@@ -36,19 +36,19 @@ NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<index>\d+)\.(wav|flac)"
 
 
 SILENT = 1e-4
-"""The loudest sample of a word that was said is above this."""
+"""Peak amplitude up to which a spoken word counts as silent."""
 
 WHERE = "git clone https://github.com/Jakobovski/free-spoken-digit-dataset fetches such a folder, its recordings/"
 
 
 class RecordedDigits:
-    """The source; see the module. `row(index)` is a pure function of (seed, index).
+    """Source of recorded digit strings; see the module. `row(index)` is a pure function of (seed, index).
 
     Args:
-        answers: whose voice answers, and how.
+        answers: settings of the answering voice and of the answers' form.
 
     Raises:
-        UserError: no folder or no such files in it, a held-out speaker who is not there, or nobody left to train on.
+        UserError: no folder or no such files in it, a held-out speaker without recordings, or no speaker left to train on.
     """
 
     size = None
@@ -73,7 +73,7 @@ class RecordedDigits:
 
     @property
     def repeats(self) -> bool:
-        """Whether utterances are drawn several times, as `digits.reuse` says."""
+        """True where utterances are drawn several times, by `digits.reuse`."""
         return self.answers.repeats
 
     def identity(self, index: int) -> int:
@@ -81,7 +81,7 @@ class RecordedDigits:
         return self.answers.identity(index)
 
     def row(self, index: int) -> Row:
-        """The string of draw `index`."""
+        """Make the digit string of draw `index`."""
         utterance = self.identity(index)
         rng = dice(self.seed, "recorded", utterance)
         c = self.config
@@ -99,7 +99,7 @@ class RecordedDigits:
         return self._wordy_row(rng, speaker, utterance, where) if wordy else self._row(rng, speaker, utterance, where, True)
 
     def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
-        """The evaluation set: strings of the held-out speakers in turn, at their own speed. `source` ends in the speaker."""
+        """Make the evaluation set: strings of the held-out speakers in turn, at own speed. `source` ends in the speaker."""
         if not self.config.held_out:
             raise UserError("recorded.held_out names no speaker; name those to evaluate on")
         rows = []
@@ -112,7 +112,7 @@ class RecordedDigits:
         return rng.choices(range(1, len(self.config.lengths) + 1), self.config.lengths)[0]
 
     def _wordy_row(self, rng: random.Random, voice: str, number: int, where: str) -> Row:
-        """Other words than digits, which the model writes down."""
+        """Make a row of other words than digits, which the model transcribes."""
         words = rng.choices(self.config.words.split(), k=self._length(rng))
         sound = self._joined(rng, voice, range(len(words)), True, words)
         turn = RowTurn(question_text=" ".join(words), question_audio=sound)
@@ -134,7 +134,7 @@ class RecordedDigits:
     def _joined(
         self, rng: random.Random, speaker: str, digits: Sequence[int], varied: bool, words: Sequence[str] = ()
     ) -> Sound:
-        """A string [S]: digits, or others of the `words`, pauses, a little noise."""
+        """Join a string [S] of digits, or of other `words`, with pauses and a little noise."""
         c = self.config
         pieces = [torch.zeros(round(rng.uniform(*c.silence) * RATE))]
         say = self._speaker(rng, speaker, words)
@@ -164,14 +164,17 @@ class RecordedDigits:
         return Sound(joined, RATE * rate // 100)
 
     def _noise(self, rng: random.Random, samples: int, decibels: float, colour: float) -> Tensor:
-        """Noise of a recorder [S], at the bandwidth of the recordings."""
+        """Draw a recorder's noise [S], at the bandwidth of the recordings."""
         generator = torch.Generator().manual_seed(rng.getrandbits(62))
         rate = self.answers.config.question_rate
         noise = coloured_noise(-(-samples * rate // RATE) + 1, colour, generator)
         return resample(noise, rate, RATE)[:samples] * 10 ** (decibels / 20)
 
     def _speaker(self, rng: random.Random, speaker: str, words: Sequence[str]) -> Callable[[int], Tensor]:
-        """What says a digit [S], or one of the `words`: recordings, or a synthetic voice in one mood for the whole string."""
+        """Choose the speaker of a string: a function that says a digit [S], or one of the `words`.
+
+        It uses recordings, or a synthetic voice with the same settings for the whole string.
+        """
         if speaker in self.files:
             return lambda digit: _recording(str(rng.choice(self.files[speaker][digit])))
         c = self.answers.config
@@ -188,11 +191,11 @@ class RecordedDigits:
         return lambda digit: self._say(rng, spelled[digit], read)
 
     def _said(self, voice: str, word: str) -> Tensor:
-        """A word [S] by another program's voice, without what it is silent before and after."""
+        """Speak a word [S] in another program's voice, without silence before and after it."""
         return trimmed(say_word(voice, word, self.answers.config.question_rate, self.config.voice_folder), -50.0)
 
     def _say(self, rng: random.Random, spelled: list[str], read: Callable[[str], Tensor]) -> Tensor:
-        """A word [S], perhaps otherwise; as usual where a voice lacks the sounds for that and keeps silent."""
+        """Speak a word [S], perhaps in another pronunciation; in its first one where the voice is silent for the other."""
         usual, *others = spelled
         if others and rng.random() < self.config.otherwise:
             said = read(rng.choice(others))
@@ -202,7 +205,7 @@ class RecordedDigits:
 
 
 def speak_ahead(config: RecordedDigitsConfig, rate: int, progress: Kind = "auto") -> int:
-    """Let other programs' voices say all that they may be asked for, recorded at `rate`; how many words were said.
+    """Speak and cache, at `rate`, all words that other programs' voices may be asked for; returns the number of new words.
 
     Raises:
         UserError: a voice cannot say a word.
@@ -221,13 +224,13 @@ def speak_ahead(config: RecordedDigitsConfig, rate: int, progress: Kind = "auto"
 
 
 def _spelled(config: RecordedDigitsConfig, language: str, others: Sequence[str] = ()) -> list[list[str]]:
-    """Zero to nine as voices of a language read them, each with its other pronunciations; or the other words."""
+    """Spellings of zero to nine, or of the other words, as voices of a language read them, each with its variants."""
     words = config.accents.get(language, config.english)
     return [word.split("|") for word in others or words.split() or NUMBERS[:10]]
 
 
 def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
-    """A recording [S] from the first to the last frame that is louder than `decibels` relative to its loudest one."""
+    """Trim a recording [S] to the first and the last frame that is louder than `decibels` relative to its loudest one."""
     power = torch.nn.functional.avg_pool1d(sound.square()[None, None], frame, ceil_mode=True)[0, 0]
     loud = (power >= power.max() * 10 ** (decibels / 10)).nonzero()
     return sound[int(loud[0]) * frame : (int(loud[-1]) + 1) * frame]
@@ -235,12 +238,12 @@ def trimmed(sound: Tensor, decibels: float, frame: int = RATE // 100) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _recording(file: str) -> Tensor:
-    """A recording [S] at 16 kHz; a few thousand short ones are kept, 60 kB each."""
+    """Load a recording [S] at 16 kHz; a few thousand short ones are cached, 60 kB each."""
     return read_audio(file, RATE)
 
 
 def find_recordings(folder: str) -> dict[str, dict[int, list[Path]]]:
-    """Files of a folder by speaker and digit, in the order of their numbers.
+    """Find a folder's recordings by speaker and digit, in the order of their numbers.
 
     Raises:
         UserError: the folder is missing or holds none, or a speaker lacks a digit.

@@ -1,4 +1,4 @@
-"""The nano model's endless source: spoken questions about digits, made as they are drawn.
+"""The nano model's endless source: spoken questions about digits, synthesised when they are drawn.
 
 Two kinds: adding or subtracting two numbers from 0 to 9, and reading a string of one to four digits back. Within
 conversations there are two more, which need the turn before: doubling its result, and saying its answer again (all of it, also
@@ -26,12 +26,12 @@ from train.data.tts.espeak import SAMPLE_RATE, check_voice, synthesise
 
 TENS = ("twenty", "thirty")
 RESULTS = range(-9, 19)
-"""What sums and differences come to, and what can be doubled."""
+"""Results of sums and differences, which are also the numbers that can be doubled."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question as text, its answer as spoken and as written in digits, and the number that it comes to, if any."""
+    """A question as text, its answer as spoken and as written in digits, and its numeric result, if any."""
 
     kind: Literal["arithmetic", "digits", "twice", "again"]
     text: str
@@ -41,7 +41,7 @@ class Question:
 
 
 class SpokenDigits:
-    """The source; see the module. `row(index)` is a pure function of (seed, index).
+    """Source of spoken questions about digits; see the module. `row(index)` is a pure function of (seed, index).
 
     Args:
         codec: encodes the answers.
@@ -62,20 +62,20 @@ class SpokenDigits:
 
     @property
     def repeats(self) -> bool:
-        """Whether utterances are drawn several times, so that they are worth keeping."""
+        """True where utterances are drawn several times, so that they are worth caching."""
         return self.config.reuse > 1
 
     def identity(self, index: int) -> int:
         """Number of the utterance that draw `index` uses: draws that share it have equal rows.
 
-        In a block of reuse * distance draws, each of `distance` utterances returns after `distance` draws. Where that is a
-        multiple of the packers, an utterance always returns to the same one, and so to the worker that still has it.
+        In a block of reuse * distance draws, each of `distance` utterances is drawn again after `distance` draws. Where that is
+        a multiple of the number of packers, the same packer draws it again, and so the worker that has it in its cache.
         """
         block, place = divmod(index, self.config.reuse * self.config.reuse_distance)
         return block * self.config.reuse_distance + place % self.config.reuse_distance
 
     def row(self, index: int) -> Row:
-        """The conversation of draw `index`."""
+        """Make the conversation of draw `index`."""
         utterance = self.identity(index)
         rng = dice(self.seed, "utterance", utterance)
         config = self.config
@@ -85,11 +85,11 @@ class SpokenDigits:
         return Row(turns, id=str(utterance), source=self.name, speaker=voice, where=f"spoken digits, utterance {utterance}")
 
     def choose_voice(self, rng: random.Random) -> str:
-        """A voice of training: now and then a rare one."""
+        """Draw a training voice; the share `rare` of them are rare ones."""
         return rng.choice(self.rare_voices if self.rare_voices and rng.random() < self.config.rare else self.voices)
 
     def held_out(self, count: int = 200, seed: int = 1) -> list[Row]:
-        """The evaluation set: one question each, arithmetic and digits in turn, in the held-out voices in turn.
+        """Make the evaluation set: one question each, arithmetic and digits in turn, in the held-out voices in turn.
 
         Questions are distinct as far as there are enough. `source` ends in the kind.
         """
@@ -108,7 +108,7 @@ class SpokenDigits:
         return rows
 
     def conversations(self, count: int = 40, turns: int = 4, seed: int = 1) -> list[Row]:
-        """Conversations for evaluation, in the held-out voices in turn; follow-ups are as frequent as in training."""
+        """Make conversations for evaluation, in the held-out voices in turn; follow-ups are as frequent as in training."""
         rows = []
         for i in range(count):
             rng, voice = dice(seed, "conversation", i), self.config.held_out[i // 2 % len(self.config.held_out)]
@@ -118,18 +118,18 @@ class SpokenDigits:
         return rows
 
     def follows(self, turn: RowTurn) -> bool:
-        """Whether a turn asks something that needs the turn before."""
+        """True where a turn's question needs the turn before."""
         return turn.question_text in (*self.config.twice_phrases, *self.config.again_phrases)
 
     def answers(self) -> list[str]:
-        """Every answer that there is, as it is spoken."""
+        """All possible answers, as they are spoken."""
         doubled = (doubled_number(n)[0] for n in RESULTS) if self.config.follow_ups > 0 else ()
         lengths = [n for n, weight in enumerate(self.config.lengths, 1) if weight > 0]
         strings = [" ".join(s) for n in lengths for s in itertools.product(NUMBERS[:10], repeat=n)]
         return list(dict.fromkeys([*map(spoken_number, RESULTS), *strings, *doubled]))
 
     def answer_codes(self, words: str) -> Tensor:
-        """Codes [A, F] of an answer as it is spoken ("minus two"), in the answering voice."""
+        """Codes [A, F] of an answer, given as it is spoken ("minus two"), in the answering voice."""
         pieces = words.split() if self.config.answer_speech == "words" else [words]
         return torch.cat([self._encoded(piece) for piece in pieces], dim=1)
 
@@ -155,7 +155,7 @@ class SpokenDigits:
         )
 
     def _word_times(self, words: str) -> tuple[Word, ...]:
-        """When each word of an answer is said: they are spoken one by one and joined."""
+        """Times of each word of an answer, where words are spoken one by one and joined."""
         out, start = [], 0
         for word in words.split():
             end = start + self._encoded(word).shape[1]
@@ -165,26 +165,26 @@ class SpokenDigits:
 
 
 def vocabulary(config: SpokenDigitsConfig) -> tuple[str, ...]:
-    """Every word that a question may hold, without punctuation, sorted."""
+    """All words that questions may have, without punctuation, sorted."""
     follow_ups = (*config.twice_phrases, *config.again_phrases) if config.follow_ups > 0 else ()
     phrases = " ".join((*config.arithmetic_phrases, *config.digit_phrases, *follow_ups)).replace("{}", " ")
     return tuple(sorted({*re.findall(r"[\w']+", phrases), *NUMBERS[:10], "plus", "minus"}))
 
 
 def spoken_number(number: int) -> str:
-    """A number from -39 to 39 as it is said: "minus eighteen", "thirty six"."""
+    """Spell out a number from -39 to 39: "minus eighteen", "thirty six"."""
     tens, ones = divmod(abs(number), 10)
     words = NUMBERS[abs(number)] if abs(number) < len(NUMBERS) else f"{TENS[tens - 2]} {NUMBERS[ones] if ones else ''}".rstrip()
     return f"minus {words}" if number < 0 else words
 
 
 def doubled_number(number: int) -> tuple[str, str]:
-    """The answer that doubles a number, as it is said and as it is written in digits: "twice five is ten", "twice 5 is 10"."""
+    """The answer that doubles a number, in words and in digits: "twice five is ten", "twice 5 is 10"."""
     return f"twice {spoken_number(number)} is {spoken_number(2 * number)}", f"twice {number} is {2 * number}"
 
 
 def draw_questions(config: SpokenDigitsConfig, rng: random.Random, count: int) -> list[Question]:
-    """The questions of a conversation; each but the first may refer to the one before."""
+    """Draw the questions of a conversation; each but the first may refer to the one before."""
     questions: list[Question] = []
     for _ in range(count):
         follows = bool(questions) and config.follow_ups > 0 and rng.random() < config.follow_ups
@@ -195,7 +195,7 @@ def draw_questions(config: SpokenDigitsConfig, rng: random.Random, count: int) -
 def draw_follow_up(
     config: SpokenDigitsConfig, rng: random.Random, before: Question, kind: Literal["twice", "again"] | None = None
 ) -> Question:
-    """A question that refers to the one before; of the given kind (`twice` needs a number of `RESULTS`), or of either."""
+    """Draw a question that refers to the one before, of the given kind (`twice` needs a number of `RESULTS`), or of either."""
     if kind is None:
         kind = "twice" if before.number in RESULTS and rng.random() < 0.5 else "again"
     if kind == "again":
@@ -205,7 +205,7 @@ def draw_follow_up(
 
 
 def draw_question(config: SpokenDigitsConfig, rng: random.Random, kind: str | None = None) -> Question:
-    """A question drawn from `rng`; of the given kind, or of either."""
+    """Draw a question from `rng`, of the given kind, or of either."""
     if kind is None:
         kind = "arithmetic" if rng.random() < config.arithmetic else "digits"
     if kind == "arithmetic":

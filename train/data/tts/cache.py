@@ -1,7 +1,7 @@
-"""Words that other programs' voices say, kept in a folder: starting a program takes longer than training on what it says.
+"""Caches words spoken by other programs' voices in a folder: starting a program takes longer than training on its speech.
 
-One file of a voice, `<hash of voice and bandwidth>.safetensors`: for each word its samples [S] (int16) at the bandwidth, and
-the voice in its metadata. What is not kept there is said when it is asked for; both sound the same, sample by sample.
+One file for each voice, `<hash of voice and bandwidth>.safetensors`: for each word its samples [S] (int16) at the bandwidth,
+and the voice in its metadata. Words that are not cached are spoken on demand; both give the same samples.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _SCALE = 32767
 
 @lru_cache(maxsize=16384)
 def say_word(voice: str, word: str, rate: int, folder: str | None = None) -> Tensor:
-    """A word [S] at 16 kHz, as a voice says it and `rate` samples a second record it; silence around it is left.
+    """Speak a word [S] at 16 kHz in a voice, band-limited by recording at `rate` samples a second; silence around it stays.
 
-    As many are kept in memory as forty voices say four hundred words, 30 kB each.
+    Memory holds as many words as 40 voices with 400 words each, 30 kB a word.
 
     Args:
         voice: see `PrepareConfig.voice`.
-        folder: where words may be kept.
+        folder: folder of cached words; None for none.
 
     Raises:
-        UserError: the voice cannot say it, or a file of the folder is none of ours.
+        UserError: the voice cannot say it, or a file of the folder is no cache of words.
     """
     kept = _words(str(_file(Path(folder), voice, rate))) if folder else None
     said = kept[1].get_tensor(word) if kept is not None and word in kept[0] else _record(voice, word, rate)
@@ -49,15 +49,18 @@ def say_word(voice: str, word: str, rate: int, folder: str | None = None) -> Ten
 
 
 def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, progress: Kind = "auto") -> int:
-    """Let voices say what the folder lacks, as many at a time as there are cores; how many words were said.
+    """Speak and cache the words that the folder lacks, as many voices at a time as there are cores.
 
-    A voice's words are written at once, beside and renamed: whoever stops this loses the voices that are speaking.
+    A voice's words are written together, under another name and renamed: an interruption loses the voices in progress.
 
     Args:
         wanted: words by voice.
 
+    Returns:
+        Number of words that were spoken.
+
     Raises:
-        UserError: a voice cannot say a word, or a file of the folder is none of ours.
+        UserError: a voice cannot say a word, or a file of the folder is no cache of words.
     """
     place = Path(folder)
     lacking = {}
@@ -99,7 +102,7 @@ def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, prog
 
 
 class _Tally:
-    """Counts words, from any thread."""
+    """Counts spoken words and shows progress; may be called from any thread."""
 
     def __init__(self, screen: Screen, total: int) -> None:
         self.screen, self.total, self.done, self.lock = screen, total, 0, threading.Lock()
@@ -116,7 +119,7 @@ class _Tally:
 
 
 def _record(voice: str, word: str, rate: int) -> Tensor:
-    """A word [S] (int16) at `rate` samples a second, through 16 kHz as the recordings it goes with."""
+    """Speak a word [S] (int16) at `rate` samples a second, by way of 16 kHz like the recordings it is mixed with."""
     sound = resample(make_voice(voice).say(word, "en", 0).load(SAMPLE_RATE), SAMPLE_RATE, rate)
     return (sound * _SCALE).round().clamp(-_SCALE, _SCALE).to(torch.int16)
 
@@ -127,18 +130,18 @@ def _file(folder: Path, voice: str, rate: int) -> Path:
 
 @lru_cache(maxsize=1024)
 def _words(file: str) -> tuple[frozenset[str], Any] | None:
-    """The words of a file and its reader, kept open; None where there is no file."""
+    """Words of a file, and its open reader; None where there is no file."""
     try:
         reader = safe_open(file, "pt")
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} is no file of spoken words ({error}); delete it, and the voice speaks again") from error
+        raise UserError(f"{file} is no file of spoken words ({error}); delete it, and the words are spoken again") from error
     return frozenset(reader.keys()), reader
 
 
 def _keep(file: Path, voice: str, rate: int, said: Mapping[str, Tensor]) -> None:
-    """Add words to a voice's file."""
+    """Add spoken words to a voice's file."""
     kept = _words(str(file))
     words = {word: kept[1].get_tensor(word) for word in kept[0]} if kept is not None else {}
     with replacing(file) as part:

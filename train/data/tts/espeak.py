@@ -1,12 +1,11 @@
-"""Speech by espeak-ng, the same samples for the same words whatever was said before.
+"""Deterministic speech by espeak-ng: the same samples for the same text, whatever was spoken before.
 
-The library keeps state from one utterance to the next (phases, flutter, noise), so that a voice never says a sentence twice
-alike. Here every utterance opens the library afresh and closes it again (half a millisecond), with its noise seeded: a sound
-depends on text and voice alone, which exact resume stands on. Nothing is left open between utterances, so a process may fork at
-any time.
+The library keeps state from one utterance to the next (phases, flutter, noise), so that a sentence never sounds the same twice.
+Here every utterance opens the library again and closes it (half a millisecond), with its noise seeded: a sound depends on text
+and voice alone, as exact resume requires. Nothing stays open between utterances, so a process may fork at any time.
 
-espeak-ng (GPL-3) is an optional part, reached as the library that the package `espeakng-loader` brings along. The functions
-called are those of its `speak_lib.h` and `espeak_ng.h`, version 1.52.
+espeak-ng (GPL-3) is an optional part, called as the library that the package `espeakng-loader` contains. The functions called
+are those of its `speak_lib.h` and `espeak_ng.h`, version 1.52.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 22050
 RATES = (80, 450)
-"""Words per minute that espeak-ng takes."""
+"""Lowest and highest rate of espeak-ng, in words per minute."""
 
 _SYNCHRONOUS, _UTF8 = 2, 1  # espeak_AUDIO_OUTPUT, espeakCHARS_*
 _RATE, _PITCH, _PITCH_RANGE = 1, 3, 4  # espeak_PARAMETER
-_IPA = 2  # espeakPHONEMES_IPA; the separator stands in bits 8 to 23
+_IPA = 2  # espeakPHONEMES_IPA; the separator is in bits 8 to 23
 _PROSODY = str.maketrans("", "", "\u02c8\u02cc\u02d0")  # primary and secondary stress, length
-_LANGUAGE = re.compile(r"\([^)]*\)")  # what is read in another language: "(hi)n_..."
+_LANGUAGE = re.compile(r"\([^)]*\)")  # marks phonemes of another language: "(hi)n_..."
 _NOISE_SEED = 1
 _SILENCE = 0.005  # amplitude below which a sample counts as silent
 _MARGIN = 220  # samples of silence kept on either side when trimmed: 10 ms
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
-_lock = threading.Lock()  # the library's memory is one per process
+_lock = threading.Lock()  # the library has one global state per process
 
 
 def _new_lock() -> None:
@@ -59,7 +58,7 @@ if hasattr(os, "register_at_fork"):
 def synthesise(
     text: str, voice: str = "en-us+f3", rate: int = 175, pitch: int = 50, pitch_range: int = 50, trim: bool = True
 ) -> tuple[Tensor, int]:
-    """Say `text`: samples [S] in [-1, 1] (float32) and their rate, 22,050 Hz.
+    """Speak `text`: samples [S] in [-1, 1] (float32) and their rate, 22,050 Hz.
 
     Args:
         voice: a language, then "+" and a variant: `en-us+f3`; see `languages` and `variants`.
@@ -90,12 +89,12 @@ def synthesise(
 
     callback = _CALLBACK(collect)
     language, plus, variant = voice.partition("+")
-    name = _language_files()[language].name.lower() + plus + variant  # as the library knows it, in either home
+    name = _language_files()[language].name.lower() + plus + variant  # a name that the library finds in either `_home`
     words = text.encode() + b"\0"
     with _lock, _opened() as library:
         library.espeak_SetSynthCallback(callback)
         library.espeak_ng_SetRandSeed(ctypes.c_long(_NOISE_SEED))
-        _system().srand(_NOISE_SEED)  # the breath of some voices comes from the C library's generator
+        _system().srand(_NOISE_SEED)  # the breath noise of some voices uses the C library's generator
         if library.espeak_SetVoiceByName(name.encode()) != 0:
             raise UserError(f"espeak-ng cannot load the voice {voice!r}: reinstall espeakng-loader")
         for parameter, value in ((_RATE, rate), (_PITCH, pitch), (_PITCH_RANGE, pitch_range)):
@@ -112,7 +111,7 @@ def synthesise(
 
 @functools.lru_cache(maxsize=65536)
 def phonemes(word: str, language: str = "en-us") -> tuple[str, ...]:
-    """The sounds of a word as espeak-ng reads it, in the International Phonetic Alphabet, without stress and length.
+    """Phonemes of a word as espeak-ng reads it, in the International Phonetic Alphabet, without stress and length.
 
     Raises:
         UserError: an unknown language (the closest is named), or no espeak-ng.
@@ -133,13 +132,13 @@ def phonemes(word: str, language: str = "en-us") -> tuple[str, ...]:
 
 @functools.cache
 def languages() -> tuple[str, ...]:
-    """The languages and accents there are, such as `en-us` and `en-gb-scotland`."""
+    """Available languages and accents, such as `en-us` and `en-gb-scotland`."""
     return tuple(sorted(_language_files()))
 
 
 @functools.cache
 def variants() -> tuple[str, ...]:
-    """The variants there are, such as `f3`, `m1` and `klatt`: one follows the language after a "+"."""
+    """Available variants, such as `f3`, `m1` and `klatt`: one follows the language after a "+"."""
     return tuple(sorted(path.name for path in (_data() / "voices" / "!v").iterdir()))
 
 
@@ -160,7 +159,7 @@ def check_voice(voice: str) -> None:
 
 @contextmanager
 def _opened() -> Iterator[ctypes.CDLL]:
-    """A library in its first state; the caller holds the lock."""
+    """Open the library in its initial state, and close it at the end; the caller holds the lock."""
     library = ctypes.CDLL(_library(), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     try:
         if library.espeak_Initialize(_SYNCHRONOUS, 0, os.fsencode(_home()), 0) != SAMPLE_RATE:
@@ -198,7 +197,7 @@ def _loader():  # type: ignore[no-untyped-def]  # a module that may not be there
 
 @functools.cache
 def _language_files() -> dict[str, Path]:
-    """File of each language. A file may name several, each with a priority: the lowest number is the language's own voice."""
+    """Voice file of each language. A file may name several, each with a priority: the lowest number is the language's own."""
     best: dict[str, tuple[int, Path]] = {}
     for path in sorted(path for path in (_data() / "lang").rglob("*") if path.is_file()):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -212,15 +211,15 @@ def _language_files() -> dict[str, Path]:
 
 @functools.cache
 def _home() -> Path:
-    """Folder that espeak-ng reads: its own data by links, with each language's file also where it is looked for first.
+    """Data folder for espeak-ng: links to its own data, with each language's file also in the place that is searched first.
 
-    A voice asked for by name is then a file to open; else the library lists some 250 voice files first, at every opening, which
-    takes longer than speaking. Where no such folder can be made, its own folder serves as well, only slower.
+    A voice is then found by opening one file; otherwise the library lists some 250 voice files at every opening, which takes
+    longer than speaking. Where no such folder can be made, its own folder is used, only slower.
     """
     plain = _data().parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni"
     home = cache / f"espeak-ng-{hashlib.blake2b(os.fsencode(_data()), digest_size=6).hexdigest()}"
-    if len(os.fsencode(home)) > 120:  # the library keeps 160 bytes for it
+    if len(os.fsencode(home)) > 120:  # the library's buffer for paths in it has 160 bytes
         return plain
     try:
         if not home.is_dir():
@@ -229,7 +228,7 @@ def _home() -> Path:
             _link(beside / "espeak-ng-data")
             try:
                 beside.rename(home)
-            except OSError:  # another process was faster
+            except OSError:  # another process has made it meanwhile
                 shutil.rmtree(beside)
         return home if (home / "espeak-ng-data" / "phontab").is_file() else plain
     except OSError:

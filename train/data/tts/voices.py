@@ -1,4 +1,4 @@
-"""Who speaks where a row has text only: espeak-ng, a program, or a Python callable, behind one contract.
+"""TTS for rows that have text only, by espeak-ng, a program, or a Python callable.
 
 Dimensions: S samples.
 """
@@ -31,14 +31,14 @@ _VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "
 
 
 class Voice(Protocol):
-    """Turns text into sound: a pure function of its arguments, where what is behind it is one."""
+    """Turns text into sound: a pure function of its arguments, if the program or callable behind it is one."""
 
     def say(self, text: str, language: str, seed: int) -> Sound:
-        """The text spoken in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be said."""
+        """Speak the text in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be spoken."""
 
 
 def make_voice(spec: str) -> Voice:
-    """The voice that a setting means, see `PrepareConfig.voice`; UserError for a setting that means none."""
+    """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none."""
     check_spec(spec)
     kind, _, rest = spec.partition(":")
     if kind == "espeak":
@@ -49,7 +49,7 @@ def make_voice(spec: str) -> Voice:
 
 
 def check_spec(spec: str) -> None:
-    """Refuse what is no voice, without loading anything."""
+    """Refuse a setting that names no voice (UserError), without loading anything."""
     kind, colon, rest = spec.partition(":")
     if kind == "espeak" and (rest or not colon):
         return
@@ -63,7 +63,7 @@ def check_spec(spec: str) -> None:
 
 
 class EspeakVoice:
-    """espeak-ng: the voice called `name`; a variant of the row's language (`+f3`); "" for a voice of its own for each seed.
+    """Speaks by espeak-ng: the voice `name`, a variant of the row's language (`+f3`), or, for "", a different voice per seed.
 
     UserError where there is no such voice, or no espeak-ng.
     """
@@ -88,14 +88,14 @@ class EspeakVoice:
 
 @functools.cache
 def _accents(language: str) -> tuple[str, ...]:
-    """What espeak-ng speaks of a language, its main accent first."""
+    """espeak-ng's accents of a language, its main accent first."""
     from train.data.tts.espeak import languages
 
     wanted = (language or "en").lower().replace("_", "-")
     for name in (wanted, wanted.partition("-")[0]):
         main = _MAIN_ACCENTS.get(name, name)
         found = [one for one in languages() if one == name or one.startswith(name + "-")]
-        # Scripts of their own (en-shaw) and island accents are not what a language's text is written for.
+        # Left out: accents with a script of their own (en-shaw), which ordinary text is not in, and island accents.
         found = [one for one in found if one == main or one in _ENGLISH or name.partition("-")[0] != "en"]
         if found:
             return (main, *(one for one in found if one != main)) if main in found else tuple(found)
@@ -106,7 +106,7 @@ _ENGLISH = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", 
 
 
 class CommandVoice:
-    """A program called once for every text; its words are those of a shell line, but no shell reads them."""
+    """Speaks by a program called once for every text; its line is split like a shell's, but no shell runs it."""
 
     def __init__(self, line: str) -> None:
         try:
@@ -128,7 +128,7 @@ class CommandVoice:
                 raise UserError(
                     f"voice command {words[0]!r} cannot be run ({error.strerror}): install it, or check its path"
                 ) from error
-            except ValueError as error:  # NUL, or half a character
+            except ValueError as error:  # the text has NUL or half a surrogate pair
                 raise UserError(f"voice command {words[0]!r} cannot be given this text ({error}): fix it") from error
             except subprocess.TimeoutExpired as error:
                 raise UserError(f"voice command {words[0]!r} took more than {TIMEOUT:.0f} s: say less at once") from error
@@ -143,7 +143,7 @@ class CommandVoice:
 
 
 def _filled(word: str, values: dict[str, str]) -> str:
-    """A word with its places filled, each once: what a text holds is not filled again."""
+    """Fill a word's placeholders, each once: placeholders within an inserted text are not filled."""
     for place, value in values.items():
         if place in word:
             before, _, after = word.partition(place)
@@ -152,7 +152,7 @@ def _filled(word: str, values: dict[str, str]) -> str:
 
 
 class CallableVoice:
-    """`module:name`, imported where it is first used."""
+    """Speaks by the Python callable `module:name`, imported at first use."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -174,7 +174,7 @@ class CallableVoice:
         given = {"language": language, "seed": seed}
         try:
             made = self.function(text, **{name: given[name] for name in self.extra})
-        except Exception as error:  # somebody else's code: any of its errors is about this text
+        except Exception as error:  # external code: any of its errors concerns this text only
             raise UserError(f"voice {self.spec} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error
         if not (isinstance(made, tuple) and len(made) == 2):
             raise UserError(f"voice {self.spec} returned {type(made).__name__}: it must return (samples, sample rate)")
@@ -185,7 +185,7 @@ class CallableVoice:
 
 
 def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of `language` and `seed` a callable has parameters for."""
+    """Names among `language` and `seed` that a callable has parameters for."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -195,7 +195,7 @@ def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _samples(made: Any) -> Tensor:
-    """Samples [S] (float32) of a tensor, an array or a list; integers are PCM of 16 bits."""
+    """Convert a tensor, an array or a list to samples [S] (float32); integers are PCM of 16 bits."""
     import numpy as np
     import torch
     from torch import Tensor

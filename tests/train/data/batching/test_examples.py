@@ -230,7 +230,7 @@ def test_what_does_not_fit_the_model_is_refused():
         maker_of(replace(model, ctc=29, ctc_sounds=9), alignment=Alignment("letters"))
     with pytest.raises(UserError, match=r"the alignment 'letters' has 29 ids, model.ctc is 0"):
         maker_of(model, alignment=Alignment("letters"))
-    with pytest.raises(UserError, match=r"the data's codec is 'toy7', the model speaks 'toy4'"):
+    with pytest.raises(UserError, match=r"the data's codec is 'toy7', the model's is 'toy4'"):
         ExampleMaker(model, TOKENIZER, codec_of(MODELS["mini-omni"]))
     small = replace(model, layout=type(model.layout).build([12, 12, 6, 8], 100, specials=8))
     with pytest.raises(UserError, match=r"the tokenizer has 256 ids, the layout's text stream 100"):

@@ -131,7 +131,7 @@ def test_rows_without_speech_make_a_batch_without_clips():
 def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
     model = MODELS["codec2"]
     shard = PackerShard(pipeline_of(model, packing=PackingConfig(rows=2, length=30, buffer=4)), 0, 1)
-    with pytest.raises(UserError, match=r"toy\d row \d+ takes \d+ columns as .*, a packed row holds 30: raise packing.length"):
+    with pytest.raises(UserError, match=r"toy\d row \d+ takes \d+ time steps as .*, a packed row holds 30: raise packing"):
         for _ in range(20):
             shard.batch()
     shard = PackerShard(pipeline_of(model, packing=PackingConfig(rows=2, length=30, buffer=4, too_long="skip")), 0, 1)
@@ -184,7 +184,7 @@ def mixed(too_long: str, broken: str) -> Pipeline:
 
 
 def test_rows_that_are_too_long_or_broken_are_named_or_skipped_and_counted():
-    with pytest.raises(UserError, match=r"mixed row \d, turn 0: the sound lasts 3.0 s and the encoder hears 2 s"):
+    with pytest.raises(UserError, match=r"mixed row \d, turn 0: the sound lasts 3.0 s and the encoder takes 2 s"):
         PackerShard(mixed("error", "skip"), 0, 1).batch()
     with pytest.raises(UserError, match=r"mixed row \d, turn 0: there is no question_audio"):
         PackerShard(mixed("skip", "error"), 0, 1).batch()

@@ -19,7 +19,7 @@ from tests.train.data.inspect.toys import BAD_PARTS, Beeper, noise, only_snac, r
 from train.commands.data_filter import main
 from train.console.progress import percent
 from train.data.inspect.checks import Bounds, check_row
-from train.data.inspect.filter import DROPPED, Judge, filter_rows
+from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
 from train.data.inspect.rules import Range, Rules, WerRule, broken_rules, read_rules
 from train.data.inspect.scan import FoundRow, Scan
 from train.data.prepare.codecs import Codecs
@@ -85,16 +85,16 @@ def test_broken_rows_can_be_kept_but_not_unreadable_ones(tmp_path: Path) -> None
     rows[2] = row(2, question_audio=Sound(data=b"RIFF"))
     data = stored(tmp_path / "data", rows, per_file=8)
     (data / "rows-00001.parquet").write_bytes(b"PAR1")
-    report = filter_rows(data, tmp_path / "out", Judge(Rules(drop_errors=False)))
+    report = filter_rows(data, tmp_path / "out", RowFilter(Rules(drop_errors=False)))
     assert report["rows"] == 12 and [line["reasons"][0]["rule"] for line in dropped(tmp_path / "out")] == ["unreadable"]
-    again = filter_rows(tmp_path / "out", tmp_path / "again", Judge(Rules()))
+    again = filter_rows(tmp_path / "out", tmp_path / "again", RowFilter(Rules()))
     assert again["rows"] == 11 and again["rules"] == {"broken_sound": 1}
 
 
 @pytest.mark.parametrize("drop_errors", [True, False])
 def test_bad_parts_cost_their_row_alone(drop_errors: bool, tmp_path: Path) -> None:
     data = spoilt(tmp_path / "data", *BAD_PARTS)
-    report = filter_rows(data, tmp_path / "out", Judge(Rules(drop_errors=drop_errors)))
+    report = filter_rows(data, tmp_path / "out", RowFilter(Rules(drop_errors=drop_errors)))
     rules = {"missing_reference": 2, "word_times": 1, "unreadable": 1}
     assert report["rules"] == {name: count for name, count in rules.items() if drop_errors or name != "word_times"}
     assert report["rows"] == (4 if drop_errors else 5) and [line["row"] for line in dropped(tmp_path / "out")][:2] == [2, 3]
@@ -106,18 +106,18 @@ def test_codes_that_can_never_be_heard_cost_their_row_alone(tmp_path: Path, monk
     rows = [replace(each, turns=(replace(each.turns[0], answer_audio=None),)) for each in rows]
 
     class FakeASR:
-        def hear(self, audio: torch.Tensor, language: str) -> str:
+        def transcribe(self, audio: torch.Tensor, language: str) -> str:
             return rows[0].turns[0].answer_text
 
     rules = Rules(drop_errors=False, max_wer=WerRule(answer=9.0))
-    judge = Judge(rules, Codecs(tmp_path / "snac"), FakeASR())  # type: ignore[arg-type]
+    judge = RowFilter(rules, Codecs(tmp_path / "snac"), FakeASR())  # type: ignore[arg-type]
     assert [judge.reasons(each)[0] for each in rows] == [
         [],
         [("max_wer", "answer 0: its codes are of 'hubert', which cannot be decoded here")],
         [],
     ]
     with pytest.raises(UserError, match="None holds no snac"):
-        Judge(rules, Codecs(), FakeASR()).reasons(rows[0])  # type: ignore[arg-type]
+        RowFilter(rules, Codecs(), FakeASR()).reasons(rows[0])  # type: ignore[arg-type]
 
 
 def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +125,14 @@ def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path:
     for name in ("large", "here", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "large")
-    filter_rows(data, tmp_path / "link", Judge(Rules()))
+    filter_rows(data, tmp_path / "link", RowFilter(Rules()))
     assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "rows-00000.parquet").is_file()
-    filter_rows(data, tmp_path / "empty" / ".." / "empty", Judge(Rules()))
+    filter_rows(data, tmp_path / "empty" / ".." / "empty", RowFilter(Rules()))
     assert (tmp_path / "empty" / "report.json").is_file()
     monkeypatch.chdir(tmp_path / "here")
     for out in (".", "../here", ""):
         with pytest.raises(UserError, match="is the folder that this runs in"):
-            filter_rows(data, Path(out), Judge(Rules()))
+            filter_rows(data, Path(out), RowFilter(Rules()))
     assert {path.name for path in tmp_path.iterdir()} == {"data", "large", "here", "empty", "link"}
 
 
@@ -141,7 +141,7 @@ def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
     """Many shards out, few rows in each file in; every third row is dropped."""
     many = [row(i, question_audio=Sound(data=wav(noise(2.5, i)))) for i in range(100)]
     data = stored(tmp_path / "data", many, per_file=rows_per_file)
-    report = filter_rows(data, tmp_path / "out", Judge(Rules(speakers=("s1", "s2"))), shard_mb=1)
+    report = filter_rows(data, tmp_path / "out", RowFilter(Rules(speakers=("s1", "s2"))), shard_mb=1)
     assert len(report["shards"]) > 1 and sum(shard["rows"] for shard in report["shards"]) == report["rows"] == 66
     ids = [item.row.id for item in Scan(tmp_path / "out") if isinstance(item, FoundRow) and item.row]
     assert ids == [f"r{i}" for i in range(100) if i % 3]
@@ -153,7 +153,7 @@ def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
     sound = wav(noise(1.3, "clip"))
     (data / "clips" / "a.wav").write_bytes(sound)
     stored(data, [row(0), row(1, question_audio=Sound(path="clips/a.wav", folder=data))])
-    filter_rows(data, tmp_path / "elsewhere" / "out", Judge(Rules()))
+    filter_rows(data, tmp_path / "elsewhere" / "out", RowFilter(Rules()))
     kept = [item for item in Scan(tmp_path / "elsewhere" / "out") if isinstance(item, FoundRow)]
     assert kept[1].plain["turns"][0]["question_audio"] == {"bytes": sound, "path": None}
 
@@ -161,17 +161,17 @@ def test_references_become_part_of_their_rows(tmp_path: Path) -> None:
 def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out = stored(tmp_path / "data", [row(0), row(1)]), tmp_path / "out"
     with pytest.raises(UserError, match=r"none of the 2 rows of .* is kept: languages drops 2; loosen"):
-        filter_rows(data, out, Judge(Rules(languages=("xx",))))
+        filter_rows(data, out, RowFilter(Rules(languages=("xx",))))
     with locked(tmp_path / "out.filtering"), pytest.raises(UserError, match=r"is in use: process \d+ on .* writes into it"):
-        filter_rows(data, out, Judge(Rules()))
-    judge = Judge(Rules())
+        filter_rows(data, out, RowFilter(Rules()))
+    judge = RowFilter(Rules())
     monkeypatch.setattr(judge, "reasons", lambda row: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         filter_rows(data, out, judge)
     assert {path.name for path in tmp_path.iterdir()} == {"data"}
-    filter_rows(data, out, Judge(Rules()))
+    filter_rows(data, out, RowFilter(Rules()))
     with pytest.raises(UserError, match="exists: choose another"):
-        filter_rows(data, out, Judge(Rules()))
+        filter_rows(data, out, RowFilter(Rules()))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_word_error_rate_is_jiwers_on_what_the_whisper_says(weights: Path, tmp_p
     texts = ["say one two", f"{said.split()[0]} at least"]
     rates = [jiwer.wer(normal(text), said) for text in texts]
     asr = WhisperTranscriber(weights)
-    judged = Judge(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), asr=asr)
+    judged = RowFilter(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), asr=asr)
     worse = rates.index(max(rates))
     for i, text in enumerate(texts):
         reasons, _ = judged.reasons(row(0, question_text=text, question_audio=Sound(data=wav(sound))))
@@ -262,11 +262,11 @@ def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: 
     asked = []
 
     class FakeASR:
-        def hear(self, audio: torch.Tensor, language: str) -> str:
+        def transcribe(self, audio: torch.Tensor, language: str) -> str:
             asked.append((len(audio), language))
             return turn.turns[0].answer_text
 
-    judge = Judge(Rules(max_wer=WerRule(answer=0.0)), asr=FakeASR())  # type: ignore[arg-type]
+    judge = RowFilter(Rules(max_wer=WerRule(answer=0.0)), asr=FakeASR())  # type: ignore[arg-type]
     assert not judge.reasons(turn)[0]
     assert asked == [(200 * turn.turns[0].answer_codes.frames.shape[1], "en")]  # type: ignore[union-attr]
 
@@ -296,7 +296,7 @@ def test_weights_that_are_no_whisper(weights: Path, tmp_path: Path) -> None:
         (
             ({**data, "model_state_dict": less}, f"tensor {name} is missing"),
             ({**data, "dims": {**data["dims"], "n_mels": "x"}}, "n_mels is 'x'"),
-            ({**data, "dims": {**data["dims"], "n_audio_ctx": 700}}, "hears 700 frames at once"),
+            ({**data, "dims": {**data["dims"], "n_audio_ctx": 700}}, "has a window of 700 frames"),
             ({"weights": 1}, "is no Whisper of OpenAI's"),
         )
     ):

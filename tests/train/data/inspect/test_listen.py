@@ -97,7 +97,7 @@ def test_the_task_is_the_rows_own_or_the_first_that_fits() -> None:
     assert draw(row(0), target, Codecs()).startswith("as A1A2")
     assert draw(row(0, question_audio=None), target, Codecs()).startswith("as T1A2")
     assert draw(row(0, task="T1T2"), target, Codecs()).startswith("as T1T2")
-    assert "its last columns, " in draw(row(0), target, Codecs(), columns=3)
+    assert "its last time steps, " in draw(row(0), target, Codecs(), columns=3)
     with pytest.raises(UserError, match="there is no question_audio, which task A1A2 needs"):
         draw(row(0, question_audio=None), target, Codecs(), "A1A2")
     with pytest.raises(UserError, match=r"snac needs a folder"):

@@ -74,7 +74,7 @@ def test_rows_without_columns_are_said_to_be(tmp_path: Path) -> None:
     config = replace(config, decoder=replace(config.decoder, context=30))
     done = collect(Scan(stored(tmp_path, rows)), Codecs(), Target(config, TOKENIZER), (find_task("A1A2"),))
     assert dict(done.noted) == {
-        "rows not counted for A1A2: a question is longer than the encoder hears": 1,
+        "rows not counted for A1A2: a question is longer than the encoder takes": 1,
         "rows that lack what A1A2 needs": 1,
         "codes not counted: codes range": 1,
         "rows of more columns than the decoder's context as A1A2": 2,

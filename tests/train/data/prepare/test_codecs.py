@@ -127,7 +127,7 @@ def test_other_weights_of_a_codec_are_noticed(codec, tmp_path, monkeypatch):
     file = folder / "model.safetensors"
     mine = file.read_bytes()
     others = mine[:-4] + bytes([mine[-4] ^ 1]) + mine[-3:]  # the last bit of a weight
-    for content, state in ((others, "has been begun"), (mine, ""), (others, "was prepared")):
+    for content, state in ((others, "was started"), (mine, ""), (others, "was prepared")):
         file.write_bytes(content)
         if not state:
             assert prepare(tmp_path / "in/rows.csv", tmp_path / "out", config).rows == ROWS

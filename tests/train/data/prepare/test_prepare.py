@@ -64,7 +64,7 @@ def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not out.exists() and (work / ".lock").is_file()
-    with pytest.raises(UserError, match=r"has been begun with other settings: codec was 'codec2' and is now ''"):
+    with pytest.raises(UserError, match=r"was started with other settings: codec was 'codec2' and is now ''"):
         made(out, ToySource(200), codec="")
     assert made(out, ToySource(200)) == made(tmp_path / "whole", ToySource(200))
     assert files_of(out) == files_of(tmp_path / "whole")

@@ -63,9 +63,9 @@ def offsets(base: int, step: int, places: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6
         (offsets(0, 4096, (0, 1, 2, 2, 1, 2, 2)), "4096 x level is added, with the levels in the order 'streams': take it off"),
         (
             offsets(0, 4160, (0, 1, 4, 2, 3, 5, 6)),
-            "the streams stand as 0 1 4 2 3 5 6, the order 'levels': put them right first",
+            "the streams are as 0 1 4 2 3 5 6, the order 'levels': put them right first",
         ),
-        (offsets(0, 4096, (6, 5, 4, 3, 2, 1, 0)), "the streams stand as 6 5 4 3 2 1 0: put them right first"),
+        (offsets(0, 4096, (6, 5, 4, 3, 2, 1, 0)), "the streams are as 6 5 4 3 2 1 0: put them right first"),
         ("# 1 2 3 4 5 6 4097", "from there on they are special ids"),
         ("# 1 2 3 4 5 6 70000", "they reach from 1 to 70000: they are of another codec"),
         ("# 1 2 3 4 5 6 -1", "code -1 at place 6 of frame 0 is not in snac's 0 to 4095"),

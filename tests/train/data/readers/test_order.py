@@ -103,7 +103,7 @@ def test_the_other_order_is_refused_and_the_documented_one_taken(tmp_path, codes
 
 def test_a_preparation_stops_before_it_makes_anything(tmp_path):
     path = voice_assistants(tmp_path, levels(of_speakers()))
-    with pytest.raises(UserError, match="seem to stand in the order 'levels'"):
+    with pytest.raises(UserError, match="seem to be in the order 'levels'"):
         main([str(path), str(tmp_path / "out"), "--workers", "0", "--progress", "off"])
     assert {file.name for file in tmp_path.iterdir()} == {"a.parquet"}
 

@@ -173,7 +173,7 @@ def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
     with pytest.raises(UserError, match=r"order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
         Codes("snac", streams, "sideways").for_codec(codec)
     with pytest.raises(
-        UserError, match=r"are of the codec 'codec2', the model speaks 'snac': prepare .* with --codec snac, and --speak"
+        UserError, match=r"are of the codec 'codec2', the model's is 'snac': prepare .* with --codec snac, and --speak"
     ):
         Codes("codec2", streams).for_codec(codec)
     with pytest.raises(UserError, match=r"snac"):
