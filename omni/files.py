@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +156,15 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise UserError(f"{path} cannot be locked ({error.strerror}): work on another file system") from error
         break
+    own = path.stat()
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}), encoding="utf-8")
         yield
     finally:
+        with suppress(OSError):  # the folder may have been renamed, and a file of that name be another process's
+            if os.path.samestat(own, path.stat()):
+                path.unlink()
         lock.release()
 
 

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from omni.errors import UserError
 from omni.files import write_json
 
@@ -19,6 +21,8 @@ RUN_FILES = (
     *("curves.png", "spectrogram.png", "balance.png"),
 )
 """Files and folders of a run folder that `resume: restart` deletes."""
+CONFIG, RESULTS = "config.yaml", ("model", "adapter")
+"""The configuration in a run folder, and what a finished run leaves there."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -91,6 +95,37 @@ def delete_unfinished(place: Path) -> None:
     for pattern in (".step-*.writing", ".step-*.deleting"):
         for path in place.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def check_run_folder(folder: Path, restart: bool) -> None:
+    """Refuse a folder in which a run would overwrite, or `restart` delete, anything that is not an earlier run's (UserError).
+
+    Also refused is a finished run without its checkpoints, which would be trained again from the start, unless `restart` is
+    given.
+    """
+    found = newest(folder / "checkpoints")
+    if found is not None and (found / STATE).is_file():
+        return
+    if not _is_run(folder):
+        for name in (*RUN_FILES, CONFIG, *RESULTS, "model.safetensors"):
+            if (folder / name).exists():
+                raise UserError(f"run_folder {folder} holds {name!r}, but not of a run: name a new or empty folder")
+    elif not restart:
+        for name in RESULTS:
+            if (folder / name).exists():
+                raise UserError(
+                    f"run_folder {folder} has the {name} of a finished run, but no checkpoint to resume from: give --resume "
+                    "restart to train again, or name another folder"
+                )
+
+
+def _is_run(folder: Path) -> bool:
+    """True where the configuration in a folder is one that a run wrote."""
+    try:
+        data = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(data, dict) and {"run_folder", "budget", "model", "data", "optimizer"} <= data.keys()
 
 
 def clear(folder: Path) -> None:

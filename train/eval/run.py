@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
-from omni.files import LOCK, locked
+from omni.files import locked
 from omni.process import importing
 from omni.tasks import Task, find_task
 from train.console.command import check_folder_to_be
@@ -75,7 +75,6 @@ def evaluate(
             )
         figures = write_report(run)
         draw_report(run, figures)
-        (out / LOCK).unlink(missing_ok=True)
     return run, figures
 
 

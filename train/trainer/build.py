@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
-from omni.files import write_whole
+from omni.files import locked, write_whole
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.lora.weights import merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
 from train.balance.section import BILEVEL, balanced_tasks
+from train.checkpoint import retention
 from train.config.run import FitConfig, plain_config
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader
@@ -26,7 +28,7 @@ from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.distributed.fabric import build_fabric, launch, leave
+from train.distributed.fabric import ProcessGroup, build_fabric, launch, leave
 from train.distributed.precision import quantized_type
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
@@ -57,18 +59,21 @@ def fit(config: FitConfig) -> Outcome | None:
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
-        say = announce.speaker(config, fabric.global_rank == 0)
-        for note in notes:
-            say(note)
-        loop = prepare(config, fabric, Path(config.run_folder))
-        loop.group.run_on_first(lambda: _synthesise_ahead(config))
-        outcome = loop.run()
-        return outcome if fabric.global_rank == 0 else None
+        group, folder = ProcessGroup(fabric), Path(config.run_folder)
+        with ExitStack() as stack:
+            group.run_on_first(lambda: stack.enter_context(locked(folder)))
+            say = announce.speaker(config, group.first)
+            for note in notes:
+                say(note)
+            loop = prepare(config, fabric, folder, group)
+            group.run_on_first(lambda: _synthesise_ahead(config))
+            outcome = loop.run()
+        return outcome if group.first else None
     finally:
         leave()
 
 
-def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
+def prepare(config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Loop:
     """Build everything a run needs, in every process alike."""
     say = announce.speaker(config, fabric.global_rank == 0)
     for line in announce.start_lines(config, fabric):
@@ -76,8 +81,8 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path) -> Loop:
     initial = build_initial(with_alignment(config).model, config.seed)
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
-    loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder)
-    loop.group.run_on_first(lambda: write_whole(folder / "config.yaml", _yaml(plain)))
+    loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group)
+    loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
         say(line)
     return loop

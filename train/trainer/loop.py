@@ -55,10 +55,18 @@ class Loop:
         folder: where everything of the run is written.
     """
 
-    def __init__(self, config: FitConfig, plain: Mapping[str, Any], parts: Parts, fabric: Fabric, folder: Path) -> None:
+    def __init__(
+        self,
+        config: FitConfig,
+        plain: Mapping[str, Any],
+        parts: Parts,
+        fabric: Fabric,
+        folder: Path,
+        group: ProcessGroup | None = None,
+    ) -> None:
         self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
         self.place = folder / "checkpoints"
-        self.group = ProcessGroup(fabric)
+        self.group = group or ProcessGroup(fabric)
         self.packer_shards = process_shards(parts.micro_batches, self.group.rank, self.group.world)
         self.objective = parts.objective
         also = set_trainable(self.objective.get_submodule("model"), config.trainable_patterns)

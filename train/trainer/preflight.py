@@ -68,9 +68,10 @@ def check_start(config: FitConfig) -> list[str]:
 
 
 def check_resume(config: FitConfig) -> None:
-    """Refuses a configuration other than that of the run's last checkpoint, before a model is built (see
-    `config_diff.check_resumable`)."""
+    """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of the
+    run's last checkpoint (`config_diff.check_resumable`), before a model is built."""
     folder = Path(config.run_folder)
+    retention.check_run_folder(folder, config.resume == "restart")
     found = retention.newest(folder / "checkpoints")
     if found is not None and config.resume in ("auto", "extend"):
         before = completed(retention.read_state(found)["config"])
