@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,19 @@ from lightning_fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from omni.config import from_dict
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.balance.section import BalanceSection
-from train.checkpoint import config_diff, retention, state
-from train.config.run import FitConfig, completed
-from train.config.sections import BudgetConfig
+from train.checkpoint import retention
+from train.checkpoint.checkpointer import Checkpointer
+from train.config.run import FitConfig
 from train.console.progress import TrainProgress, figures_line
 from train.data.batching.loader import process_shards
-from train.data.batching.packer import States, merge, update_states
+from train.data.batching.packer import update_states
 from train.distributed.fabric import ProcessGroup, accumulating, compile_blocks, full_state
 from train.optim.ema import Average
 from train.optim.optimizer import build_optimizer, set_learning_rate, set_trainable
-from train.optim.schedule import check_larger, due, extension, learning_rate, used
+from train.optim.schedule import due, learning_rate, used
 from train.trainer.announce import end_lines
 from train.trainer.balanced_step import Balancing
 from train.trainer.feed import CountedStep, CountingFeed, Feed, StepBatches
@@ -65,7 +62,6 @@ class Loop:
         group: ProcessGroup | None = None,
     ) -> None:
         self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
-        self.place = folder / "checkpoints"
         self.group = group or ProcessGroup(fabric)
         self.packer_shards = process_shards(parts.micro_batches, self.group.rank, self.group.world)
         self.objective = parts.objective
@@ -82,13 +78,26 @@ class Loop:
         self.own_names = own_names
         self.balance = self.balancing(config.balance) if config.balance is not None else None
         self.meter = StepMetrics(parts.tasks, parts.streams, fabric.device, self.group)
-        self.position = state.Position()
         self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed finds its scale by steps that fail
-        self.saved: Path | None = None
         self.exported: Path | None = None
         self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
         torch.manual_seed(config.seed + 1 + self.group.rank)
-        resumed = self._resume()
+        self.checkpointer = Checkpointer(
+            config,
+            plain,
+            folder,
+            fabric,
+            self.group,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            average=self.average,
+            balance=self.balance,
+            meter=self.meter,
+            packer_shards=self.packer_shards,
+            rows=parts.rows,
+        )
+        resumed = self.checkpointer.resume()
+        self.position = self.checkpointer.position
         self.logs = self.group.run_on_first(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
         self.progress = TrainProgress(config.log.progress if self.group.first else "off", (self._used(), self.position.seconds))
         if resumed is not None:
@@ -136,7 +145,8 @@ class Loop:
                         self.progress.say(slow)
                     stopped = step.stop
                     if not stopped:
-                        self._save_if_due()
+                        if self.checkpointer.is_due:
+                            self._save()
                         self._validate_if_due()
                 self._save()
                 if not stopped:
@@ -183,6 +193,14 @@ class Loop:
 
     def _used(self) -> float:
         return used(self.config.budget, self.position.step, self.position.seconds)
+
+    def _save(self) -> None:
+        self.checkpointer.save(self._clock())
+
+    @property
+    def saved(self) -> Path | None:
+        """The last checkpoint."""
+        return self.checkpointer.saved
 
     def _clock(self) -> float:
         return self.before + time.perf_counter() - self.since
@@ -236,13 +254,16 @@ class Loop:
                 self.progress.show(position.step, share, position.seconds)
             return
         figures = self.meter.figures()
-        retention.check_finite(self.place, position.step, "loss", figures["loss"])
+        retention.check_finite(self.checkpointer.place, position.step, "loss", figures["loss"])
         if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
             retention.check_finite(
-                self.place, position.step, f"gradients' norm of {GIVE_UP} steps one after another", float(self.norm)
+                self.checkpointer.place,
+                position.step,
+                f"gradients' norm of {GIVE_UP} steps one after another",
+                float(self.norm),
             )
         figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.norm)}
-        figures |= self.left_out.figures(self._own_shards().values())
+        figures |= self.left_out.figures(self.checkpointer.own_shards().values())
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}
         if self.logs is not None:
@@ -288,11 +309,10 @@ class Loop:
         position.figures = self.group.broadcast({**(figures or {}), **losses})
         self.group.run_on_first(self._show_validation)
         value = position.figures.get(keep.metric)
-        best = self.group.run_on_first(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
         useless = value is None and keep.keep_best > 0 and self._used() < 1
-        if self.group.broadcast(best) or useless:
+        if self.checkpointer.is_best(value) or useless:
             self._save()
-        self.group.run_on_first(self._note_validation)
+        self.checkpointer.add_figures()
         if useless:
             raise UserError(
                 f"checkpoint.metric {keep.metric!r} is not measured here; the validation's figures are "
@@ -308,12 +328,6 @@ class Loop:
         self.progress.say(f"validation at step {position.step}: {figures_line(shown)}")
         self._draw()
 
-    def _note_validation(self) -> None:
-        """Adds the figures to the checkpoint of their step, which may have been written before them."""
-        if self._is_saved() and self.saved is not None:
-            retention.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
-            self._prune()
-
     def _weights(self) -> dict[str, Tensor]:
         """The model's weights, or their running average, whole, on the CPU of the first process."""
         return full_state(self.objective, self.average.values if self.average else None, self.group, prefix="model.")
@@ -323,84 +337,7 @@ class Loop:
             for name, file in self.parts.draw().items():
                 self.logs.image(name, file, self.position.step)
 
-    # --- saving and resuming ------------------------------------------------------------------------------------------
-
-    def _save_if_due(self) -> None:
-        plan, position = self.config.checkpoint, self.position
-        if due(position.step, position.seconds, *position.saved, plan.every_steps, plan.every_minutes):
-            self._save()
-
-    def _save(self) -> None:
-        position = self.position
-        if self._is_saved():
-            return
-        position.meters = self.meter.state()
-        position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
-        retention.check_finite(self.place, position.step, "loss", position.meter[0])
-        position.seconds = self.group.broadcast(self._clock())
-        position.saved = (position.step, position.seconds)
-        if position.validated[0] != position.step:
-            position.figures = {}
-        position.scaler = self.fabric.strategy.precision.state_dict()
-        shards = merge(self.group.gather(self._own_shards()))  # other processes' states here may date from the last start
-        whole = replace(position, packer_shards=shards)
-        balance = None
-        if self.balance is not None:
-            balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
-        parts = self.plain, self.objective, self.optimizer, self.average
-        self.saved = state.save(self.place, whole, *parts, self.group, balance)
-        self.group.run_on_first(self._prune)
-
-    def _prune(self) -> None:
-        keep = self.config.checkpoint
-        retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
-
-    def _own_shards(self) -> States:
-        return {key: shard for key, shard in self.position.packer_shards.items() if shard["packer_shard"] in self.packer_shards}
-
-    def _is_saved(self) -> bool:
-        return self.saved is not None and self.saved.name == retention.name_of(self.position.step)
-
-    def _resume(self) -> str | None:
-        """Continues from the last checkpoint of the run folder, if there is one and it is of this run; returns a line about an
-        extended schedule, else None."""
-        rows = self.position.rows = dict(self.parts.rows)
-        if self.config.resume == "restart":
-            self.group.run_on_first(lambda: retention.clear(self.folder))
-            return None
-        self.group.run_on_first(lambda: retention.delete_unfinished(self.place))
-        found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
-        extend = self.config.resume == "extend"
-        if found is None and extend:
-            raise UserError(f"--resume extend goes on with an earlier run, but {self.folder} has no checkpoint; leave it out")
-        if found is None:
-            return None
-        before = retention.read_state(found)
-        stored_config = completed(before["config"])
-        if self.config.resume != "force":
-            config_diff.check_resumable(self.folder, (stored_config, before.get("rows", rows)), (self.plain, rows), extend)
-        if extend:
-            budget = from_dict(BudgetConfig, stored_config["budget"], "budget")
-            check_larger(budget, self.config.budget)
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.position = replace(state.load(found, self.objective, self.optimizer, self.average, self.group), rows=rows)
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)
-        self.fabric.strategy.precision.load_state_dict(self.position.scaler)
-        self.meter.restore(self.position.meters or [self.position.meter])
-        if self.balance is not None:
-            stored = state.load_balance(found, self.objective, self.group)
-            old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
-            if config_diff.differences(old, new):  # possible under --resume force only
-                warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
-            elif stored is not None:
-                self.balance.load_state_dict(stored)
-                self.balance.tally.values = self.position.tally
-        self.saved = found
-        if not extend:
-            return None
-        rate, position = max(group["base_lr"] for group in self.optimizer.param_groups), self.position
-        return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """Ends a run whose budget is spent: last validation, exported model, curves."""

@@ -1,0 +1,194 @@
+"""Saves and resumes a run, and keeps its newest and best checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from omni.config import from_dict
+from omni.errors import UserError
+from train.checkpoint import config_diff, retention, state
+from train.config.run import FitConfig, completed
+from train.config.sections import BudgetConfig
+from train.data.batching.packer import States, merge
+from train.distributed.fabric import ProcessGroup
+from train.optim.ema import Average
+from train.optim.schedule import check_larger, due, extension
+
+
+class Meter(Protocol):
+    """Sums since the last row of the log."""
+
+    def state(self) -> list[list[float]]: ...
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None: ...
+
+
+class BalanceState(Protocol):
+    """State of the balance of a run's tasks, and the sums since the last row of its table."""
+
+    tally: Any
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of a run. All processes must call its methods alike.
+
+    Args:
+        plain: the configuration as plain data, to be stored and compared.
+        folder: of the run.
+        packer_shards: those of this process.
+        rows: sizes of the stored sources, and the checksum of the weights below adapters.
+
+    Attributes:
+        place: folder of the checkpoints.
+        position: state of the run that is not tensors; `resume` replaces it.
+        saved: the last checkpoint that was written or read.
+    """
+
+    def __init__(
+        self,
+        config: FitConfig,
+        plain: Mapping[str, Any],
+        folder: Path,
+        fabric: Fabric,
+        group: ProcessGroup,
+        *,
+        objective: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: Average | None,
+        balance: BalanceState | None,
+        meter: Meter,
+        packer_shards: range,
+        rows: Mapping[str, int],
+    ) -> None:
+        self.config, self.plain, self.folder, self.fabric, self.group = config, plain, folder, fabric, group
+        self.training = (objective, optimizer, average)
+        self.balance, self.meter, self.packer_shards = balance, meter, packer_shards
+        self.place = folder / "checkpoints"
+        self.position = state.Position(rows=dict(rows))
+        self.saved: Path | None = None
+
+    # --- resuming -----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> str | None:
+        """Continue from the last checkpoint, if there is one and it is of this run; returns a line about an extended schedule,
+        or None.
+
+        Raises:
+            UserError: `resume: extend` without a checkpoint, another configuration or other data, or a checkpoint that cannot
+                be read.
+        """
+        mode = self.config.resume
+        if mode == "restart":
+            self.group.run_on_first(lambda: retention.clear(self.folder))
+            return None
+        self.group.run_on_first(lambda: retention.delete_unfinished(self.place))
+        found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
+        if found is None:
+            if mode == "extend":
+                raise UserError(f"--resume extend needs an earlier run, but {self.folder} has no checkpoint; leave it out")
+            return None
+        before, rows = retention.read_state(found), self.position.rows
+        stored = completed(before["config"])
+        if mode != "force":
+            now = (self.plain, rows)
+            config_diff.check_resumable(self.folder, (stored, before.get("rows", rows)), now, mode == "extend")
+        budget = from_dict(BudgetConfig, stored["budget"], "budget") if mode == "extend" else None
+        if budget is not None:
+            check_larger(budget, self.config.budget)
+        optimizer = self.training[1]
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.position = position = replace(state.load(found, *self.training, self.group), rows=rows)
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        self.fabric.strategy.precision.load_state_dict(position.scaler)
+        self.meter.restore(position.meters or [position.meter])
+        self._resume_balance(found, stored)
+        self.saved = found
+        if budget is None:
+            return None
+        rate = max(group["base_lr"] for group in optimizer.param_groups)
+        return extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
+
+    def _resume_balance(self, found: Path, stored_config: Mapping[str, Any]) -> None:
+        if self.balance is None:
+            return
+        stored = state.load_balance(found, self.training[0], self.group)
+        old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
+        if config_diff.differences(old, new):  # possible under --resume force only
+            warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
+        elif stored is not None:
+            self.balance.load_state_dict(stored)
+            self.balance.tally.values = self.position.tally
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_saved(self) -> bool:
+        """True where the state after the present step is in a checkpoint."""
+        return self.saved is not None and self.saved.name == retention.name_of(self.position.step)
+
+    @property
+    def is_due(self) -> bool:
+        """True where `checkpoint.every_steps` or `every_minutes` has passed since the last checkpoint."""
+        plan, position = self.config.checkpoint, self.position
+        return due(position.step, position.seconds, *position.saved, plan.every_steps, plan.every_minutes)
+
+    def save(self, seconds: float) -> None:
+        """Write a checkpoint of the present step, unless there is one; `seconds` is the time used on the first process.
+
+        Raises:
+            UserError: the loss is no number any more (the last good checkpoint is named), or no room or right to write.
+        """
+        position = self.position
+        if self.is_saved:
+            return
+        position.meters = self.meter.state()
+        position.meter = [sum(sums) for sums in zip(*position.meters, strict=True)]
+        retention.check_finite(self.place, position.step, "loss", position.meter[0])
+        position.seconds = self.group.broadcast(seconds)
+        position.saved = (position.step, position.seconds)
+        if position.validated[0] != position.step:
+            position.figures = {}
+        position.scaler = self.fabric.strategy.precision.state_dict()
+        shards = merge(self.group.gather(self.own_shards()))  # other processes' states here may date from the last start
+        whole, balance = replace(position, packer_shards=shards), None
+        if self.balance is not None:
+            balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
+        self.saved = state.save(self.place, whole, self.plain, *self.training, self.group, balance)
+        self.group.run_on_first(self._prune)
+
+    def own_shards(self) -> States:
+        """States of this process's packers."""
+        shards = self.position.packer_shards
+        return {key: shard for key, shard in shards.items() if shard["packer_shard"] in self.packer_shards}
+
+    def is_best(self, value: float | None) -> bool:
+        """True where a value of `checkpoint.metric` is among the best so far; decided by the first process."""
+        keep = self.config.checkpoint
+        found = self.group.run_on_first(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
+        return bool(self.group.broadcast(found))
+
+    def add_figures(self) -> None:
+        """Add the validation's figures to the checkpoint of their step, which may have been written before them."""
+        self.group.run_on_first(self._annotate)
+
+    def _annotate(self) -> None:
+        if self.is_saved and self.saved is not None:
+            retention.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
+            self._prune()
+
+    def _prune(self) -> None:
+        keep = self.config.checkpoint
+        retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
