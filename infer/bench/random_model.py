@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
-from omni.codec.registry import load_codec
+from omni.codec.registry import codec_spec, load_codec
 from omni.config import ModelConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
@@ -58,15 +58,8 @@ def silence_ends(model: SpeechModel) -> None:
 
 def random_codec(name: str, device: torch.device) -> AudioCodec:
     """A codec at its real size, with random weights where it has some."""
-    if name == "snac":
-        from omni.codec.snac import SnacCodec
-
-        return SnacCodec.random(device=device)
-    if name == "mimi":
-        from omni.codec.mimi import MimiCodec
-
-        return MimiCodec.random(device=device)
-    return load_codec(name, device=device)
+    spec = codec_spec(name)
+    return spec.random(device) if spec.random is not None else load_codec(name, device=device)
 
 
 class TimedCodec(AudioCodec):

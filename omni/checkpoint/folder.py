@@ -27,7 +27,7 @@ from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, c
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
 from omni.checkpoint.tensors import save_tensors
 from omni.codec.base import AudioCodec
-from omni.codec.registry import load_codec
+from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.files import replacing_folder
@@ -149,7 +149,7 @@ def load_folder(
         )
     own = path / CODEC
     place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
-    codec = load_codec(config.codec, place, device=device) if place is not None or config.codec == "codec2" else None
+    codec = load_if_given(config.codec, place, device)
     return LoadedFolder(model, tokenizer, config, codec, extra)
 
 

@@ -1,9 +1,10 @@
-"""Registry of audio codecs by name. Names can be listed without importing what a codec computes with."""
+"""Registry of audio codecs, and what is known of each without its weights or the packages that it computes with."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,68 +16,146 @@ if TYPE_CHECKING:
 
     from omni.codec.base import AudioCodec
 
-CodecLoader = Callable[["Path | None", "torch.device"], "AudioCodec"]
-"""Makes a codec from a folder of weights (None where none was given) and the device to compute on."""
-_loaders: dict[str, CodecLoader] = {}
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """What is known of a codec without its weights.
+
+    Attributes:
+        name: in configurations, model folders and prepared rows.
+        load: makes the codec from a folder of weights (None where it has none) and the device to compute on.
+        sample_rate: of its sound, in Hz.
+        frame_rate: frames per second.
+        codebook_sizes: number of codes of each stream, in the model's order.
+        weights: files that a folder of its weights holds, for messages; empty for a codec without weights.
+        kind: format of its weights in `omni.convert`; by default its name.
+        orders: other orders in which files store the codes of a frame: for each of the model's streams the place in the file.
+        layout: preset of `Layout` for models that are grown for it; by default one stream a codebook, each delayed by one more.
+        random: makes one with random weights, for measuring its speed; by default `load` without a folder.
+    """
+
+    name: str
+    load: Callable[[Path | None, torch.device], AudioCodec]
+    sample_rate: int
+    frame_rate: float
+    codebook_sizes: tuple[int, ...]
+    weights: str = ""
+    kind: str = ""
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layout: str = ""
+    random: Callable[[torch.device], AudioCodec] | None = None
 
 
-def register(name: str, loader: CodecLoader) -> None:
-    """Makes `load_codec(name)` call `loader(folder, device)`; a later registration replaces an earlier."""
-    _loaders[name] = loader
+_specs: dict[str, CodecSpec] = {}
+
+
+def register(spec: CodecSpec) -> None:
+    """Make a codec known by its name; a later registration of a name replaces an earlier one."""
+    _specs[spec.name] = spec
 
 
 def codec_names() -> list[str]:
     """The registered names, sorted."""
-    return sorted(_loaders)
+    return sorted(_specs)
 
 
 def check_codec_name(name: str, where: str = "") -> None:
     """UserError, naming the closest, where no codec of that name is registered; the message starts with `where`."""
-    if name not in _loaders:
+    if name not in _specs:
         place = f"{where}: " if where else ""
         raise UserError(f"{place}unknown codec {name!r}: {closest(name, codec_names())}")
 
 
-def load_codec(name: str, folder: str | Path | None = None, device: str | torch.device = "cpu") -> AudioCodec:
-    """The codec called `name`, with weights from `folder` where it has any.
+def codec_spec(name: str) -> CodecSpec:
+    """What is known of a codec without its weights; UserError, naming the closest, where none of that name is registered."""
+    check_codec_name(name)
+    return _specs[name]
 
-    Codec2 computes on the CPU whatever `device` says. Raises UserError for an unknown name (naming the
-    closest), a missing optional package, or a folder that does not fit.
+
+def code_orders(name: str) -> Mapping[str, tuple[int, ...]]:
+    """Orders other than the model's in which files store a codec's codes; none for a codec that is not registered."""
+    return _specs[name].orders if name in _specs else {}
+
+
+def load_codec(name: str, folder: str | Path | None = None, device: str | torch.device = "cpu") -> AudioCodec:
+    """Loads the codec called `name`, with weights from `folder` where it has any.
+
+    Codec2 computes on the CPU whatever `device` says. Raises UserError for an unknown name (naming the closest), a folder that
+    is missing, not wanted or does not fit, or a missing optional package.
     """
     import torch
 
-    check_codec_name(name)
+    spec = codec_spec(name)
+    if folder is None and spec.weights:
+        raise UserError(f"codec {name} needs a folder with {spec.weights}")
+    if folder is not None and not spec.weights:
+        raise UserError(f"{name} has no weights to read from {folder}: leave the folder out")
     if folder is not None:
         refuse_remote(folder, "codec folder")
-    return _loaders[name](None if folder is None else Path(folder), torch.device(device))
+    return spec.load(None if folder is None else Path(folder), torch.device(device))
+
+
+def load_if_given(name: str, folder: str | Path | None, device: str | torch.device = "cpu") -> AudioCodec | None:
+    """Loads a codec; None where it has weights and no folder of them is given."""
+    return None if folder is None and codec_spec(name).weights else load_codec(name, folder, device)
 
 
 def _load_codec2(folder: Path | None, device: torch.device) -> AudioCodec:
     from omni.codec.codec2 import Codec2Codec
 
-    if folder is not None:
-        raise UserError(f"codec2 has no weights to read from {folder}: leave the folder out")
     return Codec2Codec()
 
 
 def _load_snac(folder: Path | None, device: torch.device) -> AudioCodec:
     from omni.codec.snac import SnacCodec
 
-    if folder is None:
-        raise UserError("codec snac needs a folder with the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz")
+    assert folder is not None
     return SnacCodec.from_folder(folder, device)
+
+
+def _random_snac(device: torch.device) -> AudioCodec:
+    from omni.codec.snac import SnacCodec
+
+    return SnacCodec.random(device=device)
 
 
 def _load_mimi(folder: Path | None, device: torch.device, codebooks: int) -> AudioCodec:
     from omni.codec.mimi import MimiCodec
 
-    if folder is None:
-        raise UserError("codec mimi needs a folder with the config.json and model.safetensors of kyutai/mimi")
+    assert folder is not None
     return MimiCodec.from_folder(folder, device, codebooks)
 
 
-register("codec2", _load_codec2)
-register("snac", _load_snac)
-register("mimi", functools.partial(_load_mimi, codebooks=8))
-register("mimi-16", functools.partial(_load_mimi, codebooks=16))
-register("mimi-32", functools.partial(_load_mimi, codebooks=32))
+def _random_mimi(device: torch.device, codebooks: int) -> AudioCodec:
+    from omni.codec.mimi import MimiCodec
+
+    return MimiCodec.random(codebooks=codebooks, device=device)
+
+
+register(CodecSpec("codec2", _load_codec2, 8000, 25.0, (512, 512, 16, 64), layout="codec2"))
+register(
+    CodecSpec(
+        "snac",
+        _load_snac,
+        24000,
+        24000 / 2048,
+        (4096,) * 7,
+        "the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz",
+        orders={"levels": (0, 1, 3, 4, 2, 5, 6)},  # c0 | c1 c1 | c2 c2 c2 c2, where the model has c0 c1 c2 c2 c1 c2 c2
+        layout="snac",
+        random=_random_snac,
+    )
+)
+for _name, _books in (("mimi", 8), ("mimi-16", 16), ("mimi-32", 32)):
+    register(
+        CodecSpec(
+            _name,
+            partial(_load_mimi, codebooks=_books),
+            24000,
+            12.5,
+            (2048,) * _books,
+            "the config.json and model.safetensors of kyutai/mimi",
+            kind="mimi",
+            random=partial(_random_mimi, codebooks=_books),
+        )
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.codec.mimi import MimiCodec
-from omni.codec.registry import codec_names, load_codec, register
+from omni.codec.registry import CodecSpec, codec_names, codec_spec, load_codec, load_if_given, register
 from omni.codec.snac import SnacCodec
 from omni.errors import UserError
 
@@ -262,13 +262,33 @@ def test_registry(tmp_path) -> None:
 
 
 def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr("omni.codec.registry._loaders", {})
+    monkeypatch.setattr("omni.codec.registry._specs", {})
     asked = []
     made = SnacCodec.random(0, **SNAC_B)
-    register("mine", lambda folder, device: asked.append((folder, device)) or made)
+
+    def load(folder, device):
+        asked.append((folder, device))
+        return made
+
+    register(CodecSpec("mine", load, 24000, made.frame_rate, tuple(made.codebook_sizes), "weights of mine"))
     assert load_codec("mine", str(tmp_path), "cpu") is made
     assert asked == [(tmp_path, torch.device("cpu"))]
-    assert codec_names() == ["mine"]
+    assert codec_names() == ["mine"] and codec_spec("mine").frame_rate == made.frame_rate
+    assert load_if_given("mine", None) is None
+    register(CodecSpec("mine", load, 24000, made.frame_rate, tuple(made.codebook_sizes)))  # without weights
+    assert load_if_given("mine", None) is made and asked[-1] == (None, torch.device("cpu"))
+    with pytest.raises(UserError, match="mine has no weights to read from"):
+        load_codec("mine", tmp_path)
+
+
+def test_what_is_known_of_a_codec_is_what_it_is() -> None:
+    """Without its weights: rates, sizes, and the orders of a frame's codes."""
+    for name in codec_names():
+        spec = codec_spec(name)
+        made = spec.random(torch.device("cpu")) if spec.random is not None else load_codec(name)
+        assert (spec.sample_rate, spec.frame_rate) == (made.sample_rate, made.frame_rate)
+        assert spec.codebook_sizes == tuple(made.codebook_sizes) and bool(spec.weights) == (spec.random is not None)
+        assert all(sorted(order) == list(range(len(spec.codebook_sizes))) for order in spec.orders.values())
 
 
 def test_codes_are_looked_at_where_they_are(codec: AudioCodec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 import omni
 from omni.audio.io import audio_info, read_audio, write_wav
 from omni.checkpoint.folder import save_folder
-from omni.codec.registry import register
+from omni.codec.registry import CodecSpec, register
 from omni.errors import UserError
 from omni.generate.options import AnswerOptions, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -35,6 +35,13 @@ SETTINGS = [
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "hot", "each"])
 @pytest.mark.parametrize("shape", [{}, {"window": 9, "post_layers": 1}], ids=["full", "window"])
+def echo(layout: Layout) -> CodecSpec:
+    """A codec whose weights are a folder with anything in it."""
+    sizes = layout.codebook_sizes
+    made = EchoCodec(sizes)
+    return CodecSpec("echo", lambda folder, device: EchoCodec(sizes), made.sample_rate, made.frame_rate, sizes, "anything")
+
+
 def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str, Any]) -> None:
     lm = make_lm(layout, **shape)
     seeds = [5, 5, 7, 8, 9, -1]
@@ -211,7 +218,7 @@ def test_an_empty_batch_and_no_codec(layout: Layout) -> None:
 def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path) -> None:
     layout = LAYOUTS["pad"]
     model = make_model(layout)
-    register("echo", lambda folder, device: EchoCodec(layout.codebook_sizes))
+    register(echo(layout))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "none.txt").write_text("an echo needs no weights")
     config = dataclasses.replace(model.config, codec="echo")
@@ -341,7 +348,7 @@ def test_what_is_printed_fits_a_line() -> None:
 def silent_folder(tmp_path: Path) -> Path:
     """A model folder without a codec."""
     model = make_model(LAYOUTS["pad"])
-    register("echo", lambda folder, device: EchoCodec(LAYOUTS["pad"].codebook_sizes))
+    register(echo(LAYOUTS["pad"]))
     save_folder(tmp_path / "m", dataclasses.replace(model.config, codec="echo"), model.state_dict(), Tokenizer.bytes())
     return tmp_path / "m"
 

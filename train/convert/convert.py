@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from omni.checkpoint.tensors import FileStamp
+from omni.codec.registry import check_codec_name, codec_spec
 from omni.config import ModelConfig, ProjectorConfig
 from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
@@ -137,7 +138,7 @@ def codec_of(options: ConvertOptions, codec: str) -> Foreign | None:
     if options.codec_folder is None:
         return None
     weights = open_foreign(options.codec_folder)
-    if not isinstance(weights.config, CodecConfig) or weights.config.name != codec.split("-")[0]:
+    if not isinstance(weights.config, CodecConfig) or weights.config.name != (codec_spec(codec).kind or codec):
         raise UserError(f"--codec_folder {options.codec_folder} holds {weights.kind}, the model's codec is {codec}")
     return weights
 
@@ -169,30 +170,15 @@ def grow_speech_model(
 def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
     """The layout for a text embedding of `size` rows, and the name of its codec."""
     codec = options.codec or {"mini-omni": "snac", None: "snac"}.get(options.layout, str(options.layout))
-    if codec not in _CODEBOOKS:
-        raise UserError(f"--codec {codec!r} is unknown; {closest(codec, _CODEBOOKS)}")
-    sizes = _CODEBOOKS[codec]
-    if options.layout is not None:
-        layout = Layout.preset(options.layout, size)
-    elif codec.startswith("mimi"):
-        layout = Layout.build(sizes, size)
-    else:
-        layout = Layout.preset(codec, size)
+    check_codec_name(codec, "--codec")
+    spec = codec_spec(codec)
+    sizes, preset = spec.codebook_sizes, options.layout or spec.layout
+    layout = Layout.preset(preset, size) if preset else Layout.build(sizes, size)
     if layout.codebook_sizes != sizes:
         raise UserError(
             f"--layout {options.layout} has codebooks {layout.codebook_sizes}, the codec {codec} {sizes}; choose others"
         )
     return layout, codec
-
-
-_CODEBOOKS = {
-    "snac": (4096,) * 7,
-    "codec2": (512, 512, 16, 64),
-    "mimi": (2048,) * 8,
-    "mimi-16": (2048,) * 16,
-    "mimi-32": (2048,) * 32,
-}
-"""Codebook sizes by codec: a model can be grown without its codec's weights."""
 
 
 def choose_encoder(options: ConvertOptions) -> Foreign | EncoderConfig:

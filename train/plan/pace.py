@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omni.checkpoint.folder import CODEC, TOKENIZER
 from omni.codec.base import AudioCodec
-from omni.codec.registry import load_codec
+from omni.codec.registry import load_if_given
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import PEAK_FLOPS
@@ -75,7 +75,7 @@ def _tools(section: ModelSection, shape: ModelConfig) -> tuple[Tokenizer, AudioC
     folder = Path(section.codec_folder) if section.codec_folder else None
     if folder is None and start is not None and (start / CODEC).is_dir():
         folder = start / CODEC
-    return tokenizer, load_codec(shape.codec, folder) if folder is not None or shape.codec == "codec2" else None
+    return tokenizer, load_if_given(shape.codec, folder)
 
 
 def flops_of(name: str) -> float:

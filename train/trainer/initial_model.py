@@ -12,7 +12,7 @@ import torch
 from omni.checkpoint.folder import load_folder, read_config
 from omni.checkpoint.places import CODEC
 from omni.codec.base import AudioCodec
-from omni.codec.registry import load_codec
+from omni.codec.registry import load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
@@ -154,4 +154,4 @@ def check_tokenizer(section: ModelSection, config: ModelConfig) -> None:
 
 def _codec(config: ModelConfig, folder: Path | None) -> AudioCodec | None:
     """Loads the codec; None where it has weights that are not given."""
-    return load_codec(config.codec, folder) if folder is not None or config.codec == "codec2" else None
+    return load_if_given(config.codec, folder)

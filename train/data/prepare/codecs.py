@@ -5,14 +5,13 @@ Dimensions: A audio streams, F frames.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.codec.registry import codec_names, load_codec
+from omni.codec.registry import code_orders, codec_names, codec_spec, load_codec
 from omni.errors import UserError
-from train.data.readers.codes import CODECS
-from train.data.rows.row import CODE_ORDERS, Codes
+from train.data.readers.codes import CodesKind, codes_kinds
+from train.data.rows.row import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,20 +19,8 @@ if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
 
 
-@dataclass(frozen=True)
-class CodecFacts:
-    """Codebook size of each stream, and frames a second (None where a frame has no fixed length)."""
-
-    sizes: tuple[int, ...]
-    frame_rate: float | None
-
-
-KNOWN: dict[str, CodecFacts] = {
-    **{name: CodecFacts((kind.size,) * kind.streams, kind.rate) for name, kind in CODECS.items()},
-    "codec2": CodecFacts((512, 512, 16, 64), 25.0),
-    **{f"mimi-{streams}": CodecFacts((2048,) * streams, 12.5) for streams in (16, 32)},
-}
-"""Codecs by name: those of stored codes that readers know, and those of models."""
+def _has_weights(name: str) -> bool:
+    return name not in codec_names() or bool(codec_spec(name).weights)
 
 
 class BadCodes(ValueError):
@@ -48,7 +35,7 @@ class Codecs:
     """Looks up codecs' sizes and rates, and loads the codecs themselves where their weights are given.
 
     Args:
-        folder: weights of the data's codec; None to use `KNOWN`, which is also used for all other codecs.
+        folder: weights of the data's codec; None to use `codes_kinds`, which is also used for all other codecs.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -59,15 +46,15 @@ class Codecs:
     def load(self, name: str) -> AudioCodec:
         """Load a codec; UserError where it is unknown or its weights do not fit."""
         if name not in self._loaded:
-            self._loaded[name] = load_codec(name, None if name == "codec2" else self.folder)
+            self._loaded[name] = load_codec(name, self.folder if codec_spec(name).weights else None)
         return self._loaded[name]
 
-    def facts(self, name: str) -> CodecFacts | None:
+    def facts(self, name: str) -> CodesKind | None:
         """Sizes and rate of a codec; None for an unknown one. UserError where the weights are of no codec at all."""
-        if self.folder is None or name == "codec2" or self.foreign(name):
-            return KNOWN.get(name)
+        if self.folder is None or not _has_weights(name) or self.foreign(name):
+            return codes_kinds().get(name)
         codec = self.load(name)
-        return CodecFacts(tuple(codec.codebook_sizes), codec.frame_rate)
+        return CodesKind(tuple(codec.codebook_sizes), codec.frame_rate)
 
     def foreign(self, name: str) -> bool:
         """True where a codec can never be loaded here: there is none of that name, or the weights are another codec's."""
@@ -76,9 +63,9 @@ class Codecs:
         return self._foreign[name]
 
     def _of_another(self, name: str) -> bool:
-        if self.folder is None or name == "codec2" or self._fits(name):
+        if self.folder is None or not _has_weights(name) or self._fits(name):
             return False
-        return any(self._fits(other) for other in codec_names() if other not in (name, "codec2"))
+        return any(self._fits(other) for other in codec_names() if other != name and _has_weights(other))
 
     def _fits(self, name: str) -> bool:
         try:
@@ -98,12 +85,10 @@ class Codecs:
         """Check codes, and return their frames [A, F] in the model's order of streams; `BadCodes` where they do not fit."""
         import torch
 
-        frames = codes.frames
-        if codes.order != "streams":
-            orders = CODE_ORDERS.get(codes.codec, {})
-            if codes.order not in orders:
-                known = ", ".join(["streams", *orders])
-                raise BadCodes("codes_order", f"order {codes.order!r} is unknown for {codes.codec}; known: {known}")
+        frames, orders = codes.frames, code_orders(codes.codec)
+        if codes.order != "streams" and codes.order not in orders:
+            known = ", ".join(["streams", *orders])
+            raise BadCodes("codes_order", f"order {codes.order!r} is unknown for {codes.codec}; known: {known}")
         facts = self.facts(codes.codec)
         if frames.ndim != 2 or frames.shape[1] == 0:
             raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)} hold no frames: drop them or encode again")
@@ -112,7 +97,7 @@ class Codecs:
             other = " (transposed?)" if frames.shape[1] == len(facts.sizes) else ""
             raise BadCodes("codes_shape", f"codes of shape {list(frames.shape)}, but {wanted}{other}: encode again")
         if codes.order != "streams":
-            frames = frames[list(CODE_ORDERS[codes.codec][codes.order])]
+            frames = frames[list(orders[codes.order])]
         if facts is not None:
             sizes = torch.tensor(facts.sizes)[:, None]
             bad = (frames < 0) | (frames >= sizes)

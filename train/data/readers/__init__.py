@@ -12,7 +12,7 @@ from pathlib import Path
 from omni.errors import UserError
 from omni.remote import check_there
 from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
-from train.data.readers.codes import CODECS, PACKINGS
+from train.data.readers.codes import PACKINGS, codes_kinds
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
 from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
@@ -63,7 +63,13 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:
     """Open a data set; UserError for one that does not exist or is of no known format, or for options that do not fit."""
     options = options or ReaderOptions()
-    for option, known in (("format", READERS), ("codec", CODECS), ("order", ORDERS), ("packing", PACKINGS), ("audio", AUDIO)):
+    for option, known in (
+        ("format", READERS),
+        ("codec", codes_kinds()),
+        ("order", ORDERS),
+        ("packing", PACKINGS),
+        ("audio", AUDIO),
+    ):
         value = getattr(options, option)
         if value not in known and (value or option in ("packing", "audio")):
             raise UserError(f"--read.{option} {value!r} is unknown: there are {', '.join(known)}")

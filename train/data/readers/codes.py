@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.codec.registry import code_orders, codec_names, codec_spec
 from omni.errors import UserError
 from train.data.readers.contract import ReaderOptions
-from train.data.rows.row import CODE_ORDERS, Codes
+from train.data.rows.row import Codes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,21 +28,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodesKind:
-    """Shape of a codec's stored codes: K `streams` of `size` codes, `rate` frames a second (None where runs are merged)."""
+    """Shape of a codec's stored codes: the codebook size of each stream, and frames a second (None where runs are merged)."""
 
-    streams: int
-    size: int
-    rate: float | None
+    sizes: tuple[int, ...]
+    frame_rate: float | None
 
 
-CODECS: dict[str, CodesKind] = {
-    "snac": CodesKind(7, 4096, 24000 / 2048),
-    "mimi": CodesKind(8, 2048, 12.5),
-    "cosyvoice": CodesKind(1, 4096, 50.0),
-    "cosyvoice2": CodesKind(1, 6561, 25.0),
-    "hubert": CodesKind(1, 1000, None),
+TOKENS: dict[str, CodesKind] = {
+    "cosyvoice": CodesKind((4096,), 50.0),
+    "cosyvoice2": CodesKind((6561,), 25.0),
+    "hubert": CodesKind((1000,), None),
 }
-"""Codecs of stored codes: SNAC 24 kHz, Mimi, CosyVoice's tokens of versions 1 and 2, LLaMA-Omni's HuBERT clusters."""
+"""Stored codes that no codec here decodes: CosyVoice's tokens of versions 1 and 2, LLaMA-Omni's HuBERT clusters."""
+
+
+def codes_kinds() -> dict[str, CodesKind]:
+    """Kinds of stored codes by name: those of the registered codecs, and `TOKENS`."""
+    specs = map(codec_spec, codec_names())
+    return {spec.name: CodesKind(spec.codebook_sizes, spec.frame_rate) for spec in specs} | TOKENS
+
 
 PACKINGS: dict[str, tuple[int, int]] = {
     "plain": (0, 0),
@@ -61,7 +66,7 @@ _LEVELS = {"streams": (0, 1, 2, 2, 1, 2, 2), "levels": (0, 1, 1, 2, 2, 2, 2)}
 
 _STREAMS = {
     "streams": tuple(range(7)),
-    **{name: tuple(sorted(range(7), key=places.__getitem__)) for name, places in CODE_ORDERS["snac"].items()},
+    **{name: tuple(sorted(range(7), key=places.__getitem__)) for name, places in codec_spec("snac").orders.items()},
 }
 """The model's stream at each place of a frame, by order."""
 
@@ -72,7 +77,7 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
     Args:
         value: text of integers (frames may be separated by `#` or lines), a flat list frame by frame, or an array: [F] for a
             codec of one stream, [K, F] for more.
-        codec: one of `CODECS`, as the format documents it; `options.codec` comes first.
+        codec: one of `codes_kinds`, as the format documents it; `options.codec` comes first.
         order: as the format documents it; `options.order` comes first.
 
     Raises:
@@ -82,32 +87,34 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
     import torch
 
     codec = options.codec or codec
+    kinds = codes_kinds()
     if not codec:
         raise UserError(
-            f"has codes of a codec that the format does not name: say which with --read.codec, one of {', '.join(CODECS)}"
+            f"has codes of a codec that the format does not name: say which with --read.codec, one of {', '.join(kinds)}"
         )
-    kind = CODECS[codec]
-    frames = _frames(value, codec, kind.streams)  # [F, K]
+    kind = kinds[codec]
+    streams, sizes = len(kind.sizes), np.array(kind.sizes)
+    frames = _frames(value, codec, streams)  # [F, K]
     if not len(frames):
         return None
     base, step = PACKINGS[options.packing]
-    codes = frames - (base + step * np.arange(kind.streams))
-    bad = (codes < 0) | (codes >= kind.size)
+    codes = frames - (base + step * np.arange(streams))
+    bad = (codes < 0) | (codes >= sizes)
     if bad.any():
         frame, place = (int(i) for i in np.argwhere(bad)[0])
         found = int(frames[frame, place])
         shown = "" if options.packing == "plain" else f" as packing {options.packing!r} has it"
         raise UserError(
-            f"code {found} at place {place} of frame {frame} is not in {codec}'s 0 to {kind.size - 1}{shown}: "
+            f"code {found} at place {place} of frame {frame} is not in {codec}'s 0 to {sizes[place] - 1}{shown}: "
             + _explain(frames, kind, options.packing, options.order or order)
         )
     stored = torch.from_numpy(np.ascontiguousarray(codes.T).astype(np.int32))
-    return Codes(codec, stored, (options.order or order) if codec == "snac" else "streams")
+    return Codes(codec, stored, (options.order or order) if code_orders(codec) else "streams")
 
 
 def check_duration(codes: Codes | None, seconds: float | None) -> None:
     """Refuse codes whose duration differs from their recording's by more than half a second and a tenth of it (UserError)."""
-    rate = CODECS[codes.codec].rate if codes else None
+    rate = codes_kinds()[codes.codec].frame_rate if codes else None
     if codes is None or rate is None or seconds is None:
         return
     lasting = codes.frames.shape[1] / rate
@@ -140,7 +147,7 @@ def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
         index = next(i for i, code in enumerate(numbers) if not -(2**63) <= code < 2**63)
         raise UserError(
             f"code {str(numbers[index])[:40]} at place {index % streams} of frame {index // streams} is not in {codec}'s 0 to "
-            f"{CODECS[codec].size - 1}, nor in any packing: fix or drop the row"
+            f"{codes_kinds()[codec].sizes[index % streams] - 1}, nor in any packing: fix or drop the row"
         ) from error
 
 
@@ -185,37 +192,34 @@ def _explain(frames: np.ndarray, kind: CodesKind, packing: str, order: str) -> s
     """Name the packing or order that fits codes out of range, for a message."""
     import numpy as np
 
-    places = np.arange(kind.streams)
+    streams, sizes = len(kind.sizes), np.array(kind.sizes)
+    places = np.arange(streams)
     fitting = []
     for name, (base, step) in PACKINGS.items():
         rest = frames - (base + step * places)
-        if name != packing and ((rest >= 0) & (rest < kind.size)).all() and (kind.streams > 1 or step == 0):
+        if name != packing and ((rest >= 0) & (rest < sizes)).all() and (streams > 1 or step == 0):
             fitting.append(name)
     if fitting:
         one = " or ".join(repr(name) for name in fitting)
         offset = " or ".join(f"{base} + {step} x place" for base, step in (PACKINGS[name] for name in fitting))
         said = f"--read.packing {fitting[0]}"
         return f"all of them fit packing {one} ({offset} added); say so with {said} if that is how they were made"
-    if kind.streams == 7:
+    size = int(sizes.max())
+    if streams == 7:
         for name, levels in _LEVELS.items():
-            rest = frames - kind.size * np.array(levels)
-            if ((rest >= 0) & (rest < kind.size)).all():
+            rest = frames - size * np.array(levels)
+            if ((rest >= 0) & (rest < size)).all():
                 other = "" if name == order else f", another order than {order!r}"
-                return f"{kind.size} x level is added, with the levels in the order {name!r}{other}: take it off first"
+                return f"{size} x level is added, with the levels in the order {name!r}{other}: take it off first"
         for base, step in PACKINGS.values():
             held = (frames - base) // max(step, 1)  # the stream of each code, by its number
-            if (
-                step
-                and (held == held[0]).all()
-                and sorted(held[0]) == list(range(7))
-                and ((frames - base) % step < kind.size).all()
-            ):
+            if step and (held == held[0]).all() and sorted(held[0]) == list(range(7)) and ((frames - base) % step < size).all():
                 numbered = tuple(int(stream) for stream in held[0])
                 known = next((f", the order {name!r}" for name, streams in _STREAMS.items() if streams == numbered), "")
                 shown = " ".join(map(str, numbered))
                 return f"{base} + {step} x stream is added, and the streams are as {shown}{known}: put them right first"
     low, high = int(frames.min()), int(frames.max())
-    if kind.size <= high < kind.size + 64 and low >= 0:
+    if size <= high < size + 64 and low >= 0:
         return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
     return f"they reach from {low} to {high}: they are of another codec, or packed in a way unknown here"
 

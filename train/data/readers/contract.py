@@ -49,7 +49,7 @@ class ReaderOptions:
             of the machine that made them.
         audio: "required": a row whose recording is missing or damaged is broken; "optional": it comes without that
             recording (what is missing can be spoken again); "none": recordings are not looked at.
-        codec: the codec of stored codes, where the format leaves it open: one of `train.data.readers.codes.CODECS`.
+        codec: the codec of stored codes, where the format leaves it open: one of `train.data.readers.codes.codes_kinds`.
         order: the order of SNAC's codes in a frame, "streams" (c0 c1 c2 c2 c1 c2 c2) or "levels" (c0 | c1 c1 | c2 c2 c2 c2).
         packing: what was added to the codes: one of `train.data.readers.codes.PACKINGS`, "plain" for nothing.
         columns: for tables and JSON lines of one's own: from a field of the row (`question_text`, `question_audio`,

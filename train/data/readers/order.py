@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from omni.codec.registry import codec_spec
 from omni.errors import UserError
-from train.data.readers.codes import CODECS, SHOWN
+from train.data.readers.codes import SHOWN
 from train.data.readers.contract import Broken
 from train.data.rows.row import Row
 
@@ -83,7 +84,7 @@ def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
     """
     import numpy as np
 
-    size = CODECS["snac"].size
+    size = codec_spec("snac").codebook_sizes[0]
     counts = np.stack([[np.bincount(place, minlength=size) for place in part] for part in frames]).astype(float)  # [R, 7, C]
     total = counts.sum(0)
 

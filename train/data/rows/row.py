@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.audio.io import read_audio, resample
+from omni.codec.registry import code_orders
 from omni.errors import UserError
 from omni.remote import refuse_remote
 from omni.tasks import Task
@@ -52,9 +53,6 @@ ROW_VERSION = 2
 
 OPTIONAL = ("system",)
 """Columns that files of this version may lack: they were added later."""
-
-CODE_ORDERS: dict[str, dict[str, tuple[int, ...]]] = {"snac": {"levels": (0, 1, 3, 4, 2, 5, 6)}}
-"""Orders of the streams besides `streams`, by codec: index of the stored stream for each stream of the model."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Codes:
             )
         frames = self.frames.to(torch.long)
         if self.order != "streams":
-            orders = CODE_ORDERS.get(codec.name, {})
+            orders = code_orders(codec.name)
             if self.order not in orders:
                 known = ", ".join(["streams", *orders])
                 raise UserError(f"order {self.order!r} of its answer_codes is unknown for {codec.name}; known: {known}")

@@ -21,8 +21,8 @@ from train.data.inspect.findings import KINDS, Findings
 from train.data.inspect.measures import BadSound, Digests, clipped_share, head, load, measure, silence_share, stored_bytes
 from train.data.inspect.scan import FoundRow, Scan, UnreadableRows
 from train.data.inspect.validate import validate
-from train.data.prepare.codecs import KNOWN, Codecs
-from train.data.readers.codes import CODECS
+from train.data.prepare.codecs import Codecs
+from train.data.readers.codes import codes_kinds
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
 
 
@@ -118,7 +118,7 @@ def test_codes_of_another_codec_than_the_weights_go_on(tmp_path: Path, monkeypat
     broken = Codecs(tmp_path / "torn")
     with pytest.raises(UserError, match="torn holds no snac"):
         broken.facts("snac")
-    assert broken.facts("hubert") == KNOWN["hubert"] and broken.facts("codec2") == KNOWN["codec2"]
+    assert broken.facts("hubert") == codes_kinds()["hubert"] and broken.facts("codec2") == codes_kinds()["codec2"]
 
 
 def test_what_no_task_can_use_and_foreign_versions(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_measures_of_known_sounds(rate: int) -> None:
 
 
 def test_what_is_known_of_codecs() -> None:
-    assert KNOWN["codec2"].sizes == Codec2Codec.codebook_sizes
-    assert KNOWN["codec2"].frame_rate == Codec2Codec.sample_rate / Codec2Codec.frame_samples
-    assert all(KNOWN[name].sizes == (kind.size,) * kind.streams for name, kind in CODECS.items())
+    assert codes_kinds()["codec2"].sizes == Codec2Codec.codebook_sizes
+    assert codes_kinds()["codec2"].frame_rate == Codec2Codec.sample_rate / Codec2Codec.frame_samples
+    assert codes_kinds()["cosyvoice2"].sizes == (6561,)
     levels = torch.stack([torch.full((3,), i) for i in range(7)])
     assert Codecs().streams(Codes("snac", levels, "levels"))[:, 0].tolist() == [0, 1, 3, 4, 2, 5, 6]

@@ -11,13 +11,14 @@ import pytest
 import torch
 from snac import SNAC
 
+from omni.codec.registry import code_orders
 from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
 from tests.train.data.readers.toys import snac_text, voice_assistant, write_json, write_parquet
 from train.commands.data_prepare import main
 from train.data.readers import ReaderOptions, open_source
 from train.data.readers.order import FEWEST_FRAMES, FEWEST_ROWS, lean
-from train.data.rows.row import CODE_ORDERS, Row
+from train.data.rows.row import Row
 
 Frames = np.ndarray
 """[F, 7] in the order of the model's streams."""
@@ -68,7 +69,7 @@ def lucys(folder: Path, rows: list[Frames]) -> Path:
     return write_json(folder / "lucy.json", talks)
 
 
-LEVELS = np.argsort(CODE_ORDERS["snac"]["levels"])
+LEVELS = np.argsort(code_orders("snac")["levels"])
 """The model's stream at each place."""
 
 

@@ -12,13 +12,14 @@ import pytest
 import soundfile
 import torch
 
+from omni.codec.registry import code_orders
 from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.data.toys import ToyCodec, ToySource
 from train.data.inspect.scan import Scan
 from train.data.rows import parquet
 from train.data.rows.parquet import LARGE_ROWS, StoredRows, write_rows
-from train.data.rows.row import CODE_ORDERS, Codes, Row, RowTurn, Sound, Word, inside
+from train.data.rows.row import Codes, Row, RowTurn, Sound, Word, inside
 from train.data.rows.samples import sample_rows
 from train.data.sources.base import StoredSource
 
@@ -169,7 +170,7 @@ def test_codes_of_another_order_are_put_right_and_unknown_ones_refused():
     by_level = streams[torch.argsort(level, stable=True)]
     assert torch.equal(Codes("snac", by_level, "levels").for_codec(codec), streams)
     assert not torch.equal(Codes("snac", by_level).for_codec(codec), streams)
-    assert sorted(CODE_ORDERS["snac"]["levels"]) == list(range(7))
+    assert sorted(code_orders("snac")["levels"]) == list(range(7))
     with pytest.raises(UserError, match=r"order 'sideways' of its answer_codes is unknown for snac; known: streams, levels"):
         Codes("snac", streams, "sideways").for_codec(codec)
     with pytest.raises(
