@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from infer.messages import in_options
 from omni.errors import UserError, in_one_line
-from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, lead, open_streams, say
+from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say
 
-USER_MISTAKE, INTERRUPTED = 2, 130
+USER_MISTAKE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

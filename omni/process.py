@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from omni.errors import in_one_line
 
-FAILED, BROKEN_PIPE = 1, 128 + signal.SIGPIPE
+FAILED, BROKEN_PIPE, INTERRUPTED = 1, 128 + signal.SIGPIPE, 128 + signal.SIGINT
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals that end a program by an exception, so that files it was writing are closed or removed."""
@@ -38,7 +38,10 @@ def lead(main: Callable[[], int]) -> NoReturn:
         code = main()
     except SystemExit as done:
         code = done.code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     finally:
+        gc.disable()  # a signal ends the process at once from now on
         code = last_flush(128 + came[-1] if came else code)
         gc.freeze()  # the interpreter's last collection would visit every object of torch, which takes half a second
     sys.exit(code)
@@ -65,11 +68,12 @@ def open_streams() -> None:
 
 
 def end_in_order() -> list[int]:
-    """Installs handlers that raise an exception on the signals of `ENDING`; one that is ignored (`nohup`) stays ignored.
+    """Installs handlers that raise an exception on the signals of `ENDING`, and on Ctrl-C, as Python's own does; a signal that
+    is ignored (`nohup`) stays ignored.
 
-    While libraries are imported (until `all_imported`), which may swallow the exception, the process ends at once: nothing was
-    written yet. If it is swallowed later, the next signal raises again. Children that are forked later end by the signal's
-    default action.
+    While libraries are imported (until `all_imported`, and in `importing`), which may swallow the exception or be broken by it,
+    the process ends at once: nothing was written yet. If it is swallowed later, the next signal raises again. Children that
+    are forked later end by the signal's default action, or by `KeyboardInterrupt`.
 
     Returns:
         a list that grows by each signal that an exception was raised for.
@@ -81,18 +85,36 @@ def end_in_order() -> list[int]:
         if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        if not gc.isenabled():
-            os._exit(128 + number)
-        if time.monotonic() - latest >= GRACE:
+        elif time.monotonic() - latest >= GRACE:
+            if _importing_now():
+                os._exit(128 + number)
             latest = time.monotonic()
             came.append(number)
             raise SystemExit(128 + number)
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner and _importing_now():
+            os._exit(INTERRUPTED)
+        raise KeyboardInterrupt
+
     for number in ENDING:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, end)
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     return came
+
+
+def _importing_now() -> bool:
+    """True where the collector is stopped for imports, and while NumPy or PyTorch is imported by whatever needs it first."""
+    specs = [getattr(sys.modules.get(name), "__spec__", None) for name in ("numpy", "torch")]
+    return not gc.isenabled() or any(getattr(spec, "_initializing", False) for spec in specs)
+
+
+def end_by_signal(number: int, line: str) -> NoReturn:
+    """Ends a program that has noted a signal, with a line on standard error and the signal's exit code."""
+    say(line)
+    raise SystemExit(128 + number)
 
 
 def last_flush(code: object = 0) -> int:

@@ -118,6 +118,64 @@ def test_a_signal_whose_exception_is_swallowed_ends_the_process_all_the_same(nam
     assert (done.returncode, done.stdout, done.stderr) == (143, out, "")
 
 
+HALF = (
+    "import os, signal\ntry: os.kill(os.getpid(), {})\nexcept BaseException: pass\nprint('went on', flush=True)\nbool = None\n"
+)
+"""A library that swallows what a signal's handler raises, and is broken by it."""
+IMPORTERS = {
+    "plan": ["-m", "train", "plan", "configs/nano.yaml"],  # decides the precision while the configuration is read
+    "doctor": ["-m", "train", "doctor", "configs/nano.yaml"],
+    "ask": ["-m", "infer", "ask", "--text", "hi", "--model", "model"],
+    "late": [
+        "-c",
+        "from omni import process\ndef main():\n    process.all_imported(); import torch; return 0\nprocess.lead(main)",
+    ],
+}
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("name", IMPORTERS)
+def test_a_signal_while_a_large_library_is_imported_ends_the_process_at_once(
+    name: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(HALF.format(int(number)), encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    done = call(IMPORTERS[name], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_ctrl_c_raises_as_in_python_when_all_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from omni import process\n"
+        "def main():\n"
+        "    process.all_imported()\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except KeyboardInterrupt: print('caught', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT); print('not reached', flush=True)\n"
+        "process.lead(main)\n"
+    )
+    done = call(["-c", code], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "caught\n", "")
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_while_the_interpreter_ends_leaves_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
+    code = (
+        "import atexit, os; from omni import process\n"
+        f"def late(): os.kill(os.getpid(), {int(number)}); print('not reached', flush=True)\n"
+        "def main():\n"
+        "    process.all_imported(); atexit.register(late); return 0\n"
+        "process.lead(main)\n"
+    )
+    done = call(["-c", code], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+
+
 def test_a_written_answer_wants_standard_output(tmp_path: Path) -> None:
     done = call([*DOORS["infer"], "ask", "--text", "hi", "--task", "T1T2"], tmp_path, ">&-")
     assert done.returncode == 2

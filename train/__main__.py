@@ -3,10 +3,17 @@
 import sys
 from pathlib import Path
 
+
+def main() -> int:
+    """Imports the command line when signals are handled already, and runs it."""
+    from train.cli import main
+
+    return main()
+
+
 if __name__ == "__main__":
     if __package__ in (None, ""):  # started by path: import from the parent of this folder
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from omni.process import lead
-    from train.cli import main
 
     lead(main)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from omni import old_names
 from omni.errors import UserError, in_one_line
-from omni.process import BROKEN_PIPE, FAILED, all_imported, forget, say
+from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, say
 from train.console.command import check_command
 
 COMMANDS = {
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         forget(sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception as error:
         if debug:
             raise

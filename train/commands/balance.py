@@ -8,6 +8,7 @@ seed. With few seeds, intervals say little about the tails; the picture shows a 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,7 @@ import jsonargparse
 
 from omni.errors import UserError
 from omni.files import write_json
-from omni.process import importing
+from omni.process import end_by_signal, importing
 from omni.tasks import find_task
 from train.balance.section import BalanceSection, check_balance
 from train.config.parse import read_fit_config
@@ -98,7 +99,8 @@ def compare(
         run: trains a configuration to its end.
 
     Raises:
-        UserError: a run was stopped, or asked no questions.
+        UserError: a run asked no questions.
+        SystemExit: a signal stopped a run.
     """
     import numpy as np
 
@@ -107,7 +109,8 @@ def compare(
     for (method, seed), one in variants.items():
         outcome = run(one)
         if outcome is not None and outcome.signal:
-            raise UserError(f"{one.run_folder} was stopped; run the same command to go on")
+            name = signal.Signals(outcome.signal).name
+            end_by_signal(outcome.signal, f"{one.run_folder} was stopped by {name}; run the same command to go on")
         found[method, seed] = answered(Path(one.run_folder))
         right, asked = found[method, seed][ALL]
         say(f"{method}, seed {seed}: {right:.0f} of {asked:.0f} right")

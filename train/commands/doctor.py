@@ -7,6 +7,7 @@ Nothing of the run itself is written.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.errors import UserError
-from omni.process import importing
+from omni.process import end_by_signal, importing
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.console.command import take_options
@@ -61,6 +62,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
 
     Raises:
         UserError: a step failed; with the diagnosis.
+        SystemExit: a signal came; the step in hand was taken to its end.
     """
     with importing():
         from train.distributed.fabric import build_fabric
@@ -88,12 +90,18 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
             with Stop() as stop:
                 feed = loop.feed(stop)
                 phases = (0.0, 1.0) if config.objective.align_first else (1.0,)
-                for number, progress in enumerate([progress for progress in phases for _ in range(steps)], 1):
+                planned = [progress for progress in phases for _ in range(steps)]
+                for number, progress in enumerate(planned, 1):
                     loop.meter.start()
                     step = feed.next()
                     loop.guard.step(number, step, progress, partial(loop.train, progress=progress), trace=True)
                     loop.meter.pause()
+                    if stop.number:
+                        break
         finally:
             if loop.logs is not None:
                 loop.logs.close()
+    if stop.number:
+        name = signal.Signals(stop.number).name
+        end_by_signal(stop.number, f"stopped by {name} after step {number} of {len(planned)}; nothing is reported")
     return loop.guard.guard.findings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,8 +84,6 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         compare(config, ["equal", "upgrade"], [1], tmp_path, faked([]))
     with pytest.raises(UserError, match="has no answers; set validation.questions above 0"):
         answered(tmp_path)
-    with pytest.raises(UserError, match="was stopped; run the same command"):
-        compare(config, ["equal"], [1], tmp_path, lambda config: SimpleNamespace(signal=15))
     with pytest.raises(UserError, match="at equal steps, but the configuration has budget.minutes"):
         main(["configs/nano.yaml"])
     with pytest.raises(UserError, match="at least one seed"):
@@ -95,6 +94,17 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         (tmp_path / "mute.yaml").write_text(yaml.safe_dump(data))
         with pytest.raises(UserError, match="compares written answers at the end of each run; set validation.at_end"):
             main([str(tmp_path / "mute.yaml")])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_run_that_a_signal_stops_ends_the_command_with_the_signal_s_code(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("train.trainer.build.fit", lambda config: SimpleNamespace(signal=number))
+    with pytest.raises(SystemExit) as ended:
+        main([RECIPE, "--out", str(tmp_path)])
+    assert ended.value.code == 128 + number
+    assert capsys.readouterr().err == f"{tmp_path}/equal-1 was stopped by {number.name}; run the same command to go on\n"
 
 
 def test_one_seed_and_one_task_can_be_shown(tmp_path: Path) -> None:

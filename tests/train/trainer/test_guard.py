@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,26 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
     said = capsys.readouterr().out
     assert "[no_gradient]" in said and "detached from the loss by detach" in said and "projector.project" in said
     assert f"test_guard.py:{line_of('plain(self')}" in said
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_the_doctor_ends_after_the_step_in_which_a_signal_comes(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, taken = StepGuard.step, []
+
+    def step(self: StepGuard, *args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), number)
+        plain(self, *args, **kwargs)
+        taken.append(args[0])
+
+    monkeypatch.setattr(StepGuard, "step", step)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *SMALL, "--steps", "3"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, taken, out) == (128 + number, [1], "")
+    assert err == f"stopped by {number.name} after step 1 of 3; nothing is reported\n"
 
 
 @pytest.mark.parametrize("first", ["0", "0.15"])

@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -81,11 +82,12 @@ def synthesise(
     if not text.strip():
         raise UserError("there is no text to say: give at least one word")
     pieces: list[bytes] = []
+    failed: list[BaseException] = []
 
     def collect(samples: ctypes._Pointer[ctypes.c_short], count: int, _: int) -> int:
-        if samples and count > 0:
+        if samples and count > 0 and not failed:
             pieces.append(ctypes.string_at(samples, 2 * count))
-        return 0
+        return int(bool(failed))  # 1 ends the text
 
     callback = _CALLBACK(collect)
     language, plus, variant = voice.partition("+")
@@ -99,7 +101,10 @@ def synthesise(
             raise UserError(f"espeak-ng cannot load the voice {voice!r}: reinstall espeakng-loader")
         for parameter, value in ((_RATE, rate), (_PITCH, pitch), (_PITCH_RANGE, pitch_range)):
             library.espeak_SetParameter(parameter, int(value), 0)
-        library.espeak_Synth(words, ctypes.c_size_t(len(words)), 0, 0, 0, _UTF8, None, None)
+        with _kept(failed):
+            library.espeak_Synth(words, ctypes.c_size_t(len(words)), 0, 0, 0, _UTF8, None, None)
+    if failed:
+        raise failed[0]
     audio = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / 32768
     if trim:
         loud = np.flatnonzero(np.abs(audio) > _SILENCE)
@@ -168,6 +173,27 @@ def _opened() -> Iterator[ctypes.CDLL]:
         library.espeak_Terminate()
     finally:
         _system().dlclose(ctypes.c_void_p(library._handle))
+
+
+@contextmanager
+def _kept(failed: list[BaseException]) -> Iterator[None]:
+    """Keeps what callbacks raise, which ctypes drops otherwise.
+
+    The callback cannot catch it: a signal's handler is run before its first line.
+    """
+    before = sys.unraisablehook
+
+    def keep(args: sys.UnraisableHookArgs) -> None:
+        if args.exc_value is not None and "ctypes callback" in (args.err_msg or ""):
+            failed.append(args.exc_value)
+        else:
+            before(args)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @functools.cache

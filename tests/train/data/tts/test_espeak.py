@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -60,6 +63,38 @@ def test_its_own_folder_serves_as_well_as_the_linked_one(said, tmp_path, monkeyp
     finally:
         monkeypatch.undo()
         voice._home.cache_clear()
+
+
+def end(*_: int | FrameType | None) -> NoReturn:
+    raise SystemExit(143)
+
+
+def test_what_a_signal_s_handler_raises_in_the_middle_of_a_text_ends_it(said: Any) -> None:
+    """Python runs a handler as the library calls back, where ctypes drops what it raises; the text would take seconds."""
+    before, hook, long = signal.signal(signal.SIGALRM, end), sys.unraisablehook, "three plus five " * 2000
+    try:
+        for delay in (0.02, 0.025, 0.03):
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            with pytest.raises(SystemExit):
+                synthesise(long, VOICES[0])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert sys.unraisablehook is hook
+    assert torch.equal(synthesise("what is three plus five", VOICES[0])[0], said[VOICES[0]])
+
+
+def test_an_error_while_samples_are_collected_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fail(*_: object) -> NoReturn:
+        calls.append(1)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(voice.ctypes, "string_at", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        synthesise("three plus five " * 20)
+    assert len(calls) == 1  # the library was told to stop
 
 
 def test_settings_change_the_sound(said):
