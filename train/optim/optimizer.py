@@ -60,12 +60,14 @@ def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         return PagedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-RULES: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
+Rules = Mapping[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]]
+"""Functions that make an optimizer of parameter groups, by name of the rule."""
+
+RULES: Rules = {
     "adamw": _adamw,
     "muon": _muon,
     "paged_adamw_8bit": _paged_adamw_8bit,
 }
-"""Functions that make an optimizer of parameter groups, by name of the rule."""
 
 
 class Optimizers(torch.optim.Optimizer):
@@ -77,12 +79,12 @@ class Optimizers(torch.optim.Optimizer):
 
     skip: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, rules: Rules = RULES) -> None:
         super().__init__(groups, {})
         self.inner: dict[str, torch.optim.Optimizer] = {}
         for rule in dict.fromkeys(g["rule"] for g in self.param_groups):
             # The inner optimizer adds its defaults to these same dictionaries; its state is ours (`_share`).
-            self.inner[rule] = RULES[rule]([g for g in self.param_groups if g["rule"] == rule], config)
+            self.inner[rule] = rules[rule]([g for g in self.param_groups if g["rule"] == rule], config)
         self._share()
 
     def _share(self) -> None:
@@ -179,13 +181,17 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
 
 
 def build_optimizer(
-    params: Params, config: OptimizerConfig, precision: str = "32-true", also: Mapping[str, str] = NONE
+    params: Params,
+    config: OptimizerConfig,
+    precision: str = "32-true",
+    also: Mapping[str, str] = NONE,
+    rules: Rules = RULES,
 ) -> Optimizers:
     """Build the optimizer of a run over the trainable parameters (`also` as in `parameter_groups`).
 
     Muon's iteration runs in bf16 where the run's precision is bf16.
     """
-    optimizer = Optimizers(parameter_groups(params, config, also), config)
+    optimizer = Optimizers(parameter_groups(params, config, also), config, rules)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
             inner.half = precision.startswith("bf16")

@@ -1,10 +1,13 @@
-"""Attaches a run's adapters for a plan; imitates the memory of bitsandbytes' quantised linears without bitsandbytes.
+"""Attaches a run's adapters for a plan; imitates the memory of bitsandbytes' linears and optimizer without bitsandbytes.
 
 A quantised linear of n = in * out weights holds (read off bitsandbytes 0.50; Dettmers et al. 2023, section 3):
 
     nf4     n / 2 bytes; for every 64 weights a scale in 8 bits; for every 256 scales one in fp32, and the scales' mean;
             tables of the 16 values of a weight and the 256 of a scale
     int8    n bytes, and for every row [in] a scale in fp32
+
+Its AdamW in 8 bits holds two bytes for every value of a parameter, and for every 256 values two scales in fp32; parameters of
+fewer than 4,096 values have their state in fp32.
 
 Besides, the whole matrix exists in the product's type during each forward and backward product. int8 keeps its inputs where
 checkpointing does not drop them.
@@ -20,10 +23,13 @@ from torch import Tensor, nn
 
 from omni.lora.attach import add_adapter
 from omni.model.quantize import Kind, chosen_linears, quantize
-from train.config.sections import LoRASection
+from train.config.sections import LoRASection, OptimizerConfig
 
 BLOCK, BLOCKS = 64, 256
 """Weights to a scale, and scales to one of the second level."""
+
+_SMALL = 4096
+"""Parameters with fewer values have their optimizer state in fp32."""
 
 QUANTISING_BYTES = {"nf4": 8, "int8": 11}
 """Bytes for each weight of a matrix while it is quantised on a CPU: its scaled copy and the codes, or rows in fp32 and fp16."""
@@ -68,6 +74,28 @@ def dense_bytes(model: nn.Module) -> int:
     whole = sum(part.in_features * part.out_features for part in model.modules() if isinstance(part, FakeLinear))
     biases = sum(part.bias.numel() for part in model.modules() if isinstance(part, FakeLinear) and part.bias is not None)
     return sum(t.numel() * t.element_size() for t in plain) + 4 * (whole + biases)
+
+
+class _FakeAdamW8bit(torch.optim.Optimizer):
+    """Makes the state of bitsandbytes' AdamW in 8 bits, and updates nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or self.state[p]:
+                    continue
+                small = p.numel() < _SMALL
+                kind = torch.float32 if small else torch.uint8
+                self.state[p] = {name: torch.empty_like(p, dtype=kind) for name in ("state1", "state2")}
+                if not small:
+                    blocks = -(-p.numel() // BLOCKS)
+                    self.state[p] |= {name: p.new_empty(blocks, dtype=torch.float32) for name in ("absmax1", "absmax2")}
+
+
+def fake_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Makes an optimizer with the state of bitsandbytes' AdamW in 8 bits, for tensors without values."""
+    return _FakeAdamW8bit(groups, {"lr": config.lr})
 
 
 class FakeLinear(nn.Linear):

@@ -16,8 +16,8 @@ from train.data.batching.batch import Batch
 from train.distributed.precision import product_type, quantized_type
 from train.objective.objective import Objective
 from train.optim.ema import Average
-from train.optim.optimizer import Optimizers, build_optimizer, set_trainable
-from train.plan.quantized import adapt
+from train.optim.optimizer import RULES, Optimizers, build_optimizer, set_trainable
+from train.plan.quantized import adapt, fake_adamw_8bit
 
 Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]
 """Runs all passes of a balanced step, given its batches, its counts of targets, a forward and a backward pass."""
@@ -67,9 +67,9 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
     if config.lora is not None:
         _trainable_to_fp32(model)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
-    optimizer = build_optimizer(
-        [(name.removeprefix("model."), p) for name, p in learning], config.optimizer, config.fabric.precision, also
-    )
+    named = [(name.removeprefix("model."), p) for name, p in learning]
+    rules = {**RULES, "paged_adamw_8bit": fake_adamw_8bit} if fake else RULES
+    optimizer = build_optimizer(named, config.optimizer, config.fabric.precision, also, rules)
     return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)
 
 

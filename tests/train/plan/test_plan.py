@@ -24,6 +24,7 @@ from train.plan.knobs import try_knobs
 from train.plan.parameters import count_parameters, meta_model
 from train.plan.plan import make_plan
 from train.plan.quantized import dense_bytes, packed_bytes
+from train.plan.step import build_workbench
 from train.plan.trace import trace
 from train.plan.trial import attempt
 from train.plan.worst_batch import worst_batch
@@ -95,6 +96,24 @@ def test_quantised_weights_are_counted_to_the_byte(kind: Any, more: float) -> No
     plain = phases_of(replace(config, lora=LoRASection(rank=4)), model, 1, cuda=False)["optimizer"]["weights"]
     few = phases_of(config, model, 1, cuda=False)["optimizer"]["weights"]
     assert plain - few == 4 * sum(numels(real)[f"{n}.weight"] for n in names) - sum(held.values())
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_an_optimizer_in_eight_bits_is_counted_to_the_byte() -> None:
+    config, model = run(optimizer="paged_adamw_8bit"), shape(width=192)
+    bench = build_workbench(config, model)
+    for p in bench.learning:
+        p.grad = torch.zeros_like(p)
+    bench.optimizer.step()
+    tables = ("qmap1", "qmap2", "step")  # one of 256 numbers each for all parameters, and a count
+    held = sum(
+        value.untyped_storage().nbytes()
+        for state in bench.optimizer.state.values()
+        for name, value in state.items()
+        if name not in tables
+    )
+    assert phases_of(config, model, 1, cuda=False)["forward"]["optimizer"] == held
+    assert held < 3 * sum(p.numel() for p in bench.learning)
 
 
 def _tensors(weight: Any) -> list[torch.Tensor]:
