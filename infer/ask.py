@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -130,7 +130,7 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
             with collect_warnings() as read:
                 asked = question.take()
             meter.restart()
-            with collect_warnings() as heard:
+            with collect_warnings() as heard, named(question):
                 events = session.ask(asked, task)
             warned += [*read, *(f"{question.name}: {remark}" for remark in heard)]
             for remark in warned:
@@ -153,6 +153,17 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
         print(REASONS[ended.reason], file=say)
     print(figures.line(), file=say, flush=True)
     return True
+
+
+@contextmanager
+def named(question: Pending) -> Iterator[None]:
+    """Context manager around the asking of a spoken question: an error about its sound names its file."""
+    try:
+        yield
+    except UserError as error:
+        if not question.spoken or not str(error).startswith("the question"):
+            raise
+        raise UserError(f"{on_one_line(question.name)}: {error}") from error
 
 
 def _print_json(turn: TurnReport) -> None:

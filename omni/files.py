@@ -25,9 +25,11 @@ LOCK = ".lock"
 
 
 def check_path(path: object, what: str) -> None:
-    """UserError for a value that is neither a string nor path-like; `what` names it in the message."""
+    """UserError for a value that is neither a string nor path-like, or empty; `what` names it in the message."""
     if not isinstance(path, (str, os.PathLike)):
         raise UserError(f"{what} is {repr(path)[:80]}; give a path")
+    if not os.fspath(path):
+        raise UserError(f"{what} is empty; give a path")
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:

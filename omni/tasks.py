@@ -74,12 +74,12 @@ TASKS = {
 }
 
 
-def find_task(name: str | Task) -> Task:
-    """The task of that name; UserError with the closest names where there is none."""
+def find_task(name: str | Task, where: str = "") -> Task:
+    """The task of that name; UserError with the closest names where there is none, after the option or key it came from."""
     if isinstance(name, Task):
         return name
     if name not in TASKS:
-        raise UserError(f"task {name!r} is unknown; {closest(str(name).upper(), TASKS)}")
+        raise UserError(f"{where}{': ' if where else ''}task {name!r} is unknown; {closest(str(name).upper(), TASKS)}")
     return TASKS[name]
 
 

@@ -133,11 +133,11 @@ def test_an_editor_s_checkpoint_with_old_names_agrees_with_its_run() -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("fit configs/nano.yaml --model.adapter {hidden: 8}", "it is now called model.projector: give that instead"),
-        ("fit configs/nano.yaml --model.adapter.hidden 8", "it is now called model.projector: give that instead"),
+        ("fit configs/nano.yaml --model.adapter {hidden: 8}", "it is now called --model.projector: give that instead"),
+        ("fit configs/nano.yaml --model.adapter.hidden 8", "it is now called --model.projector: give that instead"),
         ("fit old.yaml", "old.yaml: unknown key model.adapter; it is now called model.projector: give that instead"),
         ("fit configs/nano.yaml --trainable [adapter.*]", "'adapter.*' matches no parameter; it is now called 'projector.*'"),
-        ("fit configs/nano.yaml --data.sound_anew false", "it is now called data.augment_cached_audio: give that instead"),
+        ("fit configs/nano.yaml --data.sound_anew false", "it is now called --data.augment_cached_audio: give that instead"),
         ("eval a b --ear sphinx", "--ear is now called --asr: give that instead"),
         ("convert a b --adapter linear", "--adapter is now called --projector: give that instead"),
         ("convert a b --adapter_stack=2", "--adapter_stack is now called --projector_stack: give that instead"),
@@ -156,7 +156,10 @@ def test_what_is_typed_is_refused_with_its_new_name(
     assert not Path("runs").exists()
 
 
-def test_old_names_in_python() -> None:
+def test_old_names_in_python(model: SpeechModel) -> None:
+    with pytest.raises(AttributeError, match=r"SpeechModel\.adapter is now called projector"):
+        _ = model.adapter
+    assert not hasattr(model, "adapter") and not hasattr(model, "xyzzy")
     with pytest.raises(UserError, match="config: key 'adapter' is now called 'projector': give that instead"):
         from_dict(ModelConfig, {"adapter": {}})
     assert from_dict(ModelConfig, {"adapter": {"stack": 2}}, stored=True).projector.stack == 2

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, read_audio, resample
+from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, read_audio, resample, shorten
 from omni.audio.level import cancelled, heard_alone
 from omni.errors import SoundWarning, UserError
 
@@ -46,7 +46,7 @@ def read_sound(
     """
     if isinstance(sound, (str, bytes, bytearray, memoryview, os.PathLike)) or hasattr(sound, "read"):
         clip = read_audio(sound, target, max_seconds=min(MAX_SECONDS, max_seconds))
-        check_level(clip, name)
+        check_level(clip, shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else name)
         return clip
     if not is_waveform(sound):
         raise UserError(f"{name} is a {type(sound).__name__}; give a tensor [S] or a sound file")

@@ -6,9 +6,10 @@ Besides the fields of `AnswerOptions`, calls take the names that transformers an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from types import NoneType
 from typing import Any, Literal, TypedDict
 
 from omni.codec.base import AudioCodec
@@ -132,6 +133,14 @@ class AnswerOptions:
         return frames, min(frames + max_delay + 1, self.max_new_tokens)
 
 
+def refuse_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """TypeError for keywords that a call lacks, with what to do: those of a session's options belong there."""
+    for name in given:
+        ours = call in ("ask", "answer") and name in Keywords.__annotations__
+        way = "give it to session(), whose questions share it" if ours else closest(name, known)
+        raise TypeError(f"{call}() has no keyword {name!r}; {way}")
+
+
 def check_adapter(name: Any) -> None:
     """UserError for a value that cannot be the name of an adapter."""
     if name is not None and not isinstance(name, str):
@@ -152,9 +161,7 @@ def make_options(values: Mapping[str, Any], call: str, also: Sequence[str] = ())
     """
     names = Keywords.__annotations__
     values = {name: value for name, value in values.items() if value is not None or name not in names}
-    for name in values:
-        if name not in names:
-            raise TypeError(f"{call}() has no keyword {name!r}; {closest(name, [*also, *names])}")
+    refuse_keywords(call, [name for name in values if name not in names], [*also, *names])
     fields = {name: value for name, value in values.items() if name in OptionValues.__annotations__}
     given = {name: value for name, value in values.items() if name not in fields}
     if given and "sampling" in fields:
@@ -170,6 +177,8 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
     fields = dict(given)
     wanted = fields.pop("do_sample", None)
     heat = fields.get("temperature")
+    if not isinstance(wanted, (bool, NoneType)):
+        raise UserError(f"do_sample is {repr(wanted)[:80]}; give True or False")
     if wanted is False:
         if heat:
             raise UserError(f"do_sample is False, but temperature is {heat}; leave one of them out")

@@ -26,6 +26,9 @@ from omni.remote import refuse_remote
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
 
+SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".aiff", ".au", ".caf")
+"""Endings of names of sound files."""
+
 FEATURES_NOT_FINITE = (
     "the encoder makes features of the question that are not finite numbers: leave out the adapter or the edit that acts on "
     "it, load the model in float32, or fetch the weights again"
@@ -92,6 +95,11 @@ def read_question(
             raise UserError(
                 f"task {task.name} asks in writing, but the question is {_kind(question)}; give a text, or ask by speech"
             )
+        if (os.path.splitext(question)[1].lower() in SUFFIXES and " " not in question) or os.path.isfile(question):
+            spoken = f"A1{task.name[2:]}"
+            way = f"to ask its sound use task={spoken!r}" if spoken in TASKS else "leave it so, or ask its sound"
+            said = f"the question {shorten(question)} is the name of a file, but task {task.name} asks it as a text; {way}"
+            warnings.warn(said, SoundWarning, stacklevel=3)
         turn = Turn(task, question=tuple(tokenizer.encode(question)))
         prompt(model.layout, turn)
         return Asked(turn, None)

@@ -1,13 +1,13 @@
 """A session: one conversation of several turns over the rows of one cache.
 
-The history holds only what was delivered: an answer that was cancelled, or interrupted while it played, is
-kept as the offline layout of the text and the frames that reached the listener. The last column of an answer,
-and all columns in which the cache differs from the history, are fed together with the next question. Of an answer
-that broke (logits that are not finite) nothing is kept: the session continues as if it had not been asked.
+The history holds only what was delivered: an answer that was cancelled, or interrupted while it played, is kept as the offline
+layout of the text and the frames that reached the listener. The last column of an answer, and all columns in which the cache
+differs from the history, are fed together with the next question. Of an answer that broke (logits that are not finite) nothing
+is kept: the session continues as if it had not been asked.
 
-Text assist (mini-omni's batch-parallel decoding, gpt-omni/mini-omni @ 26c31d5 `litgpt/generate/base.py`)
-couples two rows: row 0 speaks, and its text input is the text of row 1, which was asked for text only and
-therefore writes better text. Row 1 leaves as soon as its text has ended.
+Text assist (mini-omni's batch-parallel decoding, gpt-omni/mini-omni @ 26c31d5 `litgpt/generate/base.py`) couples two rows:
+row 0 speaks, and its text input is the text of row 1, which was asked for text only and therefore writes better text. Row 1
+leaves as soon as its text has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from omni.errors import UserError
 from omni.generate.bounds import check_number
 from omni.generate.history import CachedHistory, Exchange, Past, check_room, fit
 from omni.generate.messages import Message, messages
-from omni.generate.options import AnswerOptions
+from omni.generate.options import AnswerOptions, refuse_keywords
 from omni.generate.prefill import pack, prefill, prefill_fork
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, Question, encode_questions, is_finite, read_question, read_system
 from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
@@ -101,11 +102,10 @@ class Session:
         *,
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
+        **more: NoReturn,
     ) -> Iterator[Event]:
-        """Ask, and get the answer as events: text and sound as they come, `Ended` last.
-
-        Events that were taken from the iterator count as delivered. Closing the iterator, or asking again before
-        its end, cancels the answer.
+        """Ask, and get the answer as events: text and sound as they come, `Ended` last. Events that were taken from the
+        iterator count as delivered. Closing it, or asking before its end, cancels the answer.
 
         Args:
             question: a text or sound, as the task asks; see `omni.generate.question.Question`.
@@ -118,6 +118,7 @@ class Session:
                 merged meanwhile, or a closed session.
         """
         clock = Clock()
+        refuse_keywords("ask", more, ("sample_rate", "seed"))
         if seed is not None:
             check_number("seed", seed)
         self._open()
@@ -154,11 +155,12 @@ class Session:
         *,
         sample_rate: int = SAMPLE_RATE,
         seed: int | None = None,
+        **more: NoReturn,
     ) -> Answer:
         """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
         text, sound = [], [torch.zeros(0)]
         ended = Ended("cancelled", Timings())
-        events = self.ask(question, task, sample_rate=sample_rate, seed=seed)
+        events = self.ask(question, task, sample_rate=sample_rate, seed=seed, **more)
         last, codec = self._last, self.codec
         assert last is not None
         for event in events:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -29,7 +29,7 @@ from omni.files import check_path
 from omni.generate.batch import BatchRunner, one_each
 from omni.generate.bounds import check_number
 from omni.generate.messages import History, read_history
-from omni.generate.options import Keywords, SamplingNames, SessionOptions, check_adapter, make_options
+from omni.generate.options import Keywords, SamplingNames, SessionOptions, check_adapter, make_options, refuse_keywords
 from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
 from omni.generate.results import Answer, Event
 from omni.generate.runner import Runner
@@ -113,6 +113,7 @@ class SpeechLM:
         codec_folder: str | os.PathLike[str] | None = None,
         graph: bool | None = None,
         compile: bool = False,
+        **unknown: NoReturn,
     ) -> SpeechLM:
         """Read a model folder (see `omni.checkpoint.folder`).
 
@@ -127,7 +128,10 @@ class SpeechLM:
         from omni.checkpoint.folder import load_folder
 
         start = time.perf_counter()
+        refuse_keywords("from_pretrained", unknown, ("device", "dtype", "codec_folder", "graph", "compile"))
         check_path(folder, "the model folder")
+        if codec_folder is not None:
+            check_path(codec_folder, "codec_folder")
         place, numbers = find_device(device), find_dtype(dtype)
         loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
@@ -323,7 +327,14 @@ class SpeechLM:
             check_number("seed", one)
         for one in adapters:
             check_adapter(one)
-        asked = [read_question(q, t, self.model, self.tokenizer, sample_rate) for q, t in zip(questions, tasks, strict=True)]
+        if "overflow" in more:
+            raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
+        asked = []
+        for number, (question, own) in enumerate(zip(questions, tasks, strict=True), 1):
+            try:
+                asked.append(read_question(question, own, self.model, self.tokenizer, sample_rate))
+            except UserError as error:
+                raise UserError(f"question {number} of {len(questions)}: {error}") from error
         asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
         options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)

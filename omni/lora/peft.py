@@ -71,7 +71,8 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
     """Refuse a folder that does not hold an adapter (UserError)."""
     refuse_remote(folder, "adapter")
     if not recognise(Path(folder)):
-        raise UserError(f"{folder} is no adapter: {CONFIG} is missing; give a folder that PEFT or a run with lora wrote")
+        wrong = f"{folder} is no adapter: {CONFIG} is missing" if os.path.exists(folder) else f"adapter {folder} does not exist"
+        raise UserError(f"{wrong}; give a folder that PEFT or a run with lora wrote")
 
 
 # --- out --------------------------------------------------------------------------------------------------------------

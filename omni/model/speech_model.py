@@ -16,6 +16,7 @@ from omni.kv_cache import Cache, KVCache
 from omni.layout import Layout
 from omni.model.decoder import Decoder, Hidden
 from omni.model.projector import Projector
+from omni.old_names import MODULES
 
 
 class SpeechModel(nn.Module):
@@ -32,6 +33,11 @@ class SpeechModel(nn.Module):
         self.decoder = Decoder(config.decoder, config.layout)
         ids = config.ctc + config.ctc_sounds
         self.alignment_head = nn.Linear(config.encoder.width, ids) if ids else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MODULES:
+            raise AttributeError(f"SpeechModel.{name} is now called {MODULES[name]}: use that instead")
+        return super().__getattr__(name)
 
     @classmethod
     def from_state(cls, config: ModelConfig, state: Mapping[str, Tensor], where: str = "weights") -> SpeechModel:

@@ -51,6 +51,9 @@ def test_edits_of_other_weights_are_refused(model, name, edits, tmp_path):
 @pytest.mark.parametrize("name", ["llama"])
 def test_a_broken_folder_is_refused(model, edits, tmp_path):
     folder = tmp_path / "edit"
+    with pytest.raises(UserError, match=r"edit does not exist; give the folder of edits"):
+        load_edits(folder)
+    folder.mkdir()
     with pytest.raises(UserError, match=r"has no edits.json; give the folder of edits"):
         load_edits(folder)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.history import Exchange
 from omni.generate.options import AnswerOptions, make_options
@@ -74,6 +75,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no sampling": ({"sampling": 0.7}, UserError, "sampling is 0.7; give a Sampling"),
     "large seed": ({"seed": 2**70}, UserError, "seed is 1180591620717411303424; it must be"),
     "half a seed": ({"seed": 1.5}, UserError, "seed is 1.5; give a whole number"),
+    "no truth": ({"do_sample": "yes"}, UserError, "do_sample is 'yes'; give True or False"),
     "close": ({"temprature": 0.5}, TypeError, r"\(\) has no keyword 'temprature'; did you mean 'temperature'\?"),
     "far": ({"xyzzy": 0.5}, TypeError, "'xyzzy'; known: .*sampling.*temperature"),
 }
@@ -120,6 +122,16 @@ def test_what_is_no_name_list_or_path_is_told(lm: SpeechLM) -> None:
         (lambda: lm.generate_batch(None), "questions is None; give a list"),  # type: ignore[arg-type]
         (lambda: lm.generate_batch("a.wav"), "questions is 'a.wav'; give a list"),
         (lambda: SpeechLM.from_pretrained(None), "the model folder is None; give a path"),  # type: ignore[arg-type]
+        (lambda: SpeechLM.from_pretrained(""), "the model folder is empty; give a path"),
+        (lambda: SpeechLM.from_pretrained(".", codec_folder=""), "codec_folder is empty; give a path"),
+        (lambda: lm.load_adapter(""), "the adapter's folder is empty"),
+        (lambda: lm.load_adapter("nowhere"), "adapter nowhere does not exist; give a folder that PEFT or"),
+        (lambda: load_edits(""), "the folder of edits is empty"),
+        (lambda: load_edits("nowhere"), "nowhere does not exist; give the folder of edits"),
+        (lambda: lm.session(history=""), "the history's file is empty; give a path"),
+        (lambda: lm.generate_batch(["hi", None], "T1T2"), "question 2 of 2: task T1T2 asks in writing, but"),  # type: ignore[list-item]
+        (lambda: lm.generate_batch([torch.zeros(0)], "A1T2"), "question 1 of 1: the question has no samples"),
+        (lambda: lm.generate_batch(["hi"], "T1T2", overflow="forget"), "overflow has no effect on independent questions"),  # type: ignore[call-arg]
         (lambda: lm.load_adapter(None), "the adapter's folder is None"),  # type: ignore[arg-type]
         (lambda: lm.generate("hi", "T1A2", max_seconds=0.1).save(None), "the answer's file is None"),  # type: ignore[arg-type]
         (lambda: lm.session().save(None), "the conversation's file is None"),  # type: ignore[arg-type]
@@ -129,6 +141,17 @@ def test_what_is_no_name_list_or_path_is_told(lm: SpeechLM) -> None:
             call()
     answers = lm.generate_batch((q for q in ("hello", "you")), "T1T2", max_tokens=5)
     assert [a.tokens for a in answers] == [lm.generate(q, "T1T2", max_tokens=5).tokens for q in ("hello", "you")]
+
+
+def test_keywords_that_a_call_lacks_are_told(lm: SpeechLM) -> None:
+    calls: list[tuple[Any, str]] = [
+        (lambda: SpeechLM.from_pretrained("x", devise="cpu"), r"from_pretrained\(\) .*'devise'; did you mean 'device'"),
+        (lambda: lm.session().ask("hi", "T1T2", sead=3), r"ask\(\) has no keyword 'sead'; did you mean 'seed'"),
+        (lambda: lm.session().answer("hi", "T1T2", max_seconds=1), r"ask\(\) has no keyword 'max_seconds'; give it to session"),
+    ]
+    for call, line in calls:
+        with pytest.raises(TypeError, match=line):
+            call()
 
 
 # --- stop strings -------------------------------------------------------------------------------------------------------

@@ -175,6 +175,17 @@ def test_no_task_is_named_that_is_not_there(model: SpeechModel) -> None:
         read_question("what is two", "A1T1", model, Tokenizer.bytes())
 
 
+def test_a_text_that_names_a_sound_is_told(model: SpeechModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sound").write_bytes(b"")
+    for text in ("q.wav", "sound"):
+        with pytest.warns(SoundWarning, match=rf"the question '{text}' is the name of a file, but task T1T2 .*task='A1T2'"):
+            read_question(text, "T1T2", model, Tokenizer.bytes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_question("what is in q.wav", "T1T2", model, Tokenizer.bytes())
+
+
 def test_the_longest_question(model: SpeechModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model.config
     assert longest(config) == 30
@@ -194,6 +205,10 @@ def test_what_is_hardly_heard_is_told(model: SpeechModel, tmp_path: Path) -> Non
         heard(model, TONE[:16])
     with pytest.warns(SoundWarning, match="opposite phase"):
         assert torch.equal(heard(model, np.stack([TONE, -TONE])), torch.from_numpy(TONE))
+    path = tmp_path / "loud.wav"
+    soundfile.write(path, TONE * 1000, 16000, subtype="FLOAT")
+    with pytest.raises(UserError, match=r"loud\.wav' has a sample of"):
+        heard(model, path)
     path = tmp_path / "quiet.wav"
     soundfile.write(path, TONE / 2000, 16000, subtype="FLOAT")
     with pytest.warns(SoundWarning, match=r"quiet\.wav' is silent: its loudest 100 ms reach -75 dBFS"):

@@ -33,8 +33,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "hot", "each"])
-@pytest.mark.parametrize("shape", [{}, {"window": 9, "post_layers": 1}], ids=["full", "window"])
 def echo(layout: Layout) -> CodecSpec:
     """A codec whose weights are a folder with anything in it."""
     sizes = layout.codebook_sizes
@@ -42,6 +40,8 @@ def echo(layout: Layout) -> CodecSpec:
     return CodecSpec("echo", lambda folder, device: EchoCodec(sizes), made.sample_rate, made.frame_rate, sizes, "anything")
 
 
+@pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "hot", "each"])
+@pytest.mark.parametrize("shape", [{}, {"window": 9, "post_layers": 1}], ids=["full", "window"])
 def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str, Any]) -> None:
     lm = make_lm(layout, **shape)
     seeds = [5, 5, 7, 8, 9, -1]

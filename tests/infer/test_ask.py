@@ -76,7 +76,7 @@ def test_an_adapter_answers_beside_the_model(run, lm, folder, tmp_path):
     assert done.code == 0 and samples_of(tmp_path / "a.wav") == pcm16(wanted.audio)
     assert not torch.equal(wanted.codes, lm.generate(question, max_seconds=0.8).codes)
     done = run("ask", "q.wav", "--adapter", "nowhere")
-    assert done.code == 2 and "nowhere is no adapter" in done.err
+    assert done.code == 2 and "adapter nowhere does not exist" in done.err
 
 
 def test_the_pipe_gets_the_samples_of_the_file_and_all_text_goes_to_standard_error(run, tmp_path):

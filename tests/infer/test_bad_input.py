@@ -41,7 +41,7 @@ QUESTIONS = {
     "no samples": (lambda p: sound("zero.wav", p, np.zeros(0, np.float32)), "zero.wav", "no samples"),
     "nan": (lambda p: sound("nan.wav", p, np.full(1600, np.nan, np.float32), subtype="FLOAT"), "nan.wav", "NaN"),
     "channels": (lambda p: sound("many.wav", p, np.zeros((1600, 8), np.float32)), "8 channels", "--channel"),
-    "long": (lambda p: sound("long.wav", p, np.zeros(31 * 16000, np.float32)), "31.0 s", "cut it"),
+    "long": (lambda p: sound("long.wav", p, np.zeros(31 * 16000, np.float32)), "long.wav: the question lasts 31.0 s", "cut it"),
     "hours": (lambda p: sound("hours.wav", p, np.zeros(3 * 3600 * 100, np.int16), rate=100), "10800.0 s", "cut it"),
 }
 
@@ -95,7 +95,14 @@ WORDS = {
         ".wav, .flac, .ogg, .mp3",
     ),
     "out of another format": (["ask", "q.wav", "--out", "a.aac", "--model", "no"], "'a.aac': the suffix says"),
-    "out of no name": (["ask", "q.wav", "--out", ""], "is a folder; name a file in it"),
+    "out of no name": (["ask", "q.wav", "--out", ""], "--out is empty; give a path, or leave it out"),
+    **{
+        f"no name of {name}": (["ask", "q.wav", f"--{name}", ""], f"--{name} is empty")
+        for name in ("model", "adapter", "edits")
+    },
+    "bench without a name": (["bench", "--model", ""], "--model is empty; give a path, or leave it out"),
+    "no adapter": (["ask", "q.wav", "--adapter", "nope"], "adapter nope does not exist"),
+    "no edits": (["ask", "q.wav", "--edits", "nope"], "nope does not exist; give the folder of edits"),
     "out where no file can be": (["ask", "q.wav", "--out", "/proc/x.wav", "--model", "no"], "'/proc/x.wav' cannot be written"),
     "out is a device": (["ask", "q.wav", "--out", "/dev/null"], "/dev/null", "not a file"),
     "json in the pipe": (["ask", "q.wav", "--json", "--out", "-"], "standard output"),

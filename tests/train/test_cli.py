@@ -56,9 +56,9 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
     ("arguments", "line"),
     [
         (["fti", "x.yaml"], "command 'fti' is unknown; did you mean 'fit'?"),
-        (["fit", "FILE", "--optimizer.lrr", "1"], "unknown option --optimizer.lrr; did you mean optimizer.lr"),
+        (["fit", "FILE", "--optimizer.lrr", "1"], "unknown option --optimizer.lrr; did you mean --optimizer.lr"),
         (["fit", "FILE", "--learning_rate", "1"], "unknown option --learning_rate"),
-        (["fit", "FILE", "--lr=1"], "unknown option --lr; did you mean optimizer.lr?"),
+        (["fit", "FILE", "--lr=1"], "unknown option --lr; did you mean --optimizer.lr?"),
         (["fit", "FILE", "--optimizer.lr", "fast"], "error: option --optimizer.lr: expected a number, got fast"),
         (
             ["fit", "FILE", "--optimizer.name", "adan"],
@@ -72,9 +72,29 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
         (["fit", "FILE", "--balance.settings", "3"], "balance.settings: expected a mapping of keys, got 3"),
         (["fit", "FILE", "--lora.rank=many"], "error: option --lora.rank: expected a whole number, got many"),
         (["fit", "FILE", "stray"], "argument 'stray' belongs to no option"),
-        (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist"),
+        (["fit", "FILE", "--budget.step", "3"], "unknown option --budget.step; did you mean --budget.steps?"),
+        (["fit", "nowhere.yaml"], "configuration nowhere.yaml does not exist; give a YAML file such as configs/nano.yaml\n"),
+        (["fit", "nano.yaml"], "configuration nano.yaml does not exist; did you mean configs/nano.yaml?\n"),
+        (["fit", ""], "the configuration's name is empty; give a YAML file such as configs/nano.yaml\n"),
+        (["fit", "FILE", "--run_folder", ""], "option --run_folder is empty; give a value, or leave it out\n"),
+        (["fit", "FILE", "--model.init_from="], "option --model.init_from is empty; give a value, or leave it out\n"),
+        (["validate", ""], "argument model: it is empty; give a path"),
+        (["validate", "TMP", "--answers", ""], "argument --answers: it is empty; give a path"),
+        (["eval", "", "FILE", "--out", "TMP"], "argument model: it is empty; give a path"),
+        (["eval", "TMP", "FILE", "--out", ""], "argument --out: it is empty; give a path"),
+        (["eval", "--compare", "TMP", "TMP", "--out", ""], "argument --out: it is empty; give a path"),
+        (["data", "prepare", "", "TMP"], "argument source: it is empty; give a path"),
+        (["data", "stats", "FILE", "--out", ""], "argument --out: it is empty; give a path"),
+        (["convert", "TMP", ""], "argument target: it is empty; give a path"),
+        (["edit", "apply", "TMP", "", "TMP"], "argument facts: it is empty; give a path"),
+        (["edit", "apply", "TMP", "FILE", "TMP", "--editor", ""], "option --editor is empty; give a value, or leave it out"),
         (["fit", "FILE", "--model.preset", "nona", "--run_folder", "TMP"], "preset 'nona' is unknown; did you mean 'nano'?"),
         (["fit", "FILE", "--fabric.accelerator", "abacus", "--run_folder", "TMP"], "fabric: accelerator abacus"),
+        (
+            ["plan", "FILE", "--objective.ctc_weight", "1"],
+            "ctc_weight is 1.0, but the model has no alignment head: set data.al",
+        ),
+        (["fit", "FILE", "--dry_run", "--validation.tasks", "[A1A3]"], "validation.tasks: task 'A1A3' is unknown; did you"),
         (["fit", str(Path(__file__).parent)], "is a folder, a pipe or a device; give a YAML file"),
         (["fit", "FILE", "--budget.steps", "abc"], "error: option --budget.steps: expected a whole number, got abc\n"),
         (["fit", "FILE", "--run_folder", "FILE", "--dry_run"], "is a file where a folder belongs; name another folder"),
@@ -119,7 +139,13 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
         (YAML.replace("arithmetic", "arithmatic"), r"unknown key data\.sources\[0\]\.digits\.arithmatic; did you mean"),
         (YAML.replace("preset", "presett"), r"unknown key model\.presett; did you mean model\.preset"),
         (YAML + "optimiser: {lr: 1}\n", r"unknown key optimiser; did you mean"),
-        (YAML + "clip: [\n", "is not valid YAML"),
+        (YAML + "clip: [\n", "tiny.yaml cannot be read .*give a YAML file"),
+        (
+            YAML + "budget: {minutes: 3}\n",
+            r"^configuration .*tiny\.yaml line 7: budget is given again, after line 2; keep",
+        ),
+        (YAML.replace("5}}", "5, arithmetic: 1}}"), r"tiny\.yaml line 6: arithmetic is given again, after line 6"),
+        (YAML.replace("nano}", "nano, codec_folder: ''}"), r"^model\.codec_folder is empty; give a path, or leave it out"),
         ("- a\n", "holds list; it must be a mapping"),
         (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps: expected a whole number, got two$"),
         (YAML.replace("spoken-digits", "web"), r"tiny\.yaml: .*kind: expected one of 'spoken-digits', .*, got web$"),
@@ -133,6 +159,13 @@ def test_mistakes_in_the_file(text: str, line: str, file: str) -> None:
     Path(file).write_text(text)
     with pytest.raises(UserError, match=line):
         read_fit_config([file])
+
+
+@pytest.mark.parametrize("words", ["data prepare a b", "eval a b --out c", "edit apply a b c"])
+def test_settings_of_a_command_are_printed_beside_its_paths(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*words.split(), "--seed", "7", "--print_config"])
+    assert end.value.code in (0, None) and "seed: 7" in capsys.readouterr().out
 
 
 def test_overrides_of_every_kind(file: str) -> None:

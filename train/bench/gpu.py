@@ -38,7 +38,7 @@ from omni.text import Tokenizer
 from train.bench.child import CONFIGS, commands, repeat
 from train.bench.timing import timed
 from train.config.parse import read_fit_config
-from train.objective.cross_entropy import LinearCrossEntropy
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 from train.objective.flops import StepFlops
 from train.objective.objective import targets
 from train.plan.step import build_workbench, take_step
@@ -180,7 +180,8 @@ def loss(device: torch.device, real: bool) -> Lines:
     x, weight = (torch.randn(n, width, device=device, dtype=HALF).mul_(0.1).requires_grad_() for n in (rows, size))
     at, one = torch.arange(rows, device=device), torch.ones(1, device=device)
     for chunk in range(25, 30):
-        work = partial(LinearCrossEntropy.apply, x, x, weight, weight[:0], (0,), [at], [at % size], one, 1 << chunk)
+        goals = HeadTargets((0,), [at], [at % size], one, 1 << chunk)
+        work = partial(linear_cross_entropy, Heads(x, x, weight, weight[:0]), goals)
         yield f"chunks of 2^{chunk}: {timed(lambda w=work: w()[0].backward(), device, 3) * 1e3:.1f} ms", None  # type: ignore[misc]
     few, index = x[: rows // 4], torch.where(at % 4 == 0, at // 4, 0)
     for name, place in (("gathered", lambda: few[index]), ("copied", lambda: x.detach().index_copy(0, at[::4], few))):

@@ -12,7 +12,7 @@ from omni.config import preset
 from omni.layout import IGNORE
 from omni.profiling import GIB, PeakMemory
 from train.bench.timing import TimingRow, timed
-from train.objective.cross_entropy import LinearCrossEntropy
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 
 
 def objective(
@@ -57,7 +57,8 @@ def objective(
         audio_leaf.grad = text_leaf.grad = None
         x = states.clone().requires_grad_()
         where = [goals[0, k][at] for k, at in enumerate(index)]
-        total, _ = LinearCrossEntropy.apply(x, x, text_leaf, audio_leaf, offsets, index, where, scale, 1 << 25)
+        targets = HeadTargets(offsets, index, where, scale, 1 << 25)
+        total, _ = linear_cross_entropy(Heads(x, x, text_leaf, audio_leaf), targets)
         total.backward()
         assert x.grad is not None
         return float(total.detach()), x.grad

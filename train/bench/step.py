@@ -9,7 +9,7 @@ from omni.hardware import peak_flops
 from omni.layout import Layout
 from omni.model.decoder import Decoder
 from train.bench.timing import TimingRow, timed
-from train.objective.cross_entropy import LinearCrossEntropy
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 
 EXAMPLES = 4
 """Examples in a row of the training step's table."""
@@ -38,9 +38,8 @@ def decoder_step(device: torch.device, name: str, rows: int, length: int, compil
             hidden = run(tokens, segments=segments)
             x = hidden.text.flatten(0, 1)
             y = x if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
-            total, _ = LinearCrossEntropy.apply(
-                x, y, decoder.text_weight, decoder.audio_head.weight, decoder.audio_offsets, index, where, scale, 1 << 25
-            )
+            heads = Heads(x, y, decoder.text_weight, decoder.audio_head.weight)
+            total, _ = linear_cross_entropy(heads, HeadTargets(decoder.audio_offsets, index, where, scale, 1 << 25))
         total.backward()
         optimizer.step()
         optimizer.zero_grad()

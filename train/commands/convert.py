@@ -12,6 +12,7 @@ import jsonargparse
 from omni.convert.kinds import KINDS
 from omni.errors import UserError, closest
 from omni.process import importing
+from train.console.options import given_path
 from train.console.progress import Bar, duration
 from train.convert.options import ConvertOptions
 from train.convert.target import check
@@ -45,8 +46,8 @@ def parse(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
     parser = jsonargparse.ArgumentParser(
         prog="python -m train convert", description=f"{__doc__} Kinds: {formats}.", exit_on_error=False, default_env=False
     )
-    parser.add_argument("source", type=Path, help="a file or folder of weights")
-    parser.add_argument("target", type=Path, help="the folder to write")
+    parser.add_argument("source", type=given_path, help="a file or folder of weights")
+    parser.add_argument("target", type=given_path, help="the folder to write")
     for flag, text in _FLAGS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=text)
     parser.add_class_arguments(ConvertOptions, None, skip=set(_FLAGS))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import DataParser
+from train.console.options import DataParser, given_path
 from train.console.tables import print_table
 from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
 from train.data.inspect.rules import read_rules
@@ -22,12 +21,14 @@ def main(argv: Sequence[str]) -> int:
         "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
         f"its {REPORT} counts what each rule dropped and its {DROPPED} says why for each row.",
     )
-    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--rules", type=Path, required=True, help="YAML file, see train/data/inspect/rules.py")
-    parser.add_argument("--whisper", type=Path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder")
+    parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
+    parser.add_argument("out", type=given_path, help="folder to make")
+    parser.add_argument("--rules", type=given_path, required=True, help="YAML file, see train/data/inspect/rules.py")
+    parser.add_argument(
+        "--whisper", type=given_path, help="Whisper for the rule max_wer: OpenAI's .pt file or a Hugging Face folder"
+    )
     parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
-    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, to hear answers that are codes only")
+    parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, to hear answers that are codes only")
     parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
     parser.progress()
     chosen = parser.values(argv)

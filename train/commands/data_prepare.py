@@ -12,6 +12,8 @@ from typing import Literal
 import jsonargparse
 
 from omni.errors import UserError
+from train.console.command import check_given_config
+from train.console.options import given_path
 from train.console.progress import duration
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
@@ -21,6 +23,7 @@ from train.data.readers import READERS
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; prints what was made, and how long it took."""
+    check_given_config(argv)
     chosen = _parser().parse_args(list(argv))
     values = vars(_parser().instantiate(chosen))
     source, out, progress = (values.pop(name) for name in ("source", "out", "progress"))
@@ -43,8 +46,8 @@ def _parser() -> jsonargparse.ArgumentParser:
         exit_on_error=False,
         default_env=False,
     )
-    parser.add_argument("source", type=Path, help="file or folder of the data set")
-    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("source", type=given_path, help="file or folder of the data set")
+    parser.add_argument("out", type=given_path, help="folder to make")
     parser.add_argument("--config", action="config", help="YAML file with any of the following")
     parser.add_class_arguments(PrepareConfig, None)
     parser.add_argument("--progress", type=Literal["auto", "bar", "lines", "off"], default="auto", help="what is shown")

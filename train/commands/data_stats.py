@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.errors import UserError
 from omni.process import importing
 from omni.tasks import find_task
-from train.console.options import DataParser
-from train.console.progress import duration
+from train.console.options import DataParser, given_path
+from train.console.progress import counted, duration
 from train.console.tables import print_table
 from train.data.inspect.display import make_folder, save_report
 from train.data.inspect.scan import Scan
@@ -29,19 +29,21 @@ def main(argv: Sequence[str]) -> int:
         "Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for a model "
         "also tokens and the columns of its examples. Recordings are not decoded: their headers say how long they are.",
     )
-    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
-    parser.add_argument("--out", type=Path, help=f"write {STATS} and the pictures to this folder")
+    parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
+    parser.add_argument("--out", type=given_path, help=f"write {STATS} and the pictures to this folder")
     add_options(parser)
     parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
-    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
+    parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
     parser.progress()
     chosen = parser.values(argv)
     scan, target = Scan(chosen["data"]), chosen_target(chosen)
     with importing():
         from train.data.inspect.pictures import draw_all
 
-    tasks = tuple(find_task(name) for name in chosen["tasks"]) if target is not None else ()
+    tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
     collected = collect(scan, Codecs(chosen["codec_folder"]), target, tasks, chosen["progress"])
+    if collected.damaged and not collected.all.rows:
+        raise UserError(collected.damaged[0])
     show(collected)
     if chosen["out"] is not None:
         make_folder(chosen["out"])
@@ -55,11 +57,14 @@ def show(collected: Collected) -> None:
     """Prints the tables on standard output."""
     whole = collected.all
     print(
-        f"{whole.rows} rows, {whole.turns} turns, {duration(whole.question_seconds)} of spoken questions, "
-        f"{duration(whole.answer_seconds)} of spoken answers"
+        f"{counted(whole.rows, 'row')}, {counted(whole.turns, 'turn')}, {duration(whole.question_seconds)} of spoken "
+        f"questions, {duration(whole.answer_seconds)} of spoken answers"
     )
     for name, count in sorted(collected.noted.items()):
-        print(f"{count} {name}")
+        if count:
+            print(f"{count} {name}")
+    for one in collected.damaged[:SHOWN]:
+        print(f"warning: {one}")
     for name, groups in collected.groups.items():
         if set(groups) - {""}:
             _show_groups(name, groups)

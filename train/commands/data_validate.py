@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from omni.errors import UserError
-from train.console.options import DataParser
-from train.console.progress import duration
+from train.console.options import DataParser, given_path
+from train.console.progress import counted, duration
 from train.console.tables import print_table
 from train.data.inspect.checks import Bounds
 from train.data.inspect.display import make_folder, save_report
@@ -25,11 +25,11 @@ def main(argv: Sequence[str]) -> int:
         "Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
         "Exit code 1 where there are errors; warnings do not count.",
     )
-    parser.add_argument("data", type=Path, help="Parquet file or folder of rows")
-    parser.add_argument("--against", type=Path, nargs="+", default=[], help="other splits, which must share nothing")
-    parser.add_argument("--codec_folder", type=Path, help="weights of the codec, where it is a special one")
-    parser.add_argument("--report", type=Path, help="write counts and examples to this JSON file")
-    parser.add_argument("--findings", type=Path, help="write every finding to this JSON lines file")
+    parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
+    parser.add_argument("--against", type=given_path, nargs="+", default=[], help="other splits, which must share nothing")
+    parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
+    parser.add_argument("--report", type=given_path, help="write counts and examples to this JSON file")
+    parser.add_argument("--findings", type=given_path, help="write every finding to this JSON lines file")
     parser.add_argument("--examples", type=int, default=3, help="how many of a kind are shown")
     parser.add_class_arguments(Bounds, None)
     parser.progress()
@@ -67,4 +67,4 @@ def show(summary: Summary, data: Path) -> None:
         rest = findings.counts[name] - len(findings.shown[name])
         if rest > 0 and findings.shown[name]:
             print(f"  and more of {name}")
-    print(f"{findings.of('error')} errors, {findings.of('warning')} warnings")
+    print(f"{counted(findings.of('error'), 'error')}, {counted(findings.of('warning'), 'warning')}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from omni.process import importing, say
 from train.config.options import check_inputs, read_command
 from train.console.command import check_command
+from train.console.progress import counted
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
 
 HELP = """usage: python -m train edit COMMAND [options]
@@ -46,7 +47,8 @@ def _apply(argv: Sequence[str]) -> int:
     taught = apply(model, facts, out, config)
     kl = "" if taught.kl is None else f", divergence on untouched answers {taught.kl:.4f}"
     print(
-        f"{out}: {taught.facts} facts in {len(taught.edits.deltas)} linears, {taught.seconds:.0f} s; loss {taught.loss:.4f}{kl}"
+        f"{out}: {counted(taught.facts, 'fact')} in {counted(len(taught.edits.deltas), 'linear')}, {taught.seconds:.0f} s; "
+        f"loss {taught.loss:.4f}{kl}"
     )
     for place in taught.missed:
         say(f"warning: {place} was not learned: the edited model still writes another answer (see `edit eval`)")
@@ -76,7 +78,7 @@ def _merge(argv: Sequence[str]) -> int:
         from train.edit.merge import merge_folder
 
     names = merge_folder(model, edits, out, values["overwrite"])
-    print(f"{out}: {model} with the edits of {edits} in {len(names)} linears")
+    print(f"{out}: {model} with the edits of {edits} in {counted(len(names), 'linear')}")
     return 0
 
 

@@ -14,6 +14,8 @@ import jsonargparse
 from omni import old_names
 from omni.errors import UserError
 from omni.process import importing
+from train.console.command import check_given_config
+from train.console.options import given_path
 from train.data.readers import READERS
 from train.eval.config import EvalConfig, Progress
 from train.eval.questions import OWN
@@ -29,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; prints the figures and where the files are."""
     if any(argument == "--compare" or argument.startswith("--compare=") for argument in argv):
         return _compare(argv)
+    check_given_config(argv)
     values = vars(_parse(argv))
     model, data, out, progress = (values.pop(name) for name in ("model", "data", "out", "progress"))
     values.pop("config", None)
@@ -66,9 +69,9 @@ def _parse(argv: Sequence[str]) -> Any:
         exit_on_error=False,
         default_env=False,
     )
-    parser.add_argument("model", type=Path, help="a model folder")
-    parser.add_argument("data", type=Path, help="file or folder of the questions")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the report and the answers")
+    parser.add_argument("model", type=given_path, help="a model folder")
+    parser.add_argument("data", type=given_path, help="file or folder of the questions")
+    parser.add_argument("--out", type=given_path, required=True, help="folder for the report and the answers")
     parser.add_argument("--config", action="config", help="YAML file with any of the following")
     parser.add_class_arguments(EvalConfig, None, skip={"text"})
     parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
@@ -80,8 +83,10 @@ def _compare(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train eval --compare", description="Compare two output folders.", exit_on_error=False
     )
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True)
-    parser.add_argument("--out", type=Path, help="folder for table and picture (default: compared_with_A in OUT_B)")
+    parser.add_argument(
+        "--compare", nargs=2, type=given_path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True
+    )
+    parser.add_argument("--out", type=given_path, help="folder for table and picture (default: compared_with_A in OUT_B)")
     try:
         chosen, unknown = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:

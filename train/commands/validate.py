@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing, say
+from omni.tasks import find_task
 from train.config.parse import read_fit_config
+from train.console.options import given_path
 from train.console.progress import shown
 
 
@@ -25,12 +26,12 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Asks a finished model the validation questions of its run, whose `config.yaml` is beside the model folder."""
     parser = _Parser(prog="python -m train validate", description=main.__doc__)
-    parser.add_argument("model", type=Path, help="a model folder")
-    parser.add_argument("--config", type=Path, help="YAML file of the run whose held-out questions are asked")
+    parser.add_argument("model", type=given_path, help="a model folder")
+    parser.add_argument("--config", type=given_path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
     parser.add_argument("--tasks", nargs="+", help="what they are asked as, such as A1A2 A1T1")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--answers", type=Path, help="write every answer to this JSON lines file")
+    parser.add_argument("--answers", type=given_path, help="write every answer to this JSON lines file")
     chosen = parser.parse_args(argv)
     if chosen.limit is not None and chosen.limit < 1:
         raise UserError(f"validate: --limit is {chosen.limit}; ask at least 1, or leave it out to ask all")
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if chosen.limit is not None:
         plan = replace(plan, questions=chosen.limit)
     if chosen.tasks is not None:
-        plan = replace(plan, tasks=tuple(chosen.tasks))
+        plan = replace(plan, tasks=tuple(find_task(name, "--tasks").name for name in chosen.tasks))
     with importing():
         from omni.generate.speech_lm import SpeechLM
         from train.data.build import held_out_by_source

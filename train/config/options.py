@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
-import yaml
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.remote import check_there
-from train.config.parse import check_keys, check_path
+from train.config.parse import check_keys, check_option, printable
+from train.console.command import read_config
+from train.console.options import given_path
 
 C = TypeVar("C")
 
@@ -51,12 +52,13 @@ def read_command(
     """
     parser = EditParser(prog=f"python -m train edit {name}", description=what, exit_on_error=False, default_env=False)
     for place, text in places.items():
-        parser.add_argument(place, type=Path, help=text)
+        parser.add_argument(place, type=given_path, help=text)
     if kind is None:
         parser.add_argument("--overwrite", type=bool, default=False, help="replace a folder of that name")
     else:
         parser.add_argument("--config", action="config", help="YAML file with any of the following")
         parser.add_class_arguments(kind, None)
+        printable(parser)
     _check_words(argv, kind, name)
     try:
         values = vars(parser.instantiate(parser.parse_args(_with_value(argv) if kind is None else list(argv))))
@@ -101,16 +103,6 @@ def _check_words(argv: Sequence[str], kind: type | None, command: str) -> None:
                 raise UserError(f"edit {command}: unknown option --{name}; its one option is --overwrite")
         elif name == "config":
             file = Path(value or (words[i + 1] if i + 1 < len(words) else ""))
-            check_keys(kind, _read(file), str(file))
+            check_keys(kind, read_config(file), str(file))
         else:
-            check_path(kind, name.split(".help")[0])
-
-
-def _read(file: Path) -> Any:
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"configuration {file} cannot be read ({' '.join(str(error).split())}); give a YAML file") from error
-    if not isinstance(data, Mapping):
-        raise UserError(f"configuration {file} holds {type(data).__name__}; it must be a mapping of keys")
-    return data
+            check_option(kind, word, words[i + 1] if i + 1 < len(words) else None)

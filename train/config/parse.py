@@ -18,7 +18,8 @@ import yaml
 from omni import old_names
 from omni.errors import UserError
 from train.config.run import FitConfig
-from train.console.command import check_config
+from train.console.command import read_config
+from train.data.config import DataConfig
 
 
 def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
@@ -36,19 +37,19 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
         raise UserError("no configuration is given: name a YAML file such as configs/nano.yaml")
     source = str(file)
     if file is not None:
-        data = _read_yaml(file)
+        data = read_config(file)
         overrides, numbered = _numbered(overrides)
         for path, value in numbered:
             _set(data, path, value, file)
         if numbered:
             source = yaml.safe_dump(data)
         check_keys(FitConfig, data, str(file))
-    for argument, after in zip(overrides, [*overrides, ""][1:], strict=True):
+    for argument, after in zip(overrides, [*overrides, None][1:], strict=True):
         if argument.startswith("--") and argument.split("=")[0].split(".help")[0] not in _OPTIONS:
             name, equals, value = argument[2:].partition("=")
-            section = check_path(FitConfig, name)
+            section = check_option(FitConfig, argument, after)
             if dataclasses.is_dataclass(section):
-                given = yaml.safe_load(value if equals else after)
+                given = yaml.safe_load(value if equals else after or "")
                 if given is not None and not isinstance(given, Mapping):
                     raise UserError(f"option --{_no_section(section, name, given)}")
     arguments = ([f"--config={source}"] if file is not None else []) + overrides
@@ -67,6 +68,7 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
             if ours is None:
                 raise
             raise UserError(str(ours)) from error
+    config.check_head()
     return config, file.stem if file is not None else "run"
 
 
@@ -89,7 +91,14 @@ def fit_parser() -> jsonargparse.ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="the YAML file (also as the first argument)")
     parser.add_class_arguments(FitConfig, None)
+    printable(parser)
     return parser
+
+
+def printable(parser: jsonargparse.ArgumentParser) -> None:
+    """Makes the default of `data.sources`, where there is such an option, plain data, which `--print_config` can write."""
+    if parser.get_defaults().get("data.sources") is not None:
+        parser.set_defaults({"data.sources": [dataclasses.asdict(source) for source in DataConfig().sources]})
 
 
 def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -107,6 +116,8 @@ def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
             file = argument.partition("=")[2]
             del rest[i]
             break
+    if file == "":
+        raise UserError("the configuration's name is empty; give a YAML file such as configs/nano.yaml")
     extra = next((a for i, a in enumerate(rest) if not a.startswith("-") and (i == 0 or not _takes(rest[i - 1]))), None)
     if extra is not None:
         raise UserError(
@@ -149,18 +160,6 @@ def _set(data: Any, path: str, value: str, file: Path) -> None:
 def _takes(argument: str) -> bool:
     """True where the next argument can be this one's value."""
     return argument.startswith("--") and "=" not in argument
-
-
-def _read_yaml(file: Path) -> Mapping[str, Any]:
-    check_config(file)
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"configuration {file} is not valid YAML: {reason}") from error
-    if not isinstance(data, Mapping):
-        raise UserError(f"configuration {file} holds {type(data).__name__}; it must be a mapping of keys")
-    return data
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -214,9 +213,21 @@ def check_path(kind: Any, path: str) -> Any:
             around, key = path.rpartition(".")[::2]
             if old_names.new_key(here, part) != part:
                 around, key = ".".join(names[:i]), part
-            raise UserError(f"unknown option --{path}; {_hint(around, key, here)}")
+            raise UserError(f"unknown option --{path}; {_hint(around, key, here, '--')}")
         here = hints[part]
     return _inner(here)
+
+
+def check_option(kind: Any, word: str, after: str | None) -> Any:
+    """Refuses an override whose dotted key does not exist, or whose value is empty, and returns as `check_path` does.
+
+    Args:
+        after: the next word, its value unless that follows an equals sign; None for none.
+    """
+    name, equals, value = word[2:].partition("=")
+    if (value if equals else after) == "":
+        raise UserError(f"option --{name} is empty; give a value, or leave it out")
+    return check_path(kind, name.split(".help")[0])
 
 
 def _inner(kind: Any) -> Any:
@@ -231,15 +242,16 @@ def _dotted(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _hint(path: str, key: str, kind: Any) -> str:
-    """Suggests what was meant by a key that a dataclass does not have: its new name, one beside it, or one elsewhere."""
+def _hint(path: str, key: str, kind: Any, mark: str = "") -> str:
+    """Suggests what was meant by a key that a dataclass does not have: its new name, one beside it, or one elsewhere; `mark` is
+    printed before it."""
     if (new := old_names.new_key(kind, key)) != key:
-        return f"it is now called {_dotted(path, new)}: give that instead"
+        return f"it is now called {mark}{_dotted(path, new)}: give that instead"
     near = [_dotted(path, name) for name in get_close_matches(str(key), list(typing.get_type_hints(kind)), n=2, cutoff=0.7)]
     known = list(all_keys(FitConfig))
     same = [name for name in known if name.rsplit(".", 1)[-1] == key]
     close = near or same or get_close_matches(_dotted(path, key), known, n=2, cutoff=0.5)
-    return f"did you mean {' or '.join(close[:2])}?" if close else "see python -m train fit --help"
+    return f"did you mean {' or '.join(mark + name for name in close[:2])}?" if close else "see python -m train fit --help"
 
 
 def all_keys(kind: Any, path: str = "") -> Iterator[str]:

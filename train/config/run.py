@@ -7,6 +7,7 @@ Every key can also be given on the command line (`--optimizer.lr 3e-4`). Keys ar
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from train.config.sections import (
     learning,
 )
 from train.data.config import DataConfig
-from train.objective.config import ObjectiveConfig
+from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,30 @@ class FitConfig:
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
         if self.model.preset is not None:
             preset(self.model.preset)  # raises where there is none of that name
+        self._check_streams()
         object.__setattr__(self, "fabric", self.fabric.decided())  # last: PyTorch takes seconds to import
+
+    def _check_streams(self) -> None:
+        """Refuses weights and metrics of streams that the model lacks, as far as no model folder needs to be read."""
+        metric, streams, weights = self.checkpoint.metric, self.model.streams, self.objective.stream_weights
+        if streams is not None and weights is not None:
+            check_stream_weights(weights, streams)
+        named = re.fullmatch(r"loss/audio(\d+)", metric)
+        if streams is not None and named is not None:
+            _need(
+                int(named[1]) < streams - 1,
+                f"checkpoint.metric is {metric}, but the model has {streams - 1} audio streams, counted from 0; name one",
+            )
+
+    def check_head(self) -> None:
+        """Refuses an alignment loss on a model without a head for it, as far as no model folder needs to be read."""
+        objective, model = self.objective, self.model
+        if objective.ctc_weight > 0 and (self.data.alignment == "none" or model.ctc == 0):
+            ids = model.ctc
+            if ids is None and model.init_from is None and model.preset is not None:
+                ids = preset(model.preset).ctc
+            if ids == 0:
+                raise UserError(no_alignment_head(objective.ctc_weight))
 
     @property
     def trainable_patterns(self) -> tuple[str, ...]:

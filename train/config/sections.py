@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from omni.config import preset
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
 from omni.process import importing
+from omni.tasks import find_task
 
 LORA = "*.lora.*"
 """Names of adapters' parameters."""
@@ -70,6 +72,12 @@ class FabricConfig:
     checkpointing: bool = False
     compile: bool = False
 
+    def __post_init__(self) -> None:
+        _need(
+            self.processes is not None or self.devices in ("auto", -1, "-1"),
+            f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
+        )
+
     def decided(self) -> FabricConfig:
         """Replaces precision `auto` by that of this machine, for which PyTorch is imported."""
         if self.precision != "auto":
@@ -120,6 +128,8 @@ class ModelSection:
             self.preset is not None or self.init_from is not None,
             "model has neither preset nor init_from; name a preset (such as nano) or a model folder",
         )
+        for name in ("init_from", "tokenizer", "codec_folder"):
+            _need(getattr(self, name) != "", f"model.{name} is empty; give a path, or leave it out")
 
     @property
     def streams(self) -> int | None:
@@ -286,10 +296,23 @@ class CheckpointConfig:
             f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
             f"{FIGURES[0]}/A1A2",
         )
+        self._check_part()
         _need(
             self.mode != "max" or self.metric.partition("/")[0] != "loss",
             f"checkpoint.mode is max, but checkpoint.metric is {self.metric}: the highest is the worst; leave the mode out",
         )
+
+    def _check_part(self) -> None:
+        """Refuses a metric of a task or stream that is none. Kinds of question are known only when their rows are read."""
+        figure, slash, part = self.metric.partition("/")
+        where = f"checkpoint.metric is {self.metric}"
+        if re.fullmatch(r"[A-Z]\d[A-Z]\d", part):
+            find_task(part, where)
+        elif slash and figure == "loss":
+            _need(
+                re.fullmatch(r"text|alignment|audio\d*", part) is not None,
+                f"{where}, but there is no stream or task {part!r}; use loss/text, loss/audio, loss/audio0 or loss/A1A2",
+            )
 
     @property
     def good(self) -> Literal["max", "min"]:
@@ -325,6 +348,8 @@ class ValidationConfig:
         _need(self.questions >= 0, f"validation.questions is {self.questions}; it must not be negative")
         _need(self.rows >= 1, f"validation.rows is {self.rows}; it must be at least 1")
         _need(self.max_seconds > 0, f"validation.max_seconds is {self.max_seconds}; it must be above 0")
+        for task in self.tasks:
+            find_task(task, "validation.tasks")
 
 
 @dataclass(frozen=True)

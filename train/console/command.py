@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from omni.errors import UserError
 from omni.remote import refuse_remote
 
@@ -26,10 +28,56 @@ def check_config(file: Path) -> None:
     if file.exists() and not file.is_file():
         raise UserError(f"configuration {file} is a folder, a pipe or a device; give a YAML file such as configs/nano.yaml")
     if not file.is_file():
-        near = sorted(str(p) for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
-        close = get_close_matches(str(file), near, n=1, cutoff=0.3)
-        hint = f"did you mean {close[0]}?" if close else "give a YAML file such as configs/nano.yaml"
-        raise UserError(f"configuration {file} does not exist; {hint}")
+        raise UserError(f"configuration {file} does not exist; {_near(file) or 'give a YAML file such as configs/nano.yaml'}")
+
+
+def _near(file: Path) -> str:
+    """The hint that names the YAML file closest to one that does not exist, beside it or among `configs/`; "" for none."""
+    there = [p for place in (file.parent, Path("configs")) for p in sorted(place.glob("*.yaml")) if not p.name.startswith(".")]
+    named = {p.stem: str(p) for p in reversed(there)}  # those beside it count before the recipes
+    close = get_close_matches(file.stem, named, n=1, cutoff=0.7)
+    return f"did you mean {named[close[0]]}?" if close else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping with a key that is there twice, of which YAML's own loader keeps the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], Any] = {}
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            before = first.setdefault((key.tag, key.value), key)
+            if before is not key:
+                line, other = key.start_mark.line + 1, before.start_mark.line + 1
+                raise UserError(f"line {line}: {key.value} is given again, after line {other}; keep one")
+        return node
+
+
+def read_yaml(file: Path, what: str = "configuration") -> Any:
+    """Reads a YAML file; UserError where it is none, or a mapping has a key twice. `what` names it in the message."""
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except UserError as error:
+        raise UserError(f"{what} {file} {error}") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} {file} cannot be read ({' '.join(str(error).split())}); give a YAML file") from error
+
+
+def read_config(file: Path) -> Mapping[str, Any]:
+    """Reads a YAML file that holds a configuration; UserError where it is none, or holds no keys."""
+    check_config(file)
+    data = read_yaml(file)
+    if not isinstance(data, Mapping):
+        raise UserError(f"configuration {file} holds {type(data).__name__}; it must be a mapping of keys")
+    return data
+
+
+def check_given_config(argv: Sequence[str]) -> None:
+    """Refuses the YAML files after `--config` among the words of a command, where `read_config` does."""
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            read_config(Path(value if equals else after))
 
 
 def check_folder_to_be(folder: Path, key: str) -> None:

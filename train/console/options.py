@@ -1,13 +1,32 @@
-"""An argument parser whose errors are one line."""
+"""An argument parser whose errors are one line, and the type of its paths."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import jsonargparse
+import yaml
 
 from omni.errors import UserError
+
+
+class _GivenPath:
+    """Type of an option that names a file or folder: refuses an empty text, which `Path` takes for the current folder."""
+
+    def __call__(self, text: str) -> Path:
+        if not text:
+            raise argparse.ArgumentTypeError("it is empty; give a path")
+        return Path(text)
+
+    def __repr__(self) -> str:  # the parser's help prints it
+        return "path"
+
+
+given_path = _GivenPath()
+yaml.SafeDumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))  # for --print_config
 
 
 class DataParser(jsonargparse.ArgumentParser):

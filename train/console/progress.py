@@ -26,6 +26,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: `1 item`, `2 items`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def short(value: float) -> str:
     """Format a number in a few characters: `950`, `12.3k`, `4.56M`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

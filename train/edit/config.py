@@ -127,9 +127,11 @@ class ApplyConfig:
 
     def __post_init__(self) -> None:
         check_tasks(self.tasks)
-        if (self.editor is not None) != (self.method == "mend"):
+        if self.editor is None and self.method == "mend":
+            raise UserError("method mend needs --editor FOLDER, an editor that `edit fit` trained")
+        if self.editor is not None and self.method != "mend":
             raise UserError(
-                f"method {self.method} and editor {self.editor!r}: an editor belongs to the method mend, and only there"
+                f"--editor {self.editor} is given, but method {self.method} takes none; give --method mend, or leave it out"
             )
         if self.until is not None and not self.until > 0:
             raise UserError(f"until is {self.until}; it must be above 0, or null for the strength that the editor gives")
@@ -231,7 +233,7 @@ def check_tasks(tasks: tuple[str, ...]) -> None:
     if not tasks:
         raise UserError("tasks is empty; name at least one, such as A1A2")
     for name in tasks:
-        if find_task(name).marker == "asr" or not find_task(name).text:
+        if find_task(name, "tasks").marker == "asr" or not find_task(name).text:
             raise UserError(
                 f"task {name} writes no answer of its own, so no fact can be taught by it; use A1A2, A1T2, T1A2 or T1T2"
             )

@@ -39,6 +39,12 @@ def compare(folder_a: Path, folder_b: Path) -> Comparison:
     """Compares two output folders; UserError where they have no question in common."""
     a, b = Run.read(folder_a), Run.read(folder_b)
     of_a, of_b = ([r for r in run.records[ANSWERS] if "broken" not in r] for run in (a, b))
+    for run, answered in ((a, of_a), (b, of_b)):
+        if not answered:
+            raise UserError(
+                f"{run.folder / ANSWERS} has no whole record of an answer: it was cut, damaged or never written; evaluate "
+                "again, into the same folder"
+            )
     same = _matched(of_a, of_b)
     if not same:
         raise UserError(f"{folder_a} and {folder_b} have no answered question in common: compare two runs over the same data")

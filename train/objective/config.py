@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omni.errors import UserError
+
+
+def check_stream_weights(weights: Sequence[float], streams: int) -> None:
+    """Refuses another number of `objective.stream_weights` than the layout's streams (UserError)."""
+    if len(weights) != streams:
+        raise UserError(
+            f"objective.stream_weights has {len(weights)} entries; the layout has {streams} streams: give a weight for each, "
+            "those of audio first"
+        )
+
+
+def no_alignment_head(weight: float) -> str:
+    """Error text for an alignment loss on a model without a head for it."""
+    return (
+        f"objective.ctc_weight is {weight}, but the model has no alignment head: set data.alignment to words or letters (and "
+        "leave model.ctc out), or objective.ctc_weight to 0"
+    )
 
 
 @dataclass(frozen=True)

@@ -6,47 +6,90 @@ Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+class Heads(NamedTuple):
+    """Hidden states and the weights of both heads, whose products are the logits.
+
+    Attributes:
+        text, audio: states [R * T, W] that the heads read; one tensor where the model has no post-adapter.
+        text_weight, audio_weight: [V, W]; the audio streams' vocabularies one after another.
+        text_low, text_up, audio_low, audio_up: [R * T, r] and [V, r], whose product is added to a head's logits (see
+            `omni.lora.attach.low_rank`); None without one.
+    """
+
+    text: Tensor
+    audio: Tensor
+    text_weight: Tensor
+    audio_weight: Tensor
+    text_low: Tensor | None = None
+    text_up: Tensor | None = None
+    audio_low: Tensor | None = None
+    audio_up: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadTargets:
+    """Targets of a batch, by stream, and how they are weighted.
+
+    Attributes:
+        offsets: first row of each audio stream in the audio head, and the end, [A + 1].
+        index: positions with a target, [N] per stream.
+        ids: the targets there, [N] per stream.
+        scale: factor of each stream's losses, [K].
+        chunk: most logits at a time.
+        ratio: factor of each target besides, [N] per stream; None for 1.
+    """
+
+    offsets: Sequence[int]
+    index: Sequence[Tensor]
+    ids: Sequence[Tensor]
+    scale: Tensor
+    chunk: int
+    ratio: Sequence[Tensor] | None = None
+
+
+def linear_cross_entropy(heads: Heads, targets: HeadTargets) -> tuple[Tensor, Tensor]:
     """Scaled sum over streams of cross-entropy(hidden @ weight.T, target), without ever holding all logits.
 
     The gradient is computed in the forward pass, chunk by chunk with the logits (the loss is a sum, so the gradient is known up
     to the factor that `backward` gets): logits are computed once, as in the plain loss. Only one backward per forward is
     possible.
-    """
 
+    Returns:
+        the sum, and the losses of all targets, streams one after another, [sum of N] (without graph).
+    """
+    return _LinearCrossEntropy.apply(targets, *heads)  # type: ignore[no-any-return]
+
+
+def task_cross_entropy(heads: Heads, targets: HeadTargets, task: Sequence[Tensor], tasks: int) -> tuple[Tensor, Tensor]:
+    """Losses of the tasks by cross-entropy as in `linear_cross_entropy`, each of them differentiable.
+
+    Their weights are known in `backward` only, where logits are computed once more. Any combination of the losses may be
+    differentiated, any number of times.
+
+    Args:
+        targets: with `ratio`.
+        task: index of each target's task among the `tasks` M, [N] per stream.
+
+    Returns:
+        the losses of the tasks, [M], and those of all targets (without graph).
+    """
+    return _TaskCrossEntropy.apply(targets, task, tasks, *heads)  # type: ignore[no-any-return]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        text: Tensor,
-        audio: Tensor,
-        text_weight: Tensor,
-        audio_weight: Tensor,
-        offsets: Sequence[int],
-        index: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        scale: Tensor,
-        chunk: int,
-        text_low: Tensor | None = None,
-        text_up: Tensor | None = None,
-        audio_low: Tensor | None = None,
-        audio_up: Tensor | None = None,
-        ratio: Sequence[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """text, audio [R * T, W]; index, targets: [N] per stream; scale [K]. `low` [R * T, r] @ `up` [V, r].T is added to a
-        head's logits (see `omni.lora.attach.low_rank`). `ratio` [N] per stream multiplies single targets besides. Returns the
-        scaled sum and the losses of all targets, streams one after another, [sum of N] (without graph)."""
-        states = (text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up)
-        ctx.same = audio is text  # without a post-adapter both heads read the same states
-        ctx.dtypes = [None if t is None else t.dtype for t in states]
-        needs = (*ctx.needs_input_grad[:4], *(t is not None for t in states[4:]))
+    def forward(ctx: Any, targets: HeadTargets, *states: Tensor | None) -> tuple[Tensor, Tensor]:
+        heads = Heads(*states)  # type: ignore[arg-type]
+        ctx.dtypes = [None if t is None else t.dtype for t in heads]
         total, each, ctx.gradients = _losses_and_gradients(
-            states, needs, offsets, index, targets, scale, chunk, ratio, _product_type(text)
+            heads, _needs(heads, ctx.needs_input_grad[1:]), targets, _product_type(heads.text)
         )
         ctx.mark_non_differentiable(each)
         return total, each
@@ -55,7 +98,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.gradients is None:
             raise RuntimeError(
-                "LinearCrossEntropy was asked for a second backward through one forward: its gradients are handed on, not "
+                "linear_cross_entropy was asked for a second backward through one forward: its gradients are handed on, not "
                 "kept; run the objective's forward again"
             )
         gradients = [
@@ -63,64 +106,47 @@ class LinearCrossEntropy(torch.autograd.Function):
             for g, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return (*gradients[:4], None, None, None, None, None, *gradients[4:], None)
+        return (None, *gradients)
 
 
-class TaskCrossEntropy(torch.autograd.Function):
-    """Losses of the tasks by cross-entropy as in `LinearCrossEntropy`, each of them differentiable.
-
-    Their weights are known in `backward` only, where logits are computed once more. Any combination of the losses may be
-    differentiated, any number of times.
-    """
-
+class _TaskCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        text: Tensor,
-        audio: Tensor,
-        text_weight: Tensor,
-        audio_weight: Tensor,
-        offsets: Sequence[int],
-        index: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        scale: Tensor,
-        chunk: int,
-        text_low: Tensor | None,
-        text_up: Tensor | None,
-        audio_low: Tensor | None,
-        audio_up: Tensor | None,
-        ratio: Sequence[Tensor],
-        task: Sequence[Tensor],
-        tasks: int,
+        ctx: Any, targets: HeadTargets, task: Sequence[Tensor], tasks: int, *states: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Arguments as of `LinearCrossEntropy`; task: [N] per stream, index of each target's task among the `tasks` M. Returns
-        the losses of the tasks, [M], and those of all targets (without graph)."""
-        states = (text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up)
-        ctx.dtype = _product_type(text)
-        _, each, _ = _losses_and_gradients(states, (False,) * 8, offsets, index, targets, scale, chunk, None, ctx.dtype)
-        factors = torch.cat([scale[k] * part for k, part in enumerate(ratio)])
+        heads, ratio = Heads(*states), targets.ratio  # type: ignore[arg-type]
+        assert ratio is not None
+        ctx.dtype = _product_type(heads.text)
+        _, each, _ = _losses_and_gradients(heads, (False,) * 8, replace(targets, ratio=None), ctx.dtype)
+        factors = torch.cat([targets.scale[k] * part for k, part in enumerate(ratio)])
         losses = each.new_zeros(tasks).index_add_(0, torch.cat(list(task)), each * factors)
-        ctx.save_for_backward(*states, scale, *index, *targets, *ratio, *task)
-        ctx.same, ctx.offsets, ctx.chunk, ctx.streams = audio is text, offsets, chunk, len(index)
+        ctx.save_for_backward(*heads, targets.scale, *targets.index, *targets.ids, *ratio, *task)
+        ctx.same, ctx.offsets, ctx.chunk = heads.audio is heads.text, targets.offsets, targets.chunk
+        ctx.streams = len(targets.index)
         ctx.mark_non_differentiable(each)
         return losses, each
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        states, scale, rest = ctx.saved_tensors[:8], ctx.saved_tensors[8], ctx.saved_tensors[9:]
-        index, targets, ratio, task = (rest[i * ctx.streams : (i + 1) * ctx.streams] for i in range(4))
+        heads, scale, rest = Heads(*ctx.saved_tensors[:8]), ctx.saved_tensors[8], ctx.saved_tensors[9:]
+        index, ids, ratio, task = (rest[i * ctx.streams : (i + 1) * ctx.streams] for i in range(4))
         size = grad.abs().amax().clamp_min(1e-30)  # a loss scaler's factor would overflow fp16 inside the products
         share = [r * (grad / size)[t] for r, t in zip(ratio, task, strict=True)]
         kept = [part != 0 for part in share]  # the loss of a task that takes no part may be nan
-        index, targets, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, targets, share))
+        index, ids, share = ([x[k] for x, k in zip(of, kept, strict=True)] for of in (index, ids, share))
         if ctx.same:
-            states = (states[0], states[0], *states[2:])
-        needs = (*ctx.needs_input_grad[:4], *(t is not None for t in states[4:]))
-        _, _, found = _losses_and_gradients(states, needs, ctx.offsets, index, targets, scale, ctx.chunk, share, ctx.dtype)
+            heads = heads._replace(audio=heads.text)
+        targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share)
+        _, _, found = _losses_and_gradients(heads, _needs(heads, ctx.needs_input_grad[3:]), targets, ctx.dtype)
         gradients = [
-            None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, states, strict=True)
+            None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, heads, strict=True)
         ]
-        return (*gradients[:4], None, None, None, None, None, *gradients[4:], None, None, None)
+        return (None, None, None, *gradients)
+
+
+def _needs(heads: Heads, wanted: Sequence[bool]) -> tuple[bool, ...]:
+    """Which of the heads' tensors need a gradient: all factors of low-rank products do."""
+    return (*wanted[:4], *(t is not None for t in heads[4:]))
 
 
 def _product_type(text: Tensor) -> torch.dtype:
@@ -128,33 +154,22 @@ def _product_type(text: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else text.dtype
 
 
-States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
 def _losses_and_gradients(
-    states: States,
-    needs: Sequence[bool],
-    offsets: Sequence[int],
-    index: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor,
-    chunk: int,
-    ratio: Sequence[Tensor] | None,
-    dtype: torch.dtype,
+    heads: Heads, needs: Sequence[bool], targets: HeadTargets, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Compute, chunk by chunk of targets, the scaled sum, the loss of each target and the gradients of the states.
+    """Compute, chunk by chunk of targets, the scaled sum, the loss of each target and the gradients of the heads' tensors.
 
     Where products are taken in half precision, their factor is softmax - target, within [-1, 1] (times `ratio`), not yet
     scaled: divided by the targets of a step it would vanish in fp16, whose scaler multiplies only in `backward`. The scale is
     applied after the products, in fp32, in which all gradients are then summed.
 
     Args:
-        states: text, audio, text_weight, audio_weight, text_low, text_up, audio_low, audio_up.
-        needs: which of them need a gradient.
+        needs: which of the heads' tensors need a gradient.
         dtype: of the products.
     """
-    text, audio, text_weight, audio_weight, *pairs = states
+    text, audio, text_weight, audio_weight, *pairs = heads
     text_low, text_up, audio_low, audio_up = pairs
+    offsets, index, scale, ratio = targets.offsets, targets.index, targets.scale, targets.ratio
     last = len(index) - 1
     half = dtype in (torch.bfloat16, torch.float16)
     kept = torch.float32 if half else None
@@ -169,7 +184,7 @@ def _losses_and_gradients(
     losses: list[Tensor] = []
     total = torch.zeros((), device=text.device, dtype=torch.float32)
     with torch.no_grad(), torch.autocast(text.device.type, enabled=False):
-        for k, (where, target) in enumerate(zip(index, targets, strict=True)):
+        for k, (where, target) in enumerate(zip(index, targets.ids, strict=True)):
             hidden, d_hidden = (text, d_text) if k == last else (audio, d_audio)
             rows = slice(None) if k == last else slice(offsets[k], offsets[k + 1])
             weight = (text_weight if k == last else audio_weight)[rows].to(dtype)
@@ -178,7 +193,7 @@ def _losses_and_gradients(
             low_all, d_low, up_all, d_up_all = (part[0 if k == last else 1] for part in (lows, d_lows, ups, d_ups))
             up = None if up_all is None else up_all[rows].to(dtype)
             d_up = None if d_up_all is None else d_up_all[rows]
-            step = max(1, chunk // weight.shape[0])
+            step = max(1, targets.chunk // weight.shape[0])
             for low in range(0, len(where), step):
                 at, goal = where[low : low + step], target[low : low + step, None]
                 inside = torch.ones_like(scale[k]) if half else scale[k]

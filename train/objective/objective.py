@@ -21,8 +21,8 @@ from omni.errors import UserError
 from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
-from train.objective.config import ObjectiveConfig
-from train.objective.cross_entropy import LinearCrossEntropy, TaskCrossEntropy
+from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, task_cross_entropy
 from train.objective.task_losses import TaskLosses, feature_tasks
 
 if TYPE_CHECKING:
@@ -94,13 +94,9 @@ class Objective(nn.Module):
         self.config = config or ObjectiveConfig()
         streams = len(model.layout)
         weights = self.config.stream_weights or (1.0,) * streams
-        if len(weights) != streams:
-            raise UserError(
-                f"objective.stream_weights has {len(weights)} entries; the layout has {streams} streams "
-                f"({', '.join(model.layout.names)})"
-            )
+        check_stream_weights(weights, streams)
         if self.config.ctc_weight > 0 and model.alignment_head is None:
-            raise UserError(f"objective.ctc_weight is {self.config.ctc_weight}, but model.ctc is 0; set it to the ids' number")
+            raise UserError(no_alignment_head(self.config.ctc_weight))
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
 
@@ -145,29 +141,28 @@ class Objective(nn.Module):
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
         index = [at.to(text.device, non_blocking=True) for at in batch.supervised]
-        heads = (decoder.text_weight, decoder.audio_weight, decoder.audio_offsets)
         scale = self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float()
         low_ranks = (
             *(low_rank(decoder.text_head, text) or (None, None)),
             *(low_rank(decoder.audio_head, audio) or (None, None)),
         )
+        heads = Heads(text, audio, decoder.text_weight, decoder.audio_weight, *low_ranks)
+        ratio, place = None, None
+        if task_losses is not None:
+            index, ratio, place = task_losses.split(batch, index)
+        ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
+        goals = HeadTargets(decoder.audio_offsets, index, ids, scale, self.config.chunk, ratio)
         if task_losses is None:
-            goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
-            total, each = LinearCrossEntropy.apply(text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks)
+            total, each = linear_cross_entropy(heads, goals)
             sums, counts = self._by_task(batch, index, each)
             return Losses(total + weighted, sums, counts, ctc.detach(), aligned)
-        index, ratio, place = task_losses.split(batch, index)
-        goals = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         if task_losses.graph:
-            by_task, each = TaskCrossEntropy.apply(
-                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio, place, len(task_losses) + 1
-            )
+            assert place is not None
+            by_task, each = task_cross_entropy(heads, goals, place, len(task_losses) + 1)
             by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted])
             total = (by_task * task_losses.weights.to(by_task)).sum()
         else:
-            total, each = LinearCrossEntropy.apply(
-                text, audio, *heads, index, goals, scale, self.config.chunk, *low_ranks, ratio
-            )
+            total, each = linear_cross_entropy(heads, goals)
             total = total + weighted
         sums, counts = self._by_task(batch, index, each)
         if not task_losses.graph:
@@ -190,11 +185,11 @@ class Objective(nn.Module):
         mels, lengths, frames = batch.mels, batch.mel_lengths, batch.frames
         empty = len(frames) == 0
         if empty:
-            alignment_only = model.config.encoder
-            mels = torch.zeros(1, alignment_only.n_mels, 2, device=batch.tokens.device)
+            encoder = model.config.encoder
+            mels = torch.zeros(1, encoder.n_mels, 2, device=batch.tokens.device)
             lengths, frames = [2], [1]
-            if alignment_only.mode == "padded":
-                mels = torch.zeros(1, alignment_only.n_mels, alignment_only.mel_frames(1), device=batch.tokens.device)
+            if encoder.mode == "padded":
+                mels = torch.zeros(1, encoder.n_mels, encoder.mel_frames(1), device=batch.tokens.device)
                 lengths = [mels.shape[2]]
         heard = model.encode_frames(mels, lengths, frames)
         if model.projector.tasks:

@@ -51,7 +51,7 @@ class TaskLosses:
         weights: weight of each task's loss in the total, and last that of the rest, [M + 1] on the CPU. Targets of weight 0
             are left out altogether, and so is the alignment loss where the last is 0.
         ratio: factor of a target in its task's loss, [T, K], beside the objective's weights; 1 by default.
-        graph: return losses with their graph, and multiply them by the weights (`TaskCrossEntropy`).
+        graph: return losses with their graph, and multiply them by the weights (`task_cross_entropy`).
         hook: called between encoder and decoder.
         silent: compute the alignment loss only.
     """

@@ -61,7 +61,7 @@ def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[
     try:
         tokenizer, codec = _tools(config.model, shape)
         shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
-        return [shard.batch() for _ in range(count)], f"{count} micro-batches of the data"
+        return [shard.batch() for _ in range(count)], f"{count} micro-batch{'' if count == 1 else 'es'} of the data"
     except (UserError, OSError) as error:
         return [], f"full rows, since the data cannot be read here ({error})"
 

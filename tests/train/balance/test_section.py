@@ -67,7 +67,7 @@ def test_tasks_are_those_of_all_sources_and_stages() -> None:
             "data.micro_batches is 4 and fabric has 2 process(es); make data.micro_batches 2",
         ),
         (["equal", "--balance.rows", "0"], "balance.rows is 0"),
-        (["equal", "--balance.methods", "x"], "unknown option --balance.methods; did you mean balance.method"),
+        (["equal", "--balance.methods", "x"], "unknown option --balance.methods; did you mean --balance.method"),
     ],
 )
 def test_what_does_not_combine_is_refused_when_it_is_read(options: list[str], words: str) -> None:

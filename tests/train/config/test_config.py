@@ -18,10 +18,19 @@ from omni.text import Tokenizer
 from train.checkpoint.retention import clear
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, completed, plain_config
-from train.config.sections import BudgetConfig, CheckpointConfig, GroupConfig, ModelSection, OptimizerConfig, ValidationConfig
+from train.config.sections import (
+    BudgetConfig,
+    CheckpointConfig,
+    FabricConfig,
+    GroupConfig,
+    ModelSection,
+    OptimizerConfig,
+    ValidationConfig,
+)
 from train.data.build import build_alignment
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.config import SpokenDigitsConfig
+from train.objective.config import ObjectiveConfig
 from train.optim.optimizer import parameter_groups, set_trainable
 from train.plan.parameters import count_parameters, meta_model
 from train.plan.quantized import adapt
@@ -147,6 +156,24 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
         assert read_fit_config([str(file)])[0] == config
 
 
+@pytest.mark.parametrize("data", ["", "data: {seed: 3}\n"])
+def test_a_printed_configuration_reads_back(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"budget: {{steps: 3}}\nmodel: {{preset: nano}}\n{data or 'data: {}'}\n")
+    with pytest.raises(SystemExit):
+        read_fit_config([str(file), "--seed", "7", "--print_config"])
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert read_fit_config([str(printed)])[0] == read_fit_config([str(file), "--seed", "7"])[0]
+
+
+def test_yaml_that_overrides_what_it_merges_has_no_key_twice(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    merged = "model: &it {preset: nano, ctc: 3}\nbudget: {steps: 3}\ndata: {packing: {rows: 2}}\n"
+    file.write_text(merged + "optimizer: {<<: &b {lr: 1}, lr: 2}\nschedule: {warmup_steps: 1}\n")
+    assert read_fit_config([str(file)])[0].optimizer.lr == 2
+
+
 def test_a_stored_configuration_is_completed_with_what_is_newer() -> None:
     config, _ = read_fit_config([str(CONFIGS / "nano.yaml")])
     plain = plain_config(config)
@@ -255,6 +282,10 @@ def test_a_tokenizer_is_needed_where_bytes_do_not_fit() -> None:
         choose_tokenizer(ModelSection(preset="qwen3-0.6b"), preset("qwen3-0.6b"))
 
 
+def nano(**given: Any) -> FitConfig:
+    return FitConfig(BudgetConfig(steps=1), ModelSection(preset="nano"), DataConfig(), **given)
+
+
 @pytest.mark.parametrize(
     ("make", "key"),
     [
@@ -266,6 +297,22 @@ def test_a_tokenizer_is_needed_where_bytes_do_not_fit() -> None:
         (lambda: PackingConfig(length=99999999999), "data.packing has rows 8 and length 99999999999; make their product"),
         (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last is 0"),
         (lambda: ValidationConfig(rows=0), "validation.rows is 0"),
+        (lambda: ValidationConfig(tasks=("A1A3",)), "^validation.tasks: task 'A1A3' is unknown; did you mean 'A1A2'"),
+        (lambda: CheckpointConfig(metric="exact_match/A9A9"), "^checkpoint.metric is exact_match/A9A9: task 'A9A9' is unknown"),
+        (
+            lambda: CheckpointConfig(metric="loss/words"),
+            "loss/words, but there is no stream or task 'words'; use loss/",
+        ),
+        (lambda: nano(checkpoint=CheckpointConfig(metric="loss/audio4")), "loss/audio4, but the model has 4 audio streams"),
+        (lambda: FabricConfig(devices="foo"), "fabric.devices is 'foo'; give a number, a list such as '0,1', or auto"),
+        (
+            lambda: nano(objective=ObjectiveConfig(stream_weights=(1, 2))),
+            "stream_weights has 2 entries; the layout has 5 s",
+        ),
+        (
+            lambda: nano(objective=ObjectiveConfig(ctc_weight=1.0)).check_head(),
+            "is 1.0, but the model has no alignment head: set data.a",
+        ),
     ],
 )
 def test_impossible_values_name_their_key(make, key: str) -> None:  # type: ignore[no-untyped-def]

@@ -209,7 +209,7 @@ def test_a_question_is_asked_with_edits_from_the_command_line(place, tmp_path):
     wanted = lm.generate(str(tmp_path / "q.wav"), edits=load_edits(place / "edits", lm.model), max_seconds=0.4).audio
     got = read_audio(tmp_path / "a.wav", lm.codec.sample_rate)
     assert len(got) == len(wanted) and float((got - wanted.clamp(-1, 1)).abs().max()) < 1e-3
-    with pytest.raises(UserError, match=r"nowhere has no edits.json; give the folder of edits"):
+    with pytest.raises(UserError, match=r"nowhere does not exist; give the folder of edits"):
         ask(replace(options, edits="nowhere"), check_ask(options))
 
 
@@ -245,17 +245,18 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
     [
         (["--linears", "[decoder.blocks.*.mpl.*]"], r"linears: pattern .* matches no linear; the closest names are decoder"),
         (["--linears", "['re:(']"], r"is not a regular expression"),
-        (["--method", "mend"], r"an editor belongs to the method mend"),
+        (["--method", "mend"], r"^method mend needs --editor FOLDER"),
         (["--method", "finetnue"], r"method .finetnue. is unknown; did you mean finetune\? use one of finetune, mend"),
-        (["--finetune.stepz", "3"], r"unknown option --finetune.stepz; did you mean finetune.steps"),
+        (["--finetune.stepz", "3"], r"unknown option --finetune.stepz; did you mean --finetune.steps"),
         (["--finetune.norm", "linf"], r"bounds single weights, which a change of low rank has none of"),
         (["--tasks", "[A1T1]"], r"task A1T1 writes no answer of its own"),
-        (["--tasks", "[A1A9]"], r"task 'A1A9' is unknown; did you mean"),
+        (["--tasks", "[A1A9]"], r"^tasks: task 'A1A9' is unknown; did you mean"),
         (["--stream_weights", "[1, 1]"], r"stream_weights has 2 entries; the layout has 5 streams"),
         (["--stream_weights", "[0, 0, 0, 0, 0]"], r"give weights of at least 0, one of them above"),
         (["--speak.voices", "[nobody]"], r"voice 'nobody' is unknown"),
-        (["--editor", "nowhere", "--method", "mend"], r"nowhere has no mend.json"),
-        (["--config", "nowhere.yaml"], r"nowhere.yaml cannot be read"),
+        (["--editor", "nowhere", "--method", "mend"], r"nowhere does not exist; give the folder of mend"),
+        (["--config", "nowhere.yaml"], r"nowhere.yaml does not exist"),
+        (["--editor", "nowhere"], r"^--editor nowhere is given, but method finetune takes none"),
         (["--device", "nowhere"], r"device 'nowhere' is unknown"),
         (["--speak.silence", "[0, .inf]"], r"speak.silence is 0.0 to inf"),
     ],
@@ -266,16 +267,15 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(place, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_configuration_with_an_unknown_key_names_the_closest(place, tmp_path):
-    (tmp_path / "c.yaml").write_text("finetune: {rnak: 3}\n")
-    with pytest.raises(UserError, match=r"c.yaml: unknown key finetune.rnak; did you mean finetune.rank"):
-        run(place, "apply", "@model", "@facts.jsonl", str(tmp_path / "out"), "--config", str(tmp_path / "c.yaml"))
-
-
-def test_a_section_without_keys_is_one_line(place, tmp_path):
-    (tmp_path / "c.yaml").write_text("speak: 3\n")
-    with pytest.raises(UserError, match=r"c.yaml: speak is 3; give it keys, such as speak.voices: voices, rate"):
-        run(place, "apply", "@model", "@facts.jsonl", str(tmp_path / "out"), "--config", str(tmp_path / "c.yaml"))
+def test_mistakes_in_a_configuration_are_one_line(place, tmp_path):
+    for text, message in (
+        ("finetune: {rnak: 3}\n", r"c.yaml: unknown key finetune.rnak; did you mean finetune.rank"),
+        ("speak: 3\n", r"c.yaml: speak is 3; give it keys, such as speak.voices: voices, rate"),
+        ("seed: 1\nseed: 2\n", r"c.yaml line 2: seed is given again, after line 1; keep one"),
+    ):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            run(place, "apply", "@model", "@facts.jsonl", str(tmp_path / "out"), "--config", str(tmp_path / "c.yaml"))
 
 
 @pytest.mark.parametrize(

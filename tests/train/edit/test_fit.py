@@ -200,7 +200,7 @@ def test_a_save_that_broke_off_is_not_taken_for_a_new_run(place, tmp_path):
         (["--together", "0"], r"together is 0; it must be at least 1"),
         (["--steps", "0"], r"steps is 0; it must be at least 1"),
         (["--model", "nowhere"], r"model folder nowhere does not exist"),
-        (["--stepz", "3"], r"unknown option --stepz; did you mean steps"),
+        (["--stepz", "3"], r"unknown option --stepz; did you mean --steps"),
         (["--lr", ".nan"], r"lr nan and clip 1.0 must be numbers above 0"),
         (["--mend.c_edit", ".nan"], r"mend.c_edit is nan"),
         (["--mend.c_loc", "-5"], r"c_loc -5.0; they are numbers above 0 and at least 0"),

@@ -19,7 +19,7 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.close import assert_near
 from train.objective.config import ObjectiveConfig
-from train.objective.cross_entropy import LinearCrossEntropy
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 from train.objective.objective import Objective, targets
 
 MODELS = {
@@ -239,7 +239,8 @@ def test_validation_needs_no_gradients_and_equals_training(model):
 def test_a_second_backward_is_refused_not_wrong():
     h, w = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     at = torch.arange(6)
-    total, _ = LinearCrossEntropy.apply(h, h, w, torch.randn(0, 4), (0,), [at], [at % 5], torch.ones(1), 10)
+    goals = HeadTargets((0,), [at], [at % 5], torch.ones(1), 10)
+    total, _ = linear_cross_entropy(Heads(h, h, w, torch.randn(0, 4)), goals)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         total.backward()
@@ -266,7 +267,8 @@ def heads_gradients(dtype: torch.dtype, hidden, weight, goals, denominator: floa
     """Gradients of states and weights, in fp32, of a loss in `dtype` that a scaler multiplies by `factor`."""
     h, w = (t.detach().to(dtype, copy=True).requires_grad_() for t in (hidden, weight))
     at, scale = torch.arange(len(goals)), torch.tensor([1 / denominator])
-    total, _ = LinearCrossEntropy.apply(h, h, w, torch.randn(0, w.shape[1]), (0,), [at], [goals], scale, chunk)
+    wanted = HeadTargets((0,), [at], [goals], scale, chunk)
+    total, _ = linear_cross_entropy(Heads(h, h, w, torch.randn(0, w.shape[1])), wanted)
     (total * factor).backward()
     assert h.grad.dtype == w.grad.dtype == dtype
     return h.grad.float() / factor, w.grad.float() / factor
@@ -333,5 +335,5 @@ def test_bad_weights_are_refused(model):
     with pytest.raises(UserError, match="ctc_weight is 0"):
         ObjectiveConfig(align_first=0.1)
     if not model.config.ctc:
-        with pytest.raises(UserError, match="model.ctc is 0"):
+        with pytest.raises(UserError, match="the model has no alignment head: set data.alignment to words or letters"):
             Objective(model, ObjectiveConfig(ctc_weight=1.0))

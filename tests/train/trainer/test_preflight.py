@@ -116,7 +116,7 @@ def test_adapters_patterns_and_noise_are_looked_at_too(base: Path, tmp_path: Pat
         "data.sources.0.path", "model.codec_folder", "optimizer.groups",
     ]  # fmt: skip
     lines = lacking(read("mini-omni/lora.yaml", "--model.init_from", str(base), "--lora.init_from", "runs/adapter"))
-    assert any(line.startswith("lora.init_from: runs/adapter is no adapter") for line in lines)
+    assert any(line.startswith("lora.init_from: adapter runs/adapter does not exist") for line in lines)
 
 
 def test_one_thing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,7 @@ class Collected:
         samples: samples of measures by name.
         codes: by codec, counts [codes] of each stream in the model's order.
         noted: numbers of rows or turns that could not be measured, by reason.
+        damaged: files and parts of files that cannot be read, with the reason.
     """
 
     all: Group = field(default_factory=Group)
@@ -122,6 +123,7 @@ class Collected:
     samples: dict[str, Sample] = field(default_factory=dict)
     codes: dict[str, list[np.ndarray]] = field(default_factory=dict)
     noted: Counter[str] = field(default_factory=Counter)
+    damaged: list[str] = field(default_factory=list)
 
     def use(self, codec: str) -> list[StreamUse]:
         """Codebook usage of each of a codec's streams."""

@@ -135,7 +135,7 @@ def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, colu
 
 def _task(row: Row, name: str | None) -> Task:
     if name or row.task:
-        return find_task(name or row.task)
+        return find_task(name, "--task") if name else find_task(row.task, row.where)
     for usual in USUAL:
         if not any(turn.lacks(TASKS[usual]) for turn in row.turns):
             return TASKS[usual]

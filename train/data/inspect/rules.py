@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from omni.config import from_dict
 from omni.errors import UserError
+from train.console.command import read_yaml
 from train.data.inspect.checks import Checked, TurnMeasures, characters
 from train.data.rows.row import Row, RowTurn
 
@@ -84,14 +83,9 @@ class Rules:
 
 def read_rules(file: Path) -> Rules:
     """Read rules from a YAML file; UserError for an unknown key (naming the closest), or a value of another type."""
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"rules {file} do not exist: name a YAML file, such as one with 'question_seconds: {{max: 30}}'"
-        ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"rules {file} cannot be read: {' '.join(str(error).split())}") from error
+    if not file.exists():
+        raise UserError(f"rules {file} do not exist: name a YAML file, such as one with 'question_seconds: {{max: 30}}'")
+    data = read_yaml(file, "rules")
     try:
         return from_dict(Rules, data or {}, str(file))
     except UserError as error:

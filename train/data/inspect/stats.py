@@ -37,6 +37,7 @@ def collect(
             if isinstance(item, UnreadableRows):
                 collector.done.noted["rows that cannot be read"] += item.count
                 collector.done.noted["files or row groups that are damaged"] += 1
+                collector.done.damaged.append(f"{item.where}: {item.why}")
             elif item.row is None:
                 collector.done.noted["rows that break the format"] += 1
             else:

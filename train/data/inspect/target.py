@@ -11,7 +11,7 @@ from omni.checkpoint.places import CODEC, TOKENIZER, check_folder
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import DataParser
+from train.console.options import DataParser, given_path
 
 if TYPE_CHECKING:
     from omni.text import Tokenizer
@@ -30,9 +30,9 @@ class Target:
 
 def add_options(parser: DataParser) -> None:
     """Add the options that name a model."""
-    parser.add_argument("--model", type=Path, help="the model folder that the rows are for")
+    parser.add_argument("--model", type=given_path, help="the model folder that the rows are for")
     parser.add_argument("--preset", type=str, help="or the preset of the model, such as nano")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of a preset that does not read bytes")
+    parser.add_argument("--tokenizer", type=given_path, help="tokenizer.json of a preset that does not read bytes")
 
 
 def own_codec(chosen: Mapping[str, Any]) -> Path | None:

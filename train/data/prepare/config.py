@@ -19,7 +19,7 @@ class PrepareConfig:
 
     Attributes:
         read: about the data set and its format.
-        limit: prepare the first so many items only; 0 for all.
+        limit: prepare the first so many items only; by default all.
         speak: sides that are spoken where a row has them as text only: `question`, `answer` or `question,answer`.
         voice: who speaks. `espeak`: espeak-ng in many voices of the row's language, one for each row. `espeak:en-us+f3`: in
             this one; `espeak:+f3`: in this variant of the row's language. `command:prog {text} {out}`: a program that writes a
@@ -41,7 +41,7 @@ class PrepareConfig:
     """
 
     read: ReaderOptions = field(default_factory=ReaderOptions)
-    limit: int = 0
+    limit: int | None = None
     speak: str = ""
     voice: str = "espeak"
     answer_voice: str = ""
@@ -60,9 +60,11 @@ class PrepareConfig:
         for side in self.sides:
             if side not in SIDES:
                 raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
-        for name, least in (("limit", 0), ("question_rate", 0), ("answer_rate", 0), ("shard_mb", 1), ("threads", 1)):
+        for name, least in (("question_rate", 0), ("answer_rate", 0), ("shard_mb", 1), ("threads", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"limit is {self.limit}; prepare at least 1 item, or leave it out to prepare all")
         if self.workers is not None and self.workers < 0:
             raise UserError(f"workers is {self.workers}; it must be at least 0")
         if self.codec_folder and not self.codec:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked
 from omni.remote import refuse_remote
-from train.console.progress import Display, Kind
+from train.console.progress import Display, Kind, counted
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.pool import make_blocks
 from train.data.prepare.report import REPORT, read_report, write_report
@@ -93,7 +93,7 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
     if source.note:
         display.say(source.note)
     if shards.next_item:
-        display.say(f"going on after {shards.next_item} items, {shards.done.rows} rows of which are there")
+        display.say(f"going on after {counted(shards.next_item, 'item')}, of which {counted(shards.done.rows, 'row')} came")
     rows, first_why = shards.done.rows, ""
     blocks = make_blocks(source, config, range(shards.next_item, total, BLOCK), total, display.tick, codec)
     try:
@@ -102,7 +102,7 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
             if not first_why and block.broken:
                 first_why = f"{block.broken[0].where}: {block.broken[0].why}"
             if not rows and block.stop >= min(total, _MAX_WITHOUT_ROW):
-                raise UserError(f"none of the first {block.stop} items makes a row; the first, {first_why}")
+                raise UserError(f"none of the first {counted(block.stop, 'item')} makes a row; the first, {first_why}")
             shards.add(block)
         shards.finish()
     finally:
@@ -110,7 +110,7 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, codec: AudioC
         blocks.close()
         display.close()
     if not shards.done.rows:
-        raise UserError(f"the source has {total} items and none makes a row: there is nothing to store")
+        raise UserError(f"the source has {counted(total, 'item')} and none makes a row: there is nothing to store")
 
 
 def _target(path: Path, out: Path) -> Path:

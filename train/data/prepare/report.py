@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.files import part_of, publish, read_json, write_json, writing
-from train.console.progress import duration
+from train.console.progress import counted, duration
 from train.data.prepare.rows import PrepareTally
 from train.data.prepare.shards import AGAIN, notes
 
@@ -71,7 +71,7 @@ def read_report(folder: Path) -> PrepareTally:
 def summary(tally: PrepareTally, folder: Path) -> str:
     """Summarise a preparation in a few lines, for the terminal."""
     out = io.StringIO()
-    print(f"{tally.rows} rows of {tally.items} items in {folder}", file=out)
+    print(f"{counted(tally.rows, 'row')} of {counted(tally.items, 'item')} in {folder}", file=out)
     made = [
         (tally.spoken_questions, "questions spoken"),
         (tally.spoken_answers, "answers spoken"),
@@ -83,7 +83,7 @@ def summary(tally: PrepareTally, folder: Path) -> str:
         f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers", file=out
     )
     if tally.broken:
-        print(f"{tally.broken} items made no row: see {folder / BROKEN}", file=out)
+        print(f"{counted(tally.broken, 'item')} made no row: see {folder / BROKEN}", file=out)
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         for why, count in list(report["reasons"].items())[:5]:
             print(f"  {count:>6}  {why}", file=out)

@@ -27,6 +27,7 @@ _WITHOUT_EFFECT = ("workers",)
 def settings_of(path: Path, source: OpenedSource, config: PrepareConfig) -> dict[str, Any]:
     """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights."""
     plain: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
+    plain["limit"] = config.limit or 0  # as earlier versions wrote it
     plain["read"] = {name: dict(value) if name == "columns" else value for name, value in plain["read"].items()}
     if not config.sides:
         plain = {name: value for name, value in plain.items() if name not in ("voice", "answer_voice", "seed")}

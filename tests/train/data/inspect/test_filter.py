@@ -180,10 +180,11 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         ("question_second: {max: 3}", "unknown key 'question_second'; did you mean 'question_seconds'"),
         ("question_seconds: {maximum: 3}", "unknown key 'maximum'; did you mean 'max'"),
         ("question_seconds: 3", "question_seconds is 3; it must be a mapping with keys of Range: min, max"),
+        ("turns: {max: 1}\nturns: {max: 2}", "rules.yaml line 2: turns is given again, after line 1; keep one"),
         ("question_seconds: {min: 3, max: 1}", "rules.yaml: a rule asks for at least 3 and at most 1"),
         ("languages: en", "languages is 'en'; it must be a list"),
         ("drop_duplicates: [rows]", "it must be one of 'row'"),
-        ("require: {", "cannot be read: .*"),
+        ("require: {", r"cannot be read \(.*\); give a YAML file"),
         ("max_wer: {question: 0.1}", "max_wer needs a Whisper"),
     ],
 )
@@ -257,7 +258,9 @@ def test_error_rates_are_jiwers(language: str, normal) -> None:
 
 
 def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(codecs._loaders, "snac", lambda folder, device: Beeper("snac"))
+    monkeypatch.setitem(
+        codecs._specs, "snac", replace(codecs.codec_spec("snac"), load=lambda folder, device: Beeper("snac"), weights="")
+    )
     turn = row(1, "snac", answer_audio=None)
     asked = []
 

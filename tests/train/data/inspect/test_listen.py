@@ -46,7 +46,9 @@ def test_rows_that_are_not_there(name: str, why: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["codec2", "snac"])
 def test_sounds_come_back(codec: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(codecs._loaders, codec, lambda folder, device: Beeper(codec))
+    monkeypatch.setitem(
+        codecs._specs, codec, replace(codecs.codec_spec(codec), load=lambda folder, device: Beeper(codec), weights="")
+    )
     both = replace(row(1, codec), turns=(*row(1, codec).turns, *row(2, codec).turns))
     data, out = stored(tmp_path / "data", [row(0, codec), both]), tmp_path / "out"
     assert main([str(data), "1", "--out", str(out)]) == 0
@@ -65,7 +67,11 @@ def test_sounds_come_back(codec: str, tmp_path: Path, monkeypatch, capsys) -> No
 def test_a_model_brings_its_codec(named: bool, tmp_path: Path, monkeypatch, capsys) -> None:
     """Weights and all, unless others are named: codes sound, and the row is drawn as this model is shown it."""
     asked: list[Path | None] = []
-    monkeypatch.setitem(codecs._loaders, "snac", lambda folder, device: asked.append(folder) or Beeper("snac"))
+    monkeypatch.setitem(
+        codecs._specs,
+        "snac",
+        replace(codecs.codec_spec("snac"), load=lambda folder, device: asked.append(folder) or Beeper("snac")),
+    )
     place, out = tmp_path / "model", tmp_path / "out"
     (place / CODEC).mkdir(parents=True)
     (place / CONFIG).write_text(json.dumps({"format": FORMAT_VERSION, "model": to_dict(model("snac"))}))
@@ -152,7 +158,9 @@ def test_a_row_of_texts_makes_no_folder(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize("file", ["question-0.wav", "answer-0.wav", "answer-0-codes.wav"])
 def test_another_sound_of_that_name_is_not_lost(file: str, tmp_path: Path, monkeypatch) -> None:
     """The same row again changes nothing."""
-    monkeypatch.setitem(codecs._loaders, "codec2", lambda folder, device: Beeper("codec2"))
+    monkeypatch.setitem(
+        codecs._specs, "codec2", replace(codecs.codec_spec("codec2"), load=lambda folder, device: Beeper("codec2"))
+    )
     data, out = stored(tmp_path / "data", [row(0)]), tmp_path / "out"
     command = [str(data), "0", "--out", str(out)]
     assert main(command) == main(command) == 0

@@ -111,11 +111,16 @@ def test_counts_equal_the_plain_counts(codec: str, tmp_path: Path, capsys: pytes
             assert (pixels < 200).mean() > 0.01
 
 
-def test_damaged_data_are_counted_as_such(tmp_path: Path) -> None:
+def test_damaged_data_are_counted_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = stored(tmp_path, [row(i) for i in range(10)])
     (data / "rows-00000.parquet").write_bytes(b"PAR1")
     done = collect(Scan(data), Codecs())
     assert done.all.rows == 2 and done.noted["files or row groups that are damaged"] == 1
+    file = data / "rows-00000.parquet"
+    assert main([str(data)]) == 0
+    assert f"\nwarning: {file}: is not a whole Parquet file (" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"{file}: is not a whole Parquet file \\("):
+        main([str(file)])
 
 
 def test_bad_rows_are_noted_and_the_rest_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,10 @@ def test_progress_says_the_rate_and_the_time_left_of_this_start(monkeypatch):
     ]
 
 
+def test_one_is_no_plural() -> None:
+    assert [progress.counted(number, "item") for number in (0, 1, 1200)] == ["0 items", "1 item", "1200 items"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -118,11 +122,16 @@ def test_progress_says_the_rate_and_the_time_left_of_this_start(monkeypatch):
         (["--read.columns", "{sound: wav}"], "columns maps 'sound', which is no field of a row"),
         (["--read.columns", "{answer_text: answer}"], "has no column 'answer': it has transcript, wav, reply, said"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "TWICE"], "twice.yaml line 3: limit is given again, after line 1; keep one"),
+        (["--limit", "0"], "limit is 0; prepare at least 1 item, or leave it out to prepare all"),
         (["--workers", "few"], '"workers"'),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, line, tmp_path, capsys):
-    assert run("data", "prepare", table(tmp_path / "in", 2), tmp_path / "out", *arguments) == 2
+    data, twice = table(tmp_path / "in", 2), tmp_path / "in" / "twice.yaml"
+    twice.write_text("limit: 1\nseed: 2\nlimit: 3\n")
+    words = [argument.replace("TWICE", str(twice)) for argument in arguments]
+    assert run("data", "prepare", data, tmp_path / "out", *words) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("error: ") and line in shown.err and shown.err.count("\n") == 1 and not shown.out
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -19,7 +19,7 @@ from train.data.readers import ReaderOptions
 def test_a_start_that_failed_before_it_stored_leaves_nothing(tmp_path):
     source = tmp_path / "a.csv"
     source.write_text("question_audio,question_text,answer_text\ngone.wav,what?,that\n")
-    with pytest.raises(UserError, match="none of the first 1 items makes a row"):
+    with pytest.raises(UserError, match="none of the first 1 item makes a row"):
         prepare(source, tmp_path / "out", PrepareConfig(workers=0))
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
     assert prepare(source, tmp_path / "out", PrepareConfig(ReaderOptions(audio="none"), workers=0)).rows == 1
