@@ -116,7 +116,7 @@ def test_codes_that_can_never_be_heard_cost_their_row_alone(tmp_path: Path, monk
         [("max_wer", "answer 0: its codes are of 'hubert', which cannot be decoded here")],
         [],
     ]
-    with pytest.raises(UserError, match="None holds no snac"):
+    with pytest.raises(UserError, match="codec snac needs a folder"):
         RowFilter(rules, Codecs(), FakeASR()).reasons(rows[0])  # type: ignore[arg-type]
 
 

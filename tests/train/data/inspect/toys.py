@@ -112,7 +112,7 @@ def only_snac(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in codecs.codec_names():
         if name != "codec2":
-            monkeypatch.setitem(codecs._specs, name, replace(codecs.codec_spec(name), load=loader(name), weights=""))
+            monkeypatch.setitem(codecs._specs, name, replace(codecs.codec_spec(name), load=loader(name)))
 
 
 class Beeper(AudioCodec):
