@@ -1,4 +1,4 @@
-"""`python -m infer`: ask a model on the command line, or measure how fast it answers.
+"""`omni-infer` and `python -m infer`: ask a model on the command line, or measure how fast it answers.
 
 Exit codes: 0; 1 where an answer broke (`Ended.error`), and for an error that is not the user's (a full disk, a fault of this
 program: one line, no traceback without `--debug`); 2 for a mistake of the user's (one line too); 130 after Ctrl-C; 141 where
@@ -11,6 +11,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from infer.messages import in_options
 from omni.errors import UserError, in_one_line
@@ -79,5 +80,10 @@ def _forget_output() -> None:
         forget(sys.stdout.fileno())
 
 
-if __name__ == "__main__":
+def script() -> NoReturn:
+    """The console script `omni-infer`."""
     lead(main)
+
+
+if __name__ == "__main__":
+    script()

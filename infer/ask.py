@@ -1,4 +1,4 @@
-"""`python -m infer ask`: asks questions, and prints text and plays or writes sound while they are made."""
+"""`omni-infer ask`: asks questions, and prints text and plays or writes sound while they are made."""
 
 from __future__ import annotations
 

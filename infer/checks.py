@@ -99,5 +99,5 @@ def check_file(file: str) -> None:
 def check_model(folder: str) -> None:
     """UserError where there is no model of that name."""
     if folder == DEFAULT_MODEL and not Path(folder).exists():
-        raise UserError(f"there is no model in {folder} yet; `make demo` trains one, or give --model FOLDER")
+        raise UserError(f"there is no model in {folder} yet; `omni-train demo` trains one, or give --model FOLDER")
     check_folder(Path(folder))

@@ -25,9 +25,9 @@ Command = AskOptions | BenchOptions
 
 
 def build_parser() -> ArgumentParser:
-    """The parser of `python -m infer`, with one subcommand per entry of `COMMANDS`."""
+    """The parser of `omni-infer`, with one subcommand per entry of `COMMANDS`."""
     settings: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
-    parser = ArgumentParser(prog="python -m infer", description="Talk to a speech language model.", **settings)
+    parser = ArgumentParser(prog="omni-infer", description="Talk to a speech language model.", **settings)
     commands = parser.add_subcommands(metavar="COMMAND", title="commands")
     for name, kind in COMMANDS.items():
         help = (kind.__doc__ or "").strip()
@@ -68,7 +68,7 @@ def parse(words: Sequence[str]) -> Command:
         SystemExit: after `--help`.
     """
     if not words:
-        raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see python -m infer --help)")
+        raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see omni-infer --help)")
     asked: dict[str, Any] = {}
     rest = list(words)
     if rest[0] == "ask":

@@ -1,6 +1,6 @@
 """Sets up the process of a command line: usable standard streams, a clean end on signals, a quick exit.
 
-Both command lines (`python -m infer`, `python -m train`) run through `lead`, which knows nothing of commands.
+Both command lines (`omni-infer`, `omni-train`) run through `lead`, which knows nothing of commands.
 """
 
 from __future__ import annotations

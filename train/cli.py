@@ -1,4 +1,4 @@
-"""The command line: `python -m train COMMAND ...`. Commands are imported when they are called."""
+"""The command line: `omni-train COMMAND ...`. Commands are imported when they are called."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ COMMANDS = {
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
 
-HELP = """usage: python -m train COMMAND [options]
+HELP = """usage: omni-train COMMAND [options]
 
 {commands}
 
   --debug     with any command: show where an error came from
 
-`python -m train COMMAND --help` explains a command. Training itself: docs/training.md."""
+`omni-train COMMAND --help` explains a command. Training itself: docs/training.md."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

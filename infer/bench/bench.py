@@ -1,4 +1,4 @@
-"""`python -m infer bench`: measures streaming on this machine and prints tables.
+"""`omni-infer bench`: measures streaming on this machine and prints tables.
 
 All figures of a preset come from one run: the two sides of a ratio are measured in alternation. Weights are
 random; on a GPU they are bf16 and the decoder of a step is compiled and captured as a CUDA graph.

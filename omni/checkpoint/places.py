@@ -46,4 +46,4 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         raise UserError(no_folder(path))
     if not (path / CONFIG).is_file():
-        raise UserError(f"{path} has no {CONFIG}; it is not a model folder (see `python -m train fit`)")
+        raise UserError(f"{path} has no {CONFIG}; it is not a model folder (see `omni-train fit`)")

@@ -165,7 +165,7 @@ class SpeechLM:
             the name.
 
         Raises:
-            UserError: an adapter of another model, one with parameters that were trained whole (merge it by `python -m train
+            UserError: an adapter of another model, one with parameters that were trained whole (merge it by `omni-train
                 convert`), or a name that is taken.
         """
         from omni.lora.peft import check_base, load_adapter
@@ -176,7 +176,7 @@ class SpeechLM:
         if whole:
             raise UserError(
                 f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
-                "python -m train convert MODEL TARGET --lora ADAPTER"
+                "omni-train convert MODEL TARGET --lora ADAPTER"
             )
         linears, selection = linears_of(self.model), active_names(self.model)
         if weights.pairs.keys() <= linears.keys():

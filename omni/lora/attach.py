@@ -207,7 +207,7 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
         if target == TEXT_HEAD and target not in linears:
             raise UserError(
                 f"adapter {name!r} adds to {target}, but this model's head is its text embedding; merge it into a model of its "
-                "own, where they part: python -m train convert MODEL TARGET --lora ADAPTER"
+                "own, where they part: omni-train convert MODEL TARGET --lora ADAPTER"
             )
         if target not in linears:
             match_names([target], list(linears), f"adapter {name!r}", what="linear")

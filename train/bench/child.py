@@ -23,7 +23,6 @@ import torch
 
 from omni.errors import UserError
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 EVERY = 0.003
 """Seconds between two readings of the memory; a peak that is shorter may be missed."""
 
@@ -203,7 +202,7 @@ def repeat(device: torch.device, real: bool) -> Iterator[tuple[str, bool]]:
     words = ["--budget.minutes=null", "--validation.questions=0", "--checkpoint.every_steps=10", "--log.progress=off"]
     words += [f"--budget.steps={20 if real else 2}", f"--fabric.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}"]
     with tempfile.TemporaryDirectory() as place:
-        fit = partial(_weights_of_run, f"{CONFIGS}/nano.yaml", Path(place), words)
+        fit = partial(_weights_of_run, "nano", Path(place), words)
         yield "a run of 20 steps ends", bool(first := fit("first"))
         yield "run again it has the same weights", fit("again") == first
         fit("killed", limit=12 if real else 6)

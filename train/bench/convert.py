@@ -1,4 +1,4 @@
-"""Measures `python -m train convert`: memory over the size of what it reads, and the rate at which it writes.
+"""Measures `omni-train convert`: memory over the size of what it reads, and the rate at which it writes.
 
 A language model of Qwen2-0.5B's shape goes from Hugging Face's shards into a speech model, that one out as a mini-omni's
 `.pth`, and that one in again. Weights are random, and are in the system's folder for temporary files (`TMPDIR`): about 6 GB.

@@ -1,4 +1,4 @@
-"""Ten checks of behaviour that differs on a GPU (`python -m train bench --gpu`), each in its own process with a time limit.
+"""Ten checks of behaviour that differs on a GPU (`omni-train bench --gpu`), each in its own process with a time limit.
 
 A check yields pairs of a text and True or False, for a result that is right or wrong, or None, for a mere figure. `real`: use
 the sizes of real models.
@@ -35,7 +35,7 @@ from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 from omni.profiling import seconds_of
 from omni.text import Tokenizer
-from train.bench.child import CONFIGS, commands, repeat
+from train.bench.child import commands, repeat
 from train.bench.timing import timed
 from train.config.parse import read_fit_config
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
@@ -162,7 +162,7 @@ def steps(device: torch.device, real: bool) -> Lines:
 
 def training(device: torch.device, real: bool) -> Lines:
     """Times steps of mini-omni's last stage on the fullest batches, with and without checkpointing; checks the weights."""
-    config, shape = read_fit_config([f"{CONFIGS}/mini-omni/stage3.yaml"])[0], preset("qwen2-0.5b-omni" if real else "nano")
+    config, shape = read_fit_config(["mini-omni/stage3"])[0], preset("qwen2-0.5b-omni" if real else "nano")
     bench = build_workbench(config, shape, device)
     for rows, again in ((2, True), (8, False), (16, False))[: None if real else 1]:
         packing = replace(config.data.packing, rows=rows, length=2048 if real else 64)

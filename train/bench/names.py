@@ -1,4 +1,4 @@
-"""Names of the tables of `python -m train bench`."""
+"""Names of the tables of `omni-train bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the cost of `python -m train data prepare` beside its codec, and the memory that many rows take."""
+"""Measures the cost of `omni-train data prepare` beside its codec, and the memory that many rows take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the tables of `python -m train bench`, one after another."""
+"""Makes the tables of `omni-train bench`, one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m train balance CONFIG`: compare methods of balance over seeds, at equal steps.
+"""`omni-train balance CONFIG`: compare methods of balance over seeds, at equal steps.
 
 Every run is the configuration with another method and seed (of the weights and of the data), trained to its end and asked its
 held-out questions as every task. Intervals are by a bootstrap over seeds (`train.eval.measures`), differences are paired by
@@ -210,8 +210,8 @@ def shown(found: ExperimentCounts) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = jsonargparse.ArgumentParser(prog="python -m train balance", description=__doc__, exit_on_error=False)
-    parser.add_argument("config", type=str, help="YAML file of a run, such as configs/nano-balance.yaml")
+    parser = jsonargparse.ArgumentParser(prog="omni-train balance", description=__doc__, exit_on_error=False)
+    parser.add_argument("config", type=str, help="YAML file of a run, or a recipe such as nano-balance")
     parser.add_argument("--methods", type=str, default="equal,upgrad:parameters", help="METHOD or METHOD:LEVEL, with commas")
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first_seed", type=int, default=1)
@@ -220,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parser.parse_args(list(argv))
     except jsonargparse.ArgumentError as error:
-        raise UserError(f"balance: {' '.join(str(error).split())}; see python -m train balance --help") from error
+        raise UserError(f"balance: {' '.join(str(error).split())}; see omni-train balance --help") from error
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
     if not methods or options.seeds < 1:
         raise UserError(f"balance: {options.methods!r} with {options.seeds} seeds; name methods, and at least one seed")

@@ -1,4 +1,4 @@
-"""`python -m train bench`: the objective against the plain one, the training step, data made while training, the
+"""`omni-train bench`: the objective against the plain one, the training step, data made while training, the
 balance of tasks, the graph guard, bf16, converting weights, preparing data, and reading it.
 
 Every ratio compares two ways of doing the same work in one run, on one machine.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import jsonargparse
@@ -17,12 +16,12 @@ import jsonargparse
 from omni.errors import UserError
 from omni.process import importing
 from train.bench.names import BALANCED, OF_RECIPE, SECTIONS
-from train.console.command import check_config
+from train.console.command import check_config, find_config
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = jsonargparse.ArgumentParser(prog="python -m train bench", description=__doc__, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(prog="omni-train bench", description=__doc__, exit_on_error=False)
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--only",
@@ -31,9 +30,7 @@ def main(argv: Sequence[str]) -> int:
         help="which tables; convert writes 6 GB of temporary files",
     )
     parser.add_argument("--positions", type=int, default=2048, help="positions of the objective's table")
-    parser.add_argument(
-        "--config", type=str, default="configs/nano.yaml", help="recipe of the tables of data, balance, guard and precision"
-    )
+    parser.add_argument("--config", type=str, default="nano", help="recipe of the tables of data, balance, guard and precision")
     parser.add_argument(
         "--methods", type=list[str], default=list(BALANCED), help="of the balance's table: METHOD or METHOD:LEVEL each"
     )
@@ -44,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parser.parse_args(list(argv))
     except jsonargparse.ArgumentError as error:
-        raise UserError(f"bench: {' '.join(str(error).split())}; see python -m train bench --help") from error
+        raise UserError(f"bench: {' '.join(str(error).split())}; see omni-train bench --help") from error
     if not options.gpu and set(OF_RECIPE) & set(options.only):
-        check_config(Path(options.config))
+        check_config(find_config(options.config))
     with importing():
         import torch
         from rich.console import Console

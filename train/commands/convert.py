@@ -1,4 +1,4 @@
-"""`python -m train convert SOURCE TARGET`: convert weights of other projects into a model folder, and out again."""
+"""`omni-train convert SOURCE TARGET`: convert weights of other projects into a model folder, and out again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
     """Parses source, target and options; UserError where they are not valid."""
     formats = ", ".join(f"{name} ({what})" for name, what in KINDS.items())
     parser = jsonargparse.ArgumentParser(
-        prog="python -m train convert", description=f"{__doc__} Kinds: {formats}.", exit_on_error=False, default_env=False
+        prog="omni-train convert", description=f"{__doc__} Kinds: {formats}.", exit_on_error=False, default_env=False
     )
     parser.add_argument("source", type=given_path, help="a file or folder of weights")
     parser.add_argument("target", type=given_path, help="the folder to write")

@@ -1,4 +1,4 @@
-"""`python -m train data COMMAND ...`: prepare, validate, describe, listen to and filter data."""
+"""`omni-train data COMMAND ...`: prepare, validate, describe, listen to and filter data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SUBCOMMANDS = {
 }
 """Name of a command to its module, whose `main(argv)` returns the exit code, and what it does."""
 
-HELP = """usage: python -m train data COMMAND [options]
+HELP = """usage: omni-train data COMMAND [options]
 
 {commands}
 
-`python -m train data COMMAND --help` explains a command."""
+`omni-train data COMMAND --help` explains a command."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`python -m train data filter DATA OUT --rules FILE`: keep the rows that rules allow, and say why others are dropped."""
+"""`omni-train data filter DATA OUT --rules FILE`: keep the rows that rules allow, and say why others are dropped."""
 
 from __future__ import annotations
 

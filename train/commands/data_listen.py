@@ -1,4 +1,4 @@
-"""`python -m train data listen DATA ROW`: write one row as sound, and draw its columns as a model reads them."""
+"""`omni-train data listen DATA ROW`: write one row as sound, and draw its columns as a model reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m train data prepare SOURCE OUT`: convert a data set into rows to train on."""
+"""`omni-train data prepare SOURCE OUT`: convert a data set into rows to train on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> jsonargparse.ArgumentParser:
     formats = "\n".join(f"  {name:<18} {reader.summary}" for name, reader in READERS.items())
     parser = _Parser(
-        prog="python -m train data prepare",
+        prog="omni-train data prepare",
         description="Read a data set, speak and encode what is missing, and store the rows as Parquet files in a folder,\n"
         "which appears when it is whole. The same command goes on with what was interrupted.\n\nformats:\n" + formats,
         formatter_class=_Help,
@@ -63,4 +63,4 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())
-        raise UserError(f"data prepare: {text}; see python -m train data prepare --help") from ex
+        raise UserError(f"data prepare: {text}; see omni-train data prepare --help") from ex

@@ -1,4 +1,4 @@
-"""`python -m train data stats DATA`: describe stored rows in tables and pictures."""
+"""`omni-train data stats DATA`: describe stored rows in tables and pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m train data validate DATA`: find what is wrong with stored rows."""
+"""`omni-train data validate DATA`: find what is wrong with stored rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m train doctor CONFIG`: run a few steps of a run under the graph guard's full trace.
+"""`omni-train doctor CONFIG`: run a few steps of a run under the graph guard's full trace.
 
 Reports what is wrong with graphs and gradients, with line, cause and remedy (docs/gradients.md), which streams and tasks got no
 target although these steps had them or the mixture should have drawn them, and whose ends are masked (train/trainer/guard.py).
@@ -24,7 +24,7 @@ from train.console.command import take_options
 if TYPE_CHECKING:
     from omni.diagnostics import Finding
 
-HELP = """usage: python -m train doctor CONFIG.yaml [--steps N] [--any.key value ...]
+HELP = """usage: omni-train doctor CONFIG.yaml [--steps N] [--any.key value ...]
 
 Take a few steps of a run in one process, trace every operation, and name what is wrong with graphs, gradients, targets and
 ends, with line, cause and remedy (docs/gradients.md). Where the recipe aligns first (objective.align_first), steps of both

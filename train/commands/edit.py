@@ -1,4 +1,4 @@
-"""`python -m train edit COMMAND ...`: correct single answers of a model."""
+"""`omni-train edit COMMAND ...`: correct single answers of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.console.command import check_command
 from train.console.progress import counted
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
 
-HELP = """usage: python -m train edit COMMAND [options]
+HELP = """usage: omni-train edit COMMAND [options]
 
   apply     teach facts: apply MODEL FACTS.jsonl OUT [--config FILE.yaml] [--any.key value ...]
   eval      do they hold, and does all else stay: eval MODEL EDITS FACTS.jsonl OUT [--config FILE.yaml] [...]
@@ -19,7 +19,7 @@ HELP = """usage: python -m train edit COMMAND [options]
   revert    the model as it was before: revert MERGED EDITS OUT
   fit       learn an editor (MEND) on rows of data: fit CONFIG.yaml [--any.key value ...]
 
-`python -m train edit COMMAND --help` explains a command. Editing itself: docs/editing.md."""
+`omni-train edit COMMAND --help` explains a command. Editing itself: docs/editing.md."""
 
 MODEL, EDITS = "a model folder", "a folder of edits, as `edit apply` writes it"
 FACTS, OUT = "JSON lines of corrections (docs/editing.md)", "the folder to write"
@@ -52,7 +52,7 @@ def _apply(argv: Sequence[str]) -> int:
     )
     for place in taught.missed:
         say(f"warning: {place} was not learned: the edited model still writes another answer (see `edit eval`)")
-    print(f"try: python -m infer ask question.wav --model {model} --edits {out}")
+    print(f"try: omni-infer ask question.wav --model {model} --edits {out}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`python -m train eval FOLDER DATA`: evaluate a model on a data set's questions; `--compare A B` compares two such runs."""
+"""`omni-train eval FOLDER DATA`: evaluate a model on a data set's questions; `--compare A B` compares two such runs."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class _Parser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())
         old_names.check_options("eval", re.findall(r"Option '(\w+)' is not accepted", text))  # a key of the file
-        raise UserError(f"eval: {text}; see python -m train eval --help") from ex
+        raise UserError(f"eval: {text}; see omni-train eval --help") from ex
 
 
 def _parse(argv: Sequence[str]) -> Any:
     known: Mapping[str, Any] = {**OWN, **READERS}
     formats = "\n".join(f"  {name:<18} {reader.summary}" for name, reader in known.items())
     parser = _Parser(
-        prog="python -m train eval",
+        prog="omni-train eval",
         description="Ask a model the questions of a data set, and report figures with intervals, a picture and every answer.\n"
         "The same command goes on with what was interrupted.\n\n"
         "Two runs side by side: eval --compare OUT_A OUT_B [--out FOLDER]\n\n"
@@ -81,7 +81,7 @@ def _parse(argv: Sequence[str]) -> Any:
 
 def _compare(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train eval --compare", description="Compare two output folders.", exit_on_error=False
+        prog="omni-train eval --compare", description="Compare two output folders.", exit_on_error=False
     )
     parser.add_argument(
         "--compare", nargs=2, type=given_path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True

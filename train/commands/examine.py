@@ -1,4 +1,4 @@
-"""`python -m train demo`: train the nano model, examine it, and talk to it.
+"""`omni-train demo`: train the nano model, examine it, and talk to it.
 
 The run is an ordinary one (`configs/nano.yaml`), followed by an examination on voices that it has never heard and a question
 that is answered aloud. A finished run is not trained again: delete its folder to start over.
@@ -81,7 +81,7 @@ def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
     talk = converse(lm, source, folder)
     text = write_report(folder, examined, talk)
     print("\n" + text)
-    print(f"try: python -m infer ask your.wav --model {folder / MODEL}")
+    print(f"try: omni-infer ask your.wav --model {folder / MODEL}")
     return 0
 
 

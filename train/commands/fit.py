@@ -1,4 +1,4 @@
-"""`python -m train fit`: read the command line, with errors before anything heavy is imported, and train."""
+"""`omni-train fit`: read the command line, with errors before anything heavy is imported, and train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m train plan`: read the command line, with errors before anything heavy is imported, and print the plan."""
+"""`omni-train plan`: read the command line, with errors before anything heavy is imported, and print the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.config.parse import read_fit_config
 from train.console.command import take_options
 from train.plan.options import check_options
 
-HELP = """usage: python -m train plan CONFIG.yaml [--any.key value ...] [options]
+HELP = """usage: omni-train plan CONFIG.yaml [--any.key value ...] [options]
 
 Parameters, memory on each device, pace, and the knob to turn when the run does not fit. Nothing of the model is read or built;
 keys of the configuration are overridden as for `fit`.

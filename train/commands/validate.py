@@ -1,4 +1,4 @@
-"""`python -m train validate`: ask a finished model the validation questions of its own run again."""
+"""`omni-train validate`: ask a finished model the validation questions of its own run again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line each (UserError)."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"validate: {message}; see python -m train validate --help")
+        raise UserError(f"validate: {message}; see omni-train validate --help")
 
 
 def main(argv: Sequence[str]) -> int:
     """Asks a finished model the validation questions of its run, whose `config.yaml` is beside the model folder."""
-    parser = _Parser(prog="python -m train validate", description=main.__doc__)
+    parser = _Parser(prog="omni-train validate", description=main.__doc__)
     parser.add_argument("model", type=given_path, help="a model folder")
     parser.add_argument("--config", type=given_path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")

@@ -1,4 +1,4 @@
-"""Parses the command line of `python -m train edit ...` into typed values; every error is one line."""
+"""Parses the command line of `omni-train edit ...` into typed values; every error is one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EditParser(jsonargparse.ArgumentParser):
             hint = f"did you mean {close[0]}? " if close else ""
             what = f"{choice['key']} {choice['value']!r} is unknown"
             raise UserError(f"edit: {what}; {hint}use one of {', '.join(names)}") from ex
-        raise UserError(f"edit: {' '.join(str(message).split())}; see python -m train edit --help") from ex
+        raise UserError(f"edit: {' '.join(str(message).split())}; see omni-train edit --help") from ex
 
 
 def read_command(
@@ -50,7 +50,7 @@ def read_command(
         UserError: an unknown key (the closest is named), a value of the wrong type, a path too many or too few.
         SystemExit: after `--help`.
     """
-    parser = EditParser(prog=f"python -m train edit {name}", description=what, exit_on_error=False, default_env=False)
+    parser = EditParser(prog=f"omni-train edit {name}", description=what, exit_on_error=False, default_env=False)
     for place, text in places.items():
         parser.add_argument(place, type=given_path, help=text)
     if kind is None:

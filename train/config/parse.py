@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -18,7 +19,7 @@ import yaml
 from omni import old_names
 from omni.errors import UserError
 from train.config.run import FitConfig
-from train.console.command import read_config
+from train.console.command import GIVE, find_config, read_config
 from train.data.config import DataConfig
 
 
@@ -34,7 +35,7 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
     """
     file, overrides = _split(argv)
     if file is None and not overrides:
-        raise UserError("no configuration is given: name a YAML file such as configs/nano.yaml")
+        raise UserError(f"no configuration is given: {GIVE}")
     source = str(file)
     if file is not None:
         data = read_config(file)
@@ -81,10 +82,22 @@ def read_run(argv: Sequence[str]) -> FitConfig:
     return config if config.run_folder else dataclasses.replace(config, run_folder=str(Path("runs") / name))
 
 
+def recipe(source: str | Path, /, **changes: Any) -> FitConfig:
+    """Reads a recipe (`nano`) or a YAML file, with changes: sections as mappings, whose other keys stay, or values by dotted keys.
+
+        recipe("nano", budget={"steps": 100}, **{"data.workers": 2})
+
+    Raises:
+        UserError: as of `read_fit_config`.
+    """
+    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+    return read_run([str(source), *(f"--{key}={value}" for key, value in words.items())])
+
+
 def fit_parser() -> jsonargparse.ArgumentParser:
     """The parser of `fit`: one option for every key of `FitConfig`."""
     parser = jsonargparse.ArgumentParser(
-        prog="python -m train fit FILE.yaml",
+        prog="omni-train fit FILE.yaml",
         description="Train a model. Every key of the file can be overridden; --dry_run builds the model and one batch only.",
         exit_on_error=False,
         default_env=False,
@@ -117,13 +130,13 @@ def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
             del rest[i]
             break
     if file == "":
-        raise UserError("the configuration's name is empty; give a YAML file such as configs/nano.yaml")
+        raise UserError(f"the configuration's name is empty; {GIVE}")
     extra = next((a for i, a in enumerate(rest) if not a.startswith("-") and (i == 0 or not _takes(rest[i - 1]))), None)
     if extra is not None:
         raise UserError(
             f"argument {extra!r} belongs to no option; overrides are written --key value, such as --optimizer.lr 3e-4"
         )
-    return Path(file) if file is not None else None, rest
+    return find_config(file) if file is not None else None, rest
 
 
 def _numbered(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -251,7 +264,7 @@ def _hint(path: str, key: str, kind: Any, mark: str = "") -> str:
     known = list(all_keys(FitConfig))
     same = [name for name in known if name.rsplit(".", 1)[-1] == key]
     close = near or same or get_close_matches(_dotted(path, key), known, n=2, cutoff=0.5)
-    return f"did you mean {' or '.join(mark + name for name in close[:2])}?" if close else "see python -m train fit --help"
+    return f"did you mean {' or '.join(mark + name for name in close[:2])}?" if close else "see omni-train fit --help"
 
 
 def all_keys(kind: Any, path: str = "") -> Iterator[str]:

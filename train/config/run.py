@@ -1,7 +1,7 @@
 """Configuration of a run: frozen dataclasses that one YAML file fills, completely and without inheritance.
 
 Every key can also be given on the command line (`--optimizer.lr 3e-4`). Keys are explained here, and by
-`python -m train fit --help`.
+`omni-train fit --help`.
 """
 
 from __future__ import annotations

@@ -73,8 +73,9 @@ class FabricConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        listed = [device.strip() for device in str(self.devices).split(",") if device.strip()]
         _need(
-            self.processes is not None or self.devices in ("auto", -1, "-1"),
+            bool(listed) and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
             f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
         )
 

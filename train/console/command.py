@@ -12,9 +12,16 @@ import yaml
 from omni.errors import UserError
 from omni.remote import refuse_remote
 
+RECIPES = Path(__file__).parent.parent / "recipes"
+"""Folder of the recipes, `configs` of a checkout: they come with the package, and are found by name."""
+
+
+GIVE = "give a YAML file, or a recipe's name such as nano"
+"""What to do where a configuration is missing."""
+
 
 def check_command(name: str, known: Iterable[str], of: str = "") -> None:
-    """Refuse an unknown command `of` `data`, `edit`, or `python -m train` itself: UserError with the closest name."""
+    """Refuse an unknown command `of` `data`, `edit`, or `omni-train` itself: UserError with the closest name."""
     names = list(known)
     if name not in names:
         close = get_close_matches(name, names, n=1)
@@ -22,19 +29,26 @@ def check_command(name: str, known: Iterable[str], of: str = "") -> None:
         raise UserError(f"{of} command {name!r} is unknown; {hint}known: {', '.join(names)}".strip())
 
 
+def find_config(given: str | Path) -> Path:
+    """The file of a configuration, given by its path or by the name of a recipe, such as `nano` or `voiceassistant/stage1`."""
+    file, recipe = Path(given), RECIPES / f"{given}.yaml"
+    known = ".." not in file.parts and not file.is_absolute() and recipe.is_file()
+    return recipe if known and not file.is_file() else file
+
+
 def check_config(file: Path) -> None:
     """Refuse a configuration file that does not exist or is no file: UserError with the closest name."""
     refuse_remote(file, "configuration")
     if file.exists() and not file.is_file():
-        raise UserError(f"configuration {file} is a folder, a pipe or a device; give a YAML file such as configs/nano.yaml")
+        raise UserError(f"configuration {file} is a folder, a pipe or a device; {GIVE}")
     if not file.is_file():
-        raise UserError(f"configuration {file} does not exist; {_near(file) or 'give a YAML file such as configs/nano.yaml'}")
+        raise UserError(f"configuration {file} does not exist; {_near(file) or GIVE}")
 
 
 def _near(file: Path) -> str:
-    """The hint that names the YAML file closest to one that does not exist, beside it or among `configs/`; "" for none."""
-    there = [p for place in (file.parent, Path("configs")) for p in sorted(place.glob("*.yaml")) if not p.name.startswith(".")]
-    named = {p.stem: str(p) for p in reversed(there)}  # those beside it count before the recipes
+    """The hint that names the YAML file closest to one that does not exist, beside it or among the recipes; "" for none."""
+    beside = {p.stem: str(p) for p in sorted(file.parent.glob("*.yaml")) if not p.name.startswith(".")}
+    named = {p.stem: p.stem for p in sorted(RECIPES.glob("*.yaml"))} | beside
     close = get_close_matches(file.stem, named, n=1, cutoff=0.7)
     return f"did you mean {named[close[0]]}?" if close else ""
 

@@ -30,15 +30,15 @@ yaml.SafeDumper.add_multi_representer(PurePath, lambda dumper, path: dumper.repr
 
 
 class DataParser(jsonargparse.ArgumentParser):
-    """Parses the arguments of `python -m train data NAME`; an error is a UserError of one line."""
+    """Parses the arguments of `omni-train data NAME`; an error is a UserError of one line."""
 
     def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=f"python -m train data {name}", description=description, exit_on_error=False, default_env=False)
+        super().__init__(prog=f"omni-train data {name}", description=description, exit_on_error=False, default_env=False)
         self._name = name
 
     def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
         text = " ".join(str(message).split())
-        raise UserError(f"data {self._name}: {text}; see python -m train data {self._name} --help") from ex
+        raise UserError(f"data {self._name}: {text}; see omni-train data {self._name} --help") from ex
 
     def progress(self) -> None:
         """Add the option `--progress`."""

@@ -1,4 +1,4 @@
-"""`python -m train convert SOURCE TARGET`: converts other projects' weights into our model folder, and the other way."""
+"""`omni-train convert SOURCE TARGET`: converts other projects' weights into our model folder, and the other way."""
 
 from __future__ import annotations
 

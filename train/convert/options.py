@@ -1,4 +1,4 @@
-"""Options of `python -m train convert`, and the check that none is ignored."""
+"""Options of `omni-train convert`, and the check that none is ignored."""
 
 from __future__ import annotations
 

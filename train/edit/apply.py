@@ -1,4 +1,4 @@
-"""Computes a model's corrections and writes them as a folder of edits (`python -m train edit apply MODEL FACTS OUT`)."""
+"""Computes a model's corrections and writes them as a folder of edits (`omni-train edit apply MODEL FACTS OUT`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of `python -m train edit`."""
+"""Settings of `omni-train edit`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class EditFitConfig:
     Attributes:
         model: a model folder.
         out: folder of the run: `checkpoint` while it trains, `editor` when it is done.
-        data: rows, as of `python -m train fit`; only sources, seed and cache are used.
+        data: rows, as of `omni-train fit`; only sources, seed and cache are used.
         mend: the hypernetwork (`omni.edit.mend`).
         linears: as for `edit apply`.
         tasks, stream_weights: as for `edit apply`.

@@ -1,4 +1,4 @@
-"""Trains an editor (MEND) on rows of data (`python -m train edit fit CONFIG`).
+"""Trains an editor (MEND) on rows of data (`omni-train edit fit CONFIG`).
 
 A correction is made of two rows: the question of one with the answer of another. It is judged on the same question in another
 voice, and on unrelated questions, whose answers (the model's own) are to stay. Several may act together, as several facts that

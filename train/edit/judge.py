@@ -1,4 +1,4 @@
-"""Evaluates edits in other words and voices, and what else they change (`python -m train edit eval MODEL EDITS FACTS OUT`).
+"""Evaluates edits in other words and voices, and what else they change (`omni-train edit eval MODEL EDITS FACTS OUT`).
 
     success                  the facts' questions as they are written down, and recordings
     generalisation/voices    the same, spoken in the voices named here

@@ -1,4 +1,4 @@
-"""Merges edits into weights, and reverts that (`python -m train edit merge MODEL EDITS OUT`, `revert MERGED EDITS OUT`).
+"""Merges edits into weights, and reverts that (`omni-train edit merge MODEL EDITS OUT`, `revert MERGED EDITS OUT`).
 
 A merged folder keeps what it replaced in `replaced/<edits>`, so that every one of several edits can be taken out again bit for
 bit, the last one first.
@@ -33,9 +33,7 @@ def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -
     _check(model, out, overwrite)
     name = name_of(edits)
     if (model / REPLACED / name).is_dir():
-        raise UserError(
-            f"{edits} is merged into {model} already; to take it out: python -m train edit revert {model} {edits} OUT"
-        )
+        raise UserError(f"{edits} is merged into {model} already; to take it out: omni-train edit revert {model} {edits} OUT")
     loaded = load_folder(model)
     found = load_edits(edits, loaded.model)
     merged = merge(loaded.model, found)

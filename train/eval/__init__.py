@@ -1,4 +1,4 @@
-"""Evaluates a model on the questions of a data set (`python -m train eval FOLDER DATA`).
+"""Evaluates a model on the questions of a data set (`omni-train eval FOLDER DATA`).
 
 questions    the data, row by row, in any known format
 answers      one answer per question, scored, in a file that a later start continues

@@ -1,4 +1,4 @@
-"""Plans a run before it is started (`python -m train plan`): parameters, memory on each device, and time."""
+"""Plans a run before it is started (`omni-train plan`): parameters, memory on each device, and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a run from its configuration and trains it (`python -m train fit`)."""
+"""Builds a run from its configuration and trains it (`omni-train fit`)."""
 
 from __future__ import annotations
 
@@ -49,9 +49,13 @@ MODEL = "model"
 def fit(config: FitConfig) -> Outcome | None:
     """Trains as configured, in all processes of the run; returns None in all but the first.
 
+    A folder that has an earlier start of the run is gone on with; see `resume`.
+
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
+    if not config.run_folder:
+        raise UserError("run_folder is missing: name a folder for the run")
     refuse_remote(config.run_folder, "run_folder", write=True)
     check_resume(config)
     notes = check_start(with_alignment(config))

@@ -192,7 +192,7 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
         with problems.of("model.codec_folder"):
             raise UserError(
                 f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
-                "folder, or put them into the model folder (python -m train convert ... --codec_folder)"
+                "folder, or put them into the model folder (omni-train convert ... --codec_folder)"
             )
     projector = shape.projector
     for name in sorted(config.data.drawn) if projector.kind in SHARING else ():

@@ -185,7 +185,7 @@ def test_extending_says_what_becomes_of_the_learning_rate(tmp_path: Path, capfd:
         ({"budget": BudgetConfig(minutes=5)}, r"budget\.minutes is 5, but the run was started without such a limit"),
         ({"budget": BudgetConfig(steps=9), "clip": 2.0}, r"clip is 2\.0, but the run in .* was started with 1\.0"),
         ({"budget": BudgetConfig(steps=9), "schedule": ScheduleConfig()}, r"schedule\.warmup_steps is 0, but"),
-        ({"budget": BudgetConfig(steps=9), "run_folder": "elsewhere"}, r"goes on with an earlier run, but .*elsewhere has no"),
+        ({"budget": BudgetConfig(steps=9), "run_folder": "elsewhere"}, r"needs an earlier run, but .*elsewhere has no"),
     ],
 )
 def test_extending_with_anything_else_is_refused(undisturbed: dict[str, Path], changes: dict[str, Any], said: str) -> None:

@@ -48,9 +48,8 @@ def documented() -> list[list[str]]:
     """The commands of docs/data.md's beginning, as somebody would type them, from the package's name on."""
     section = (ROOT / "docs" / "data.md").read_text().split("\n## ")[1]
     lines = [line for block in re.findall(r"```\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
-    words = [shlex.split(line) for line in lines if line.startswith("python")]
-    assert all(line[:2] == ["python", "-m"] for line in words)
-    return [line[2:] for line in words]
+    words = [shlex.split(line) for line in lines if line.startswith("omni-")]
+    return [[name.removeprefix("omni-"), *rest] for name, *rest in words]
 
 
 def download(weights: Path) -> None:
@@ -136,7 +135,7 @@ def test_the_documented_commands_lead_from_downloads_to_a_trained_model(
 def listened_to(place: Path) -> None:
     """The line that looks at a row runs as it stands there, with the codec of the documented model."""
     (line,) = (line for line in (ROOT / "docs" / "data.md").read_text().splitlines() if " data listen " in line)
-    assert main(shlex.split(line, comments=True)[3:]) == 0
+    assert main(shlex.split(line, comments=True)[1:]) == 0
     heard = read_audio(place / "listen-voiceassistant-17" / "answer-0-codes.wav", 24000)
     codes, codec = torch.tensor(snac_frames(17)).t(), load_codec("snac", place / "weights" / "snac_24khz")
     torch.testing.assert_close(heard, codec.decode(codes), rtol=0, atol=1e-4)

@@ -95,7 +95,7 @@ def test_what_a_link_points_at_is_written_and_the_link_stays(lm, tmp_path, there
     "target, words",
     [
         (".", ". is or holds the folder that you are in"),
-        ("", ". is or holds the folder that you are in"),
+        ("", "target: it is empty; give a path"),
         ("../here", "../here is or holds the folder that you are in"),
         ("..", ".. is or holds the folder that you are in"),
         ("/", "/ is the root of a disk; give a folder in it"),

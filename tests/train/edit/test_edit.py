@@ -188,7 +188,7 @@ def test_merged_edits_answer_as_lent_ones_and_come_out_bit_for_bit(place, tmp_pa
     merged = SpeechLM.from_pretrained(tmp_path / "merged").generate(question, **options)
     assert merged.tokens == wanted.tokens and torch.equal(merged.codes, wanted.codes)
     assert not torch.equal(merged.codes, before.codes)
-    with pytest.raises(UserError, match=r"is merged into .* already; to take it out: python -m train edit revert"):
+    with pytest.raises(UserError, match=r"is merged into .* already; to take it out: omni-train edit revert"):
         main(["merge", str(tmp_path / "merged"), str(place / "edits"), str(tmp_path / "twice")])
     assert run(place, "revert", str(tmp_path / "merged"), "@edits", str(tmp_path / "back")) == 0
     back, first = state(tmp_path / "back"), state(place / "model")
@@ -298,7 +298,7 @@ def test_commands_are_known_by_name(capsys, tmp_path):
         main(["aply"])
     with pytest.raises(UserError, match=r"unknown option --overwrit; its one option is --overwrite"):
         main(["merge", "a", "b", "c", "--overwrit"])
-    assert main([]) == 2 and "python -m train edit COMMAND" in capsys.readouterr().out
+    assert main([]) == 2 and "omni-train edit COMMAND" in capsys.readouterr().out
     (tmp_path / "config.json").touch()
     with pytest.raises(UserError, match=r"the model itself; name another folder"):
         main(["merge", str(tmp_path), str(tmp_path), str(tmp_path)])

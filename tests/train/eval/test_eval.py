@@ -1,4 +1,4 @@
-"""`python -m train eval`: forms of data, interruption, refusals, VoiceBench's answers, two runs side by side."""
+"""`omni-train eval`: forms of data, interruption, refusals, VoiceBench's answers, two runs side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph guard in a run, and `python -m train doctor`."""
+"""The graph guard in a run, and `omni-train doctor`."""
 
 from __future__ import annotations
 

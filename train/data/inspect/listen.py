@@ -139,7 +139,7 @@ def _task(row: Row, name: str | None) -> Task:
     for usual in USUAL:
         if not any(turn.lacks(TASKS[usual]) for turn in row.turns):
             return TASKS[usual]
-    raise UserError(f"{row.where} has the parts of no task: see python -m train data validate")
+    raise UserError(f"{row.where} has the parts of no task: see omni-train data validate")
 
 
 def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:

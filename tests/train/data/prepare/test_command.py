@@ -1,4 +1,4 @@
-"""`python -m train data prepare`: options, a file of them, what is shown meanwhile and at the end."""
+"""`omni-train data prepare`: options, a file of them, what is shown meanwhile and at the end."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def table(tmp_path: Path) -> tuple[Path, str]:
 def units(tmp_path: Path) -> tuple[Path, str]:
     path = llama_omni(tmp_path)
     first = next(iter(open_source(path)))
-    assert isinstance(first, Broken) and "--read.codec, one of snac, mimi" in first.why
+    assert isinstance(first, Broken) and "say which with --read.codec, one of codec2, " in first.why
     return path, first.why.replace("--read.codec,", "--read.codec cosyvoice2")
 
 

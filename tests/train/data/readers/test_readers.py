@@ -78,7 +78,7 @@ def test_nothing_known_is_refused(tmp_path):
         open_source(tmp_path)
     for options, why in (
         ({"format": "x"}, "format 'x' is unknown: there are voiceassistant"),
-        ({"codec": "x"}, "codec 'x' is unknown: there are snac"),
+        ({"codec": "x"}, "codec 'x' is unknown: there are codec2"),
         ({"order": "x"}, "order 'x' is unknown: there are streams, levels"),
         ({"packing": ""}, "packing '' is unknown: there are plain"),
         ({"audio": "perhaps"}, "audio 'perhaps' is unknown: there are required"),
