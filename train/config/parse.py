@@ -83,7 +83,7 @@ def read_run(argv: Sequence[str]) -> FitConfig:
 
 
 def recipe(source: str | Path, /, **changes: Any) -> FitConfig:
-    """Reads a recipe (`nano`) or a YAML file, with changes: sections as mappings, whose other keys stay, or values by dotted keys.
+    """Reads a recipe (`nano`) or a YAML file, with changes: sections as mappings (other keys stay), or values by dotted keys.
 
         recipe("nano", budget={"steps": 100}, **{"data.workers": 2})
 
