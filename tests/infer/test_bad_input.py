@@ -107,7 +107,7 @@ WORDS = {
     "out is a device": (["ask", "q.wav", "--out", "/dev/null"], "/dev/null", "not a file"),
     "json in the pipe": (["ask", "q.wav", "--json", "--out", "-"], "standard output"),
     "pipe without sound": (["ask", "q.wav", "--task", "A1T2", "--out", "-"], "text only"),
-    "default model": (["ask", "q.wav", "--model", "runs/nano/model"], "runs/nano/model", "make demo"),
+    "default model": (["ask", "q.wav", "--model", "runs/nano/model"], "runs/nano/model", "omni-train demo"),
     "missing model": (["ask", "q.wav", "--model", "nowhere"], "nowhere", "does not exist"),
     "model without config": (["ask", "q.wav", "--model", "."], "config.json"),
     "unknown preset": (["bench", "--preset", "nanno"], "'nanno'", "did you mean 'nano'?"),
