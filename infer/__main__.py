@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from infer.messages import in_options
 from omni.errors import UserError, in_one_line
+from omni.plugins import take_plugins
 from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say
 
 USER_MISTAKE = 2
@@ -50,7 +51,7 @@ def run(words: Sequence[str]) -> bool:
     from infer.cli import parse
     from infer.options import AskOptions
 
-    options = parse(words)
+    options = parse(take_plugins(words))
     if isinstance(options, AskOptions):
         answers = check_ask(options)
         from infer.ask import ask

@@ -23,11 +23,16 @@ COMMANDS: dict[str, type[Any]] = {"ask": AskOptions, "bench": BenchOptions}
 
 Command = AskOptions | BenchOptions
 
+DESCRIPTION = (
+    "Talk to a speech language model. With any command, --plugin NAME imports a module of one's own, such as "
+    "my_package.my_module, that brings the model's codec, encoder or task (docs/extending.md)."
+)
+
 
 def build_parser() -> ArgumentParser:
     """The parser of `omni-infer`, with one subcommand per entry of `COMMANDS`."""
     settings: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
-    parser = ArgumentParser(prog="omni-infer", description="Talk to a speech language model.", **settings)
+    parser = ArgumentParser(prog="omni-infer", description=DESCRIPTION, **settings)
     commands = parser.add_subcommands(metavar="COMMAND", title="commands")
     for name, kind in COMMANDS.items():
         help = (kind.__doc__ or "").strip()

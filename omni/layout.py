@@ -5,7 +5,7 @@ text stream last. Every stream has its own vocabulary, and all ids are local to 
 
     [0, size)                    ordinary ids (codes of a codebook, or tokens of the tokenizer)
     size + 0 ... size + 4        end, pad, input, answer, asr (on text) or split (on audio)
-    ... size + specials          reserved
+    ... size + specials          markers of further tasks (on text), and reserved
 
 The answer of the preset `codec2` (4 audio streams with delays 1..4, text "no" and two frames of sound, `fill: pad`):
 
@@ -52,8 +52,11 @@ LARGEST, LONGEST_DELAY, MOST_STREAMS = 1 << 28, 10_000, 256
 IGNORE = -100
 """Target of a position that is left out of the loss (the default of `torch.nn.functional.cross_entropy`)."""
 
-SPECIALS = {"end": 0, "pad": 1, "input": 2, "answer": 3, "asr": 4, "split": 4}
-"""Offset of each special id from the stream's size; `asr` belongs to text, `split` to audio."""
+SPECIALS = {
+    "audio": {"end": 0, "pad": 1, "input": 2, "answer": 3, "split": 4},
+    "text": {"end": 0, "pad": 1, "input": 2, "answer": 3, "asr": 4},
+}
+"""Offset of each special id from the stream's size, by the stream's kind; `omni.tasks.register_task` adds markers to text."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,16 @@ class Stream:
         return self.rows or self.size + self.specials
 
     def special(self, name: str) -> int:
-        """Id of a special token: `end`, `pad`, `input`, `answer`, `asr` (text), `split` (audio)."""
-        if name not in SPECIALS or (name == "asr" and self.kind == "audio") or (name == "split" and self.kind == "text"):
-            raise UserError(f"layout: a {self.kind} stream has no special id {name!r}; known: {', '.join(SPECIALS)}")
-        return self.size + SPECIALS[name]
+        """Id of a special token, one of `SPECIALS`; UserError where the stream keeps too few of them for it."""
+        known = SPECIALS[self.kind]
+        if name not in known:
+            raise UserError(f"layout: a {self.kind} stream has no special id {name!r}; known: {', '.join(known)}")
+        if known[name] >= self.specials:
+            raise UserError(
+                f"layout: {name!r} is special id {known[name]} of a {self.kind} stream, and this one keeps {self.specials} of "
+                "them: give the task a lower offset, or the layout more specials"
+            )
+        return self.size + known[name]
 
 
 @dataclass(frozen=True)
@@ -211,18 +220,11 @@ class Layout:
         return max(s.delay for s in self.audio)
 
     def ids(self, name: str) -> Tensor:
-        """One special id per stream, [K]. Streams without `asr` have `answer` instead, those without `split` have `pad`."""
+        """One special id per stream, [K]. Audio streams have `answer` for a marker of text, text has `pad` for `split`."""
         import torch
 
-        out = []
-        for s in self.streams:
-            if name == "asr" and s.kind == "audio":
-                out.append(s.special("answer"))
-            elif name == "split" and s.kind == "text":
-                out.append(s.special("pad"))
-            else:
-                out.append(s.special(name))
-        return torch.tensor(out)
+        instead = {"audio": "answer", "text": "pad"} if any(name in known for known in SPECIALS.values()) else {}
+        return torch.tensor([s.special(name if name in SPECIALS[s.kind] else instead.get(s.kind, name)) for s in self.streams])
 
     def allowed(self) -> Tensor:
         """Ids that may be sampled under `fill: pad`, [K, largest vocabulary] bool: the ordinary ones and `end`."""

@@ -13,7 +13,7 @@ written question, but no `answer` after its end:
     system      input | the message's tokens                        | end            on text; pad on audio
 
 The text stream's marker is `asr` where the question is to be transcribed; a stream that does not answer has pad in the last
-column, where the others have their marker.
+column, where the others have their marker. `register_task` adds rows, with markers of their own.
 
 | task | question | answer        | trained: text | trained: audio | what it is                       |
 |------|----------|---------------|---------------|----------------|----------------------------------|
@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError, closest
-from omni.layout import IGNORE, Layout
+from omni.layout import IGNORE, SPECIALS, Layout
+from omni.plugins import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,31 +48,65 @@ class Task:
     Attributes:
         question: `audio` or `text`.
         text, audio: whether the answer is written, and whether it is spoken (these streams are trained).
-        marker: the text stream's last prompt id, where text answers.
+        marker: the text stream's last prompt id, where text answers: `answer`, `asr`, or one that `register_task` adds.
+        writes: what the text is: the row's answer, or its question (a transcription).
     """
 
     name: str
     question: Literal["audio", "text"]
     text: bool
     audio: bool
-    marker: Literal["answer", "asr"] = "answer"
+    marker: str = "answer"
+    writes: Literal["answer", "question"] = "answer"
 
     def trained(self, layout: Layout) -> tuple[bool, ...]:
         """Whether each stream is supervised, in the layout's order."""
         return (*(self.audio and s.role == "predicted" for s in layout.audio), self.text)
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("A1T1", "audio", text=True, audio=False, marker="asr"),
-        Task("A1T2", "audio", text=True, audio=False),
-        Task("A1A2", "audio", text=True, audio=True),
-        Task("T1A1", "text", text=False, audio=True),
-        Task("T1A2", "text", text=True, audio=True),
-        Task("T1T2", "text", text=True, audio=False),
-    )
-}
+TASKS: Registry[Task] = Registry("task")
+"""Tasks by name; a task's number in batches and tables is its place here."""
+
+
+def register_task(task: Task, offset: int | None = None) -> Task:
+    """Adds a task.
+
+        register_task(Task("A1T3", "audio", text=True, audio=False, marker="translate"), offset=5)
+
+    Args:
+        offset: of a new marker among the text stream's special ids, from 5: the model's id for it, so keep it for good.
+
+    Raises:
+        UserError: the name is taken, the marker is new and has no offset, or another marker has that offset.
+    """
+    markers = SPECIALS["text"]
+    if task.marker not in markers:
+        if offset is None or offset < 5:
+            raise UserError(f"task {task.name}: its marker {task.marker!r} is new; give an offset of it, from 5")
+        taken = next((name for name, other in markers.items() if other == offset), None)
+        if taken is not None:
+            raise UserError(
+                f"task {task.name}: offset {offset} of its marker {task.marker!r} is that of {taken!r}; give another"
+            )
+    elif offset not in (None, markers[task.marker]):
+        raise UserError(
+            f"task {task.name}: the marker {task.marker!r} has offset {markers[task.marker]}, not {offset}; leave it out"
+        )
+    TASKS.add(task.name, task)
+    if offset is not None:
+        markers[task.marker] = offset
+    return task
+
+
+for _task in (
+    Task("A1T1", "audio", text=True, audio=False, marker="asr", writes="question"),
+    Task("A1T2", "audio", text=True, audio=False),
+    Task("A1A2", "audio", text=True, audio=True),
+    Task("T1A1", "text", text=False, audio=True),
+    Task("T1A2", "text", text=True, audio=True),
+    Task("T1T2", "text", text=True, audio=False),
+):
+    register_task(_task)
 
 
 def find_task(name: str | Task, where: str = "") -> Task:
@@ -84,9 +119,11 @@ def find_task(name: str | Task, where: str = "") -> Task:
 
 
 def find_writer(task: Task) -> Task:
-    """The task with the same kind of question that is answered in text only."""
-    wanted = (task.question, task.marker, True, False)
-    return next(t for t in TASKS.values() if (t.question, t.marker, t.text, t.audio) == wanted)
+    """The task with the same kind of question that is answered in text only, by the same marker where there is one."""
+    writers = [
+        t for t in TASKS.values() if (t.question, t.writes, t.text, t.audio) == (task.question, task.writes, True, False)
+    ]
+    return next((t for t in writers if t.marker == task.marker), writers[0])
 
 
 @dataclass(frozen=True)

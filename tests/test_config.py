@@ -61,7 +61,7 @@ def test_presets_have_the_published_sizes(name):
         ({"projector": {"hidden": 0}}, "projector.hidden is 0"),
         ({"projector": {"stack": 0}}, "projector.stack is 0"),
         ({"ctc": -3}, "ctc is -3"),
-        ({"codec": "snak"}, r"config.codec: unknown codec 'snak': did you mean 'snac'\?"),
+        ({"codec": "snak"}, r"config.codec: codec 'snak' is unknown; did you mean 'snac'\?"),
         ({"ctc": 10**10}, "ctc is 10000000000"),
         ({"decoder": {"norm_eps": float("nan")}}, "decoder.norm_eps is nan; it must be above 0 and at most 1"),
         ({"decoder": {"norm_eps": 0}}, "decoder.norm_eps is 0.0"),

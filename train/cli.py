@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from omni import old_names
 from omni.errors import UserError, in_one_line
+from omni.plugins import take_plugins
 from omni.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, say
 from train.console.command import check_command
 
@@ -35,6 +36,7 @@ HELP = """usage: omni-train COMMAND [options]
 {commands}
 
   --debug     with any command: show where an error came from
+  --plugin    with any command: a module of one's own, such as my_package.my_module (docs/extending.md)
 
 `omni-train COMMAND --help` explains a command. Training itself: docs/training.md."""
 
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())))
         return 0 if arguments else 2
     try:
-        check_command(arguments[0], COMMANDS)
+        arguments = take_plugins(arguments)
+        check_command(arguments[0] if arguments else "", COMMANDS)
         old_names.check_options(arguments[0], arguments[1:], "--")
         run = importlib.import_module(COMMANDS[arguments[0]][0]).main
         all_imported()

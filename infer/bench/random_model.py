@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
-from omni.codec.registry import codec_spec, load_codec
+from omni.codec.registry import CODECS, load_codec
 from omni.config import ModelConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
@@ -58,7 +58,7 @@ def silence_ends(model: SpeechModel) -> None:
 
 def random_codec(name: str, device: torch.device) -> AudioCodec:
     """A codec at its real size, with random weights where it has some."""
-    spec = codec_spec(name)
+    spec = CODECS.find(name)
     return spec.random(device) if spec.random is not None else load_codec(name, device=device)
 
 

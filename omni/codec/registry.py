@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni.errors import UserError, closest
+from omni.errors import UserError
+from omni.plugins import Registry
 from omni.remote import refuse_remote
 
 if TYPE_CHECKING:
     import torch
 
     from omni.codec.base import AudioCodec
+
+
+Load = TypeVar("Load", bound="Callable[[Path | None, torch.device], AudioCodec]")
 
 
 @dataclass(frozen=True)
@@ -46,35 +50,35 @@ class CodecSpec:
     random: Callable[[torch.device], AudioCodec] | None = None
 
 
-_specs: dict[str, CodecSpec] = {}
+CODECS: Registry[CodecSpec] = Registry("codec")
+"""Codecs by name."""
 
 
-def register(spec: CodecSpec) -> None:
-    """Make a codec known by its name; a later registration of a name replaces an earlier one."""
-    _specs[spec.name] = spec
+def register_codec(
+    name: str, *, sample_rate: int, frame_rate: float, codebook_sizes: Sequence[int], **more: Any
+) -> Callable[[Load], Load]:
+    """A decorator for the function that loads a codec (`CodecSpec.load`); `more` are further attributes of its `CodecSpec`.
 
+    @register_codec("mine", sample_rate=16000, frame_rate=50, codebook_sizes=(1024, 1024))
+    def load(folder, device):
+        return MyCodec()
+    """
 
-def codec_names() -> list[str]:
-    """The registered names, sorted."""
-    return sorted(_specs)
+    def add(load: Load) -> Load:
+        CODECS.add(name, CodecSpec(name, load, sample_rate, frame_rate, tuple(codebook_sizes), **more))
+        return load
+
+    return add
 
 
 def check_codec_name(name: str, where: str = "") -> None:
     """UserError, naming the closest, where no codec of that name is registered; the message starts with `where`."""
-    if name not in _specs:
-        place = f"{where}: " if where else ""
-        raise UserError(f"{place}unknown codec {name!r}: {closest(name, codec_names())}")
-
-
-def codec_spec(name: str) -> CodecSpec:
-    """What is known of a codec without its weights; UserError, naming the closest, where none of that name is registered."""
-    check_codec_name(name)
-    return _specs[name]
+    CODECS.find(name, where)
 
 
 def code_orders(name: str) -> Mapping[str, tuple[int, ...]]:
     """Orders other than the model's in which files store a codec's codes; none for a codec that is not registered."""
-    return _specs[name].orders if name in _specs else {}
+    return CODECS[name].orders if name in CODECS else {}
 
 
 def load_codec(name: str, folder: str | Path | None = None, device: str | torch.device = "cpu") -> AudioCodec:
@@ -85,7 +89,7 @@ def load_codec(name: str, folder: str | Path | None = None, device: str | torch.
     """
     import torch
 
-    spec = codec_spec(name)
+    spec = CODECS.find(name)
     if folder is None and spec.weights:
         raise UserError(f"codec {name} needs a folder with {spec.weights}")
     if folder is not None and not spec.weights:
@@ -97,7 +101,7 @@ def load_codec(name: str, folder: str | Path | None = None, device: str | torch.
 
 def load_if_given(name: str, folder: str | Path | None, device: str | torch.device = "cpu") -> AudioCodec | None:
     """Loads a codec; None where it has weights and no folder of them is given."""
-    return None if folder is None and codec_spec(name).weights else load_codec(name, folder, device)
+    return None if folder is None and CODECS.find(name).weights else load_codec(name, folder, device)
 
 
 def _load_codec2(folder: Path | None, device: torch.device) -> AudioCodec:
@@ -132,8 +136,9 @@ def _random_mimi(device: torch.device, codebooks: int) -> AudioCodec:
     return MimiCodec.random(codebooks=codebooks, device=device)
 
 
-register(CodecSpec("codec2", _load_codec2, 8000, 25.0, (512, 512, 16, 64), layout="codec2"))
-register(
+CODECS.add("codec2", CodecSpec("codec2", _load_codec2, 8000, 25.0, (512, 512, 16, 64), layout="codec2"))
+CODECS.add(
+    "snac",
     CodecSpec(
         "snac",
         _load_snac,
@@ -144,10 +149,11 @@ register(
         orders={"levels": (0, 1, 3, 4, 2, 5, 6)},  # c0 | c1 c1 | c2 c2 c2 c2, where the model has c0 c1 c2 c2 c1 c2 c2
         layout="snac",
         random=_random_snac,
-    )
+    ),
 )
 for _name, _books in (("mimi", 8), ("mimi-16", 16), ("mimi-32", 32)):
-    register(
+    CODECS.add(
+        _name,
         CodecSpec(
             _name,
             partial(_load_mimi, codebooks=_books),
@@ -157,5 +163,5 @@ for _name, _books in (("mimi", 8), ("mimi-16", 16), ("mimi-32", 32)):
             "the config.json and model.safetensors of kyutai/mimi",
             kind="mimi",
             random=partial(_random_mimi, codebooks=_books),
-        )
+        ),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from omni.checkpoint.places import CONFIG, WEIGHTS
 from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_file, write_safetensors
 from omni.codec.base import AudioCodec
-from omni.codec.registry import codec_names, load_codec
+from omni.codec.registry import CODECS, load_codec
 from omni.convert.contract import CodecConfig, Foreign, check_float
 from omni.convert.lazy import WriteCallback
 from omni.errors import UserError
@@ -71,8 +71,8 @@ def check(source: Foreign, folder: Path, name: str = "") -> AudioCodec:
     """Make the codec called `name` from a folder of its weights; UserError (naming the source) where they do not fit it."""
     assert isinstance(source.config, CodecConfig)
     name = name or source.config.name
-    if name not in codec_names():
-        raise UserError(f"{source.place} holds the codec {name}, which is not known here; known: {', '.join(codec_names())}")
+    if name not in sorted(CODECS):
+        raise UserError(f"{source.place} holds the codec {name}, which is not known here; known: {', '.join(sorted(CODECS))}")
     try:
         return load_codec(name, folder)
     except UserError as error:

@@ -199,7 +199,7 @@ def edit(place, change) -> None:
         (lambda c: c["files"].update({TOKENIZER: 7}), "files: tokenizer.json is 7; it must hold"),
         (lambda c: c["files"][TOKENIZER].update(bytes="9"), "files: tokenizer.json is .*'9'"),
         (lambda c: c.update(extra=None), "config.json: extra is None; it must be an object"),
-        (lambda c: c["model"].update(codec="snak"), r"model.codec: unknown codec 'snak': did you mean 'snac'\?"),
+        (lambda c: c["model"].update(codec="snak"), r"model.codec: codec 'snak' is unknown; did you mean 'snac'\?"),
     ],
 )
 def test_a_bad_configuration_is_refused(saved, change, says):

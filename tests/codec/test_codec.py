@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.codec.mimi import MimiCodec
-from omni.codec.registry import CodecSpec, codec_names, codec_spec, load_codec, load_if_given, register
+from omni.codec.registry import CODECS, load_codec, load_if_given, register_codec
 from omni.codec.snac import SnacCodec
 from omni.errors import UserError
 
@@ -252,8 +252,8 @@ def test_audio_that_cannot_be_encoded(codec: AudioCodec) -> None:
 
 
 def test_registry(tmp_path) -> None:
-    assert {"codec2", "snac"} <= set(codec_names())
-    with pytest.raises(UserError, match=r"unknown codec 'codec3': did you mean 'codec2'\? .*snac"):
+    assert {"codec2", "snac"} <= set(CODECS)
+    with pytest.raises(UserError, match=r"'codec3' is unknown; did you mean 'codec2'\? .*snac"):
         load_codec("codec3")
     with pytest.raises(UserError, match="codec2 has no weights"):
         load_codec("codec2", tmp_path)
@@ -262,7 +262,7 @@ def test_registry(tmp_path) -> None:
 
 
 def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr("omni.codec.registry._specs", {})
+    monkeypatch.setitem(CODECS, "mine", None)  # and away again after the test
     asked = []
     made = SnacCodec.random(0, **SNAC_B)
 
@@ -270,12 +270,13 @@ def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
         asked.append((folder, device))
         return made
 
-    register(CodecSpec("mine", load, 24000, made.frame_rate, tuple(made.codebook_sizes), "weights of mine"))
+    known = dict(sample_rate=24000, frame_rate=made.frame_rate, codebook_sizes=made.codebook_sizes)
+    assert register_codec("mine", **known, weights="weights of mine")(load) is load
     assert load_codec("mine", str(tmp_path), "cpu") is made
     assert asked == [(tmp_path, torch.device("cpu"))]
-    assert codec_names() == ["mine"] and codec_spec("mine").frame_rate == made.frame_rate
+    assert CODECS.find("mine").frame_rate == made.frame_rate
     assert load_if_given("mine", None) is None
-    register(CodecSpec("mine", load, 24000, made.frame_rate, tuple(made.codebook_sizes)))  # without weights
+    register_codec("mine", **known)(load)  # without weights
     assert load_if_given("mine", None) is made and asked[-1] == (None, torch.device("cpu"))
     with pytest.raises(UserError, match="mine has no weights to read from"):
         load_codec("mine", tmp_path)
@@ -283,8 +284,8 @@ def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
 
 def test_what_is_known_of_a_codec_is_what_it_is() -> None:
     """Without its weights: rates, sizes, and the orders of a frame's codes."""
-    for name in codec_names():
-        spec = codec_spec(name)
+    for name in sorted(CODECS):
+        spec = CODECS.find(name)
         made = spec.random(torch.device("cpu")) if spec.random is not None else load_codec(name)
         assert (spec.sample_rate, spec.frame_rate) == (made.sample_rate, made.frame_rate)
         assert spec.codebook_sizes == tuple(made.codebook_sizes) and bool(spec.weights) == (spec.random is not None)

@@ -14,7 +14,7 @@ import torch
 import omni
 from omni.audio.io import audio_info, read_audio, write_wav
 from omni.checkpoint.folder import save_folder
-from omni.codec.registry import CodecSpec, register
+from omni.codec.registry import CODECS, CodecSpec
 from omni.errors import UserError
 from omni.generate.options import AnswerOptions, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -218,7 +218,7 @@ def test_an_empty_batch_and_no_codec(layout: Layout) -> None:
 def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path) -> None:
     layout = LAYOUTS["pad"]
     model = make_model(layout)
-    register(echo(layout))
+    CODECS.add("echo", echo(layout))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "none.txt").write_text("an echo needs no weights")
     config = dataclasses.replace(model.config, codec="echo")
@@ -348,7 +348,7 @@ def test_what_is_printed_fits_a_line() -> None:
 def silent_folder(tmp_path: Path) -> Path:
     """A model folder without a codec."""
     model = make_model(LAYOUTS["pad"])
-    register(echo(LAYOUTS["pad"]))
+    CODECS.add("echo", echo(LAYOUTS["pad"]))
     save_folder(tmp_path / "m", dataclasses.replace(model.config, codec="echo"), model.state_dict(), Tokenizer.bytes())
     return tmp_path / "m"
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from tests.guarded import child
-from train.config.run import FitConfig
+from train.config.run import FitConfig, plain_config
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -199,7 +199,7 @@ def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dic
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
         parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
-    loop = Loop(config, asdict(config), parts, fabric, Path(config.run_folder))
+    loop = Loop(config, plain_config(config), parts, fabric, Path(config.run_folder))
     outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
     if loop.average is not None:

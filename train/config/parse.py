@@ -18,6 +18,7 @@ import yaml
 
 from omni import old_names
 from omni.errors import UserError
+from omni.plugins import load_plugins
 from train.config.run import FitConfig
 from train.console.command import GIVE, find_config, read_config
 from train.data.config import DataConfig
@@ -39,6 +40,7 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
     source = str(file)
     if file is not None:
         data = read_config(file)
+        _load_plugins(data, file)
         overrides, numbered = _numbered(overrides)
         for path, value in numbered:
             _set(data, path, value, file)
@@ -71,6 +73,14 @@ def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
             raise UserError(str(ours)) from error
     config.check_head()
     return config, file.stem if file is not None else "run"
+
+
+def _load_plugins(data: Mapping[str, Any], file: Path) -> None:
+    """Loads the plug-ins that a file names under `plugins`, before its other keys are read."""
+    names = data.get("plugins") or ()
+    if not isinstance(names, (list, tuple)):
+        raise UserError(f"{file}: plugins is {names!r}; it must be a list of modules' names")
+    load_plugins(names, f"{file}: plugins:")
 
 
 _OPTIONS = ("--help", "-h", "--print_config", "--config")

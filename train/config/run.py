@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from omni.config import from_dict, preset
 from omni.errors import UserError
+from omni.plugins import load_plugins
 from train.balance.section import BalanceSection, check_balance
 from train.config.sections import (
     BudgetConfig,
@@ -47,6 +48,8 @@ class FitConfig:
         ema: decay of a running average of the weights, which is then validated and exported.
         clip: largest norm of the gradients; null for no clipping.
         guard: watch every step for mistakes with graphs and gradients (docs/gradients.md): for a model or data of your own.
+        plugins: modules of one's own that register codecs, encoders, tasks and the like (docs/extending.md); no stored
+            configuration names them.
     """
 
     budget: BudgetConfig
@@ -68,8 +71,10 @@ class FitConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        load_plugins(self.plugins, "plugins")
         _need(self.ema is None or 0 < self.ema < 1, f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999")
         _need(
             self.lora is None or self.trainable == ("*",),
@@ -113,8 +118,10 @@ class FitConfig:
 
 
 def plain_config(config: FitConfig) -> dict[str, Any]:
-    """The configuration as plain data (mappings, lists, numbers and texts)."""
-    return json.loads(json.dumps(asdict(config)))
+    """The configuration as plain data (mappings, lists, numbers and texts), without the names of plug-ins."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    del plain["plugins"]
+    return plain
 
 
 def completed(plain: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from omni.checkpoint.tensors import FileStamp
-from omni.codec.registry import check_codec_name, codec_spec
+from omni.codec.registry import CODECS, check_codec_name
 from omni.config import ModelConfig, ProjectorConfig
 from omni.convert import codecs as codec_weights
 from omni.convert import huggingface, mini_omni
@@ -138,7 +138,7 @@ def codec_of(options: ConvertOptions, codec: str) -> Foreign | None:
     if options.codec_folder is None:
         return None
     weights = open_foreign(options.codec_folder)
-    if not isinstance(weights.config, CodecConfig) or weights.config.name != (codec_spec(codec).kind or codec):
+    if not isinstance(weights.config, CodecConfig) or weights.config.name != (CODECS.find(codec).kind or codec):
         raise UserError(f"--codec_folder {options.codec_folder} holds {weights.kind}, the model's codec is {codec}")
     return weights
 
@@ -171,7 +171,7 @@ def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
     """The layout for a text embedding of `size` rows, and the name of its codec."""
     codec = options.codec or {"mini-omni": "snac", None: "snac"}.get(options.layout, str(options.layout))
     check_codec_name(codec, "--codec")
-    spec = codec_spec(codec)
+    spec = CODECS.find(codec)
     sizes, preset = spec.codebook_sizes, options.layout or spec.layout
     layout = Layout.preset(preset, size) if preset else Layout.build(sizes, size)
     if layout.codebook_sizes != sizes:

@@ -233,7 +233,7 @@ def check_tasks(tasks: tuple[str, ...]) -> None:
     if not tasks:
         raise UserError("tasks is empty; name at least one, such as A1A2")
     for name in tasks:
-        if find_task(name, "tasks").marker == "asr" or not find_task(name).text:
+        if find_task(name, "tasks").writes == "question" or not find_task(name).text:
             raise UserError(
                 f"task {name} writes no answer of its own, so no fact can be taught by it; use A1A2, A1T2, T1A2 or T1T2"
             )

@@ -27,6 +27,7 @@ from train.console.progress import Display
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.data.seeding import key
+from train.eval import metrics
 from train.eval.config import EvalConfig, Progress
 from train.eval.held_out import Item
 from train.eval.journal import Journal
@@ -70,7 +71,7 @@ def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
     columns = len(prompt(lm.layout, asked.turn))
     if columns >= lm.config.decoder.context:
         raise UserError(f"takes {columns} positions, and the model's context has {lm.config.decoder.context}")
-    expected = turn.question_text if task.marker == "asr" or not task.text else turn.answer_text
+    expected = turn.written(task) if task.text else turn.question_text
     codes = None
     if task.audio and lm.codec is not None and turn.answer_codes is not None and turn.answer_codes.codec == lm.codec.name:
         codes = turn.answer_codes.for_codec(lm.codec)
@@ -109,7 +110,7 @@ def _answer(
             asked.append(EvalQuestion(index, row, make_item(row, task, lm)))
         except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
             records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
-    answers = ask(lm, asked, config, sound=asr is not None)
+    answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in metrics.METRICS.values()))
     for one, answer in zip(asked, answers, strict=True):
         records[one.index] = judge(one, answer, task, config, asr, lm.codec)
     return [records[index] for index, _ in batch], sum(one.seconds for one in asked)
@@ -158,6 +159,7 @@ def judge(
                 scores["ear_wer"] = text_errors(reference, normaliser(right), row.language)[1:]
         if task.text:
             scores["speech_text_wer"] = text_errors(written, said, row.language)[1:]
+    scores |= metrics.scores(item, answer, row)
     record: dict[str, Any] = {
         "index": one.index,
         "where": row.where,

@@ -117,7 +117,7 @@ def items_of(
                     raise UserError(f"held-out {row.where}: {error}") from error
                 broken.setdefault(row.where, f"{row.where}: {error}")
                 continue
-            text = (turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None
+            text = turn.written(task) if task.text else None
             question: str | Tensor = turn.question_text if spoken is None else spoken
             items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2], row.system))
     if not items:

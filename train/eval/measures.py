@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from omni.plugins import Registry
 from train.console.progress import percent
 
 RESAMPLES = 2000
@@ -40,7 +41,10 @@ class Measure:
     unit: str = ""
 
 
-MEASURES = {
+MEASURES: Registry[Measure] = Registry("measure")
+"""Figures by name; `train.eval.metrics.register_metric` adds some."""
+
+MEASURES |= {
     "wer": Measure("word error rate", "lower", "word errors over words of the reference, all answers together (jiwer)"),
     "cer": Measure("character error rate", "lower", "the same by characters, for languages without spaces"),
     "exact_match": Measure("exact match", "higher", "share of the written answers that equal the reference, normalised"),

@@ -79,7 +79,9 @@ def evaluate(
 
 
 def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, asr: str | None) -> dict[str, Any]:
-    """The model, data, task and settings that identify this evaluation."""
+    """The model, data, task, settings and plug-ins' metrics that identify this evaluation."""
+    from train.eval.metrics import METRICS
+
     return {
         "model": str(model),
         "model_hash": _model_hash(model),
@@ -90,7 +92,7 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
         "task": task.name,
         "ear": asr,
         "device": config.device,
-        "settings": config.deciding(),
+        "settings": config.deciding() | ({"metrics": list(METRICS)} if METRICS else {}),
         "text_before": config.text_before,
         "text_before_hash": None if config.text_before is None else fingerprint(Path(config.text_before)),
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from omni.checkpoint.folder import CODEC, check_sizes
-from omni.codec.registry import codec_spec
+from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.lora import peft
@@ -188,7 +188,7 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
         check_tokenizer(section, shape)
     own = section.init_from is not None and (Path(section.init_from) / CODEC).is_dir()
     spoken = sorted(name for name in config.data.drawn if find_task(name).audio)
-    if spoken and codec_spec(shape.codec).weights and section.codec_folder is None and not own:
+    if spoken and CODECS.find(shape.codec).weights and section.codec_folder is None and not own:
         with problems.of("model.codec_folder"):
             raise UserError(
                 f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "

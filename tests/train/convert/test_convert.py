@@ -215,7 +215,7 @@ def test_a_codec_goes_into_the_model_folder(lm, tmp_path):
         ([], "--encoder is missing"),
         (["--encoder", "smal"], "neither a file nor a size; did you mean 'small'?"),
         ([*GROW, "--init", "means"], "init 'means' is unknown; did you mean 'mean'?"),
-        (["--encoder", "nano", "--codec", "snak"], "--codec: unknown codec 'snak': did you mean 'snac'?"),
+        (["--encoder", "nano", "--codec", "snak"], "--codec: codec 'snak' is unknown; did you mean 'snac'?"),
         (["--encoder", "nano", "--codec", "mimi", "--layout", "codec2"], "has codebooks"),
         (["--encoder", "nano", "--layout", "omni-mini"], "omni-mini"),
         ([*GROW, "--dtype", "float8"], "--dtype 'float8' is unknown"),

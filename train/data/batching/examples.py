@@ -30,8 +30,6 @@ from train.data.batching.unused import TOO_LONG, Unusable
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import dice, torch_dice
 
-_TASK_INDEX = {name: i for i, name in enumerate(TASKS)}
-
 
 @dataclass(frozen=True)
 class Clip:
@@ -176,7 +174,7 @@ class ExampleMaker:
         if self.system and prepared.row.system:
             turns[0] = replace(turns[0], system=read_system(prepared.row.system, self.tokenizer))
         parts = [turn_columns(self.model.layout, turn) for turn in turns]  # turns do not overlap: the example is their join
-        task = torch.cat([torch.full((len(part),), _TASK_INDEX[name]) for part, name in zip(parts, tasks, strict=True)])
+        task = torch.cat([torch.full((len(part),), list(TASKS).index(name)) for part, name in zip(parts, tasks, strict=True)])
         columns = parts[0] if len(parts) == 1 else join(parts)
         return Example(draw, columns, task, tuple(clips), where, tuple(dict.fromkeys(tasks)), source)
 
@@ -196,7 +194,7 @@ class ExampleMaker:
             task,
             features=sum(-(-clip.frames // self.model.projector.stack) for clip in clips),
             question=self._ids(prepared, turn.question_text) if task.question == "text" else (),
-            text=self._ids(prepared, turn.question_text if task.marker == "asr" else turn.answer_text) if task.text else None,
+            text=self._ids(prepared, turn.written(task)) if task.text else None,
             codes=codes,
         )
         if number < len(prepared.row.turns) - 1 and self.cut > 0:

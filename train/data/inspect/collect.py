@@ -240,7 +240,7 @@ class Collector:
         codes = None
         if task.audio:
             codes = torch.zeros(config.layout.n_audio, self._frames(turn, spoken), dtype=torch.long)
-        text = turn.question_text if task.marker == "asr" else turn.answer_text
+        text = turn.written(task)
         made = Turn(
             task,
             features=features,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.audio.wav import write_wav
-from omni.codec.registry import codec_spec
+from omni.codec.registry import CODECS
 from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.display import make_folder
@@ -147,6 +147,6 @@ def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:
     from train.data.inspect.code_checks import CodeChecks
 
     name = target.config.codec
-    if codecs.folder is not None or not codec_spec(name).weights or any(turn.answer_codes is None for turn in row.turns):
+    if codecs.folder is not None or not CODECS.find(name).weights or any(turn.answer_codes is None for turn in row.turns):
         return codecs.load(name)
     return CodeChecks(name, target.config.layout.codebook_sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.codec.registry import code_orders, codec_names, codec_spec, load_codec
+from omni.codec.registry import CODECS, code_orders, load_codec
 from omni.errors import UserError
 from train.data.readers.codes import CodesKind, codes_kinds
 from train.data.rows.row import Codes
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _has_weights(name: str) -> bool:
-    return name not in codec_names() or bool(codec_spec(name).weights)
+    return name not in sorted(CODECS) or bool(CODECS.find(name).weights)
 
 
 class BadCodes(ValueError):
@@ -46,7 +46,7 @@ class Codecs:
     def load(self, name: str) -> AudioCodec:
         """Load a codec; UserError where it is unknown or its weights do not fit."""
         if name not in self._loaded:
-            self._loaded[name] = load_codec(name, self.folder if codec_spec(name).weights else None)
+            self._loaded[name] = load_codec(name, self.folder if CODECS.find(name).weights else None)
         return self._loaded[name]
 
     def facts(self, name: str) -> CodesKind | None:
@@ -59,13 +59,13 @@ class Codecs:
     def foreign(self, name: str) -> bool:
         """True where a codec can never be loaded here: there is none of that name, or the weights are another codec's."""
         if name not in self._foreign:
-            self._foreign[name] = name not in codec_names() or self._of_another(name)
+            self._foreign[name] = name not in sorted(CODECS) or self._of_another(name)
         return self._foreign[name]
 
     def _of_another(self, name: str) -> bool:
         if self.folder is None or not _has_weights(name) or self._fits(name):
             return False
-        return any(self._fits(other) for other in codec_names() if other != name and _has_weights(other))
+        return any(self._fits(other) for other in sorted(CODECS) if other != name and _has_weights(other))
 
     def _fits(self, name: str) -> bool:
         try:

@@ -10,11 +10,12 @@ import multiprocessing
 import pickle
 import signal
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
 
 from omni.errors import UserError
+from omni.plugins import load_plugins, loaded
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.worker import BLOCK, BlockMaker, PreparedBlock, Tick
 from train.data.readers import OpenedSource
@@ -68,10 +69,11 @@ class _Pool:
     def __init__(self, source: OpenedSource, config: PrepareConfig, processes: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy threads and locks of torch
         work = pickle.dumps((source, config, features().arrow_schema))
+        plugins = loaded()
         self.workers: dict[Connection, Any] = {}
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, work), daemon=True)
+            process = context.Process(target=_work, args=(theirs, work, plugins), daemon=True)
             process.start()
             theirs.close()
             self.workers[ours] = process
@@ -133,10 +135,11 @@ class _Pool:
             process.join()
 
 
-def _work(pipe: Connection, work: bytes) -> None:
+def _work(pipe: Connection, work: bytes, plugins: Sequence[str]) -> None:
     """Run a worker process: make the assigned blocks until the master closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master ends it
     try:
+        load_plugins(plugins)
         maker = BlockMaker(*pickle.loads(work))
         while True:
             start, stop = pipe.recv()

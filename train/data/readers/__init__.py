@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from omni.errors import UserError
+from omni.plugins import Registry
 from omni.remote import check_there
 from train.data.readers.assistant import SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.codes import PACKINGS, codes_kinds
@@ -25,7 +26,7 @@ from train.data.readers.moshi import MOSHI
 from train.data.readers.rows import ROWS
 from train.data.readers.table import TableReader
 
-__all__ = ["READERS", "Broken", "OpenedSource", "Reader", "ReaderOptions", "open_source", "recognise"]
+__all__ = ["READERS", "Broken", "OpenedSource", "Reader", "ReaderOptions", "open_source", "recognise", "register_reader"]
 
 _ALL: tuple[Reader, ...] = (
     VOICE_ASSISTANT,
@@ -42,8 +43,19 @@ _ALL: tuple[Reader, ...] = (
     TableReader(),
 )
 
-READERS: dict[str, Reader] = {reader.name: reader for reader in _ALL}
-"""Readers by name, from the most specific format to the most general: the first that recognises a path reads it."""
+READERS: Registry[Reader] = Registry("format")
+"""Readers by name, from the most specific format to the most general: the first that recognises a path reads it, those of
+plug-ins before all others."""
+
+for _reader in _ALL:
+    READERS.add(_reader.name, _reader)
+
+
+def register_reader(kind: type[Reader]) -> type[Reader]:
+    """A decorator for a reader's class, which has no arguments; the name is its attribute `name`."""
+    reader = kind()
+    READERS.add(reader.name, reader)
+    return kind
 
 
 ORDERS = ("streams", "levels")
@@ -54,7 +66,7 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     """Find the reader for a file or folder; UserError where it does not exist or no reader recognises it."""
     source = Path(path)
     check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
-    for reader in READERS.values():
+    for reader in [*list(READERS.values())[len(_ALL) :], *_ALL]:
         if reader.recognise(source):
             return reader
     raise UserError(unknown(source, tuple(READERS)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.codec.registry import code_orders, codec_names, codec_spec
+from omni.codec.registry import CODECS, code_orders
 from omni.errors import UserError
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.row import Codes
@@ -44,7 +44,7 @@ TOKENS: dict[str, CodesKind] = {
 
 def codes_kinds() -> dict[str, CodesKind]:
     """Kinds of stored codes by name: those of the registered codecs, and `TOKENS`."""
-    specs = map(codec_spec, codec_names())
+    specs = (CODECS[name] for name in sorted(CODECS))
     return {spec.name: CodesKind(spec.codebook_sizes, spec.frame_rate) for spec in specs} | TOKENS
 
 
@@ -66,7 +66,7 @@ _LEVELS = {"streams": (0, 1, 2, 2, 1, 2, 2), "levels": (0, 1, 1, 2, 2, 2, 2)}
 
 _STREAMS = {
     "streams": tuple(range(7)),
-    **{name: tuple(sorted(range(7), key=places.__getitem__)) for name, places in codec_spec("snac").orders.items()},
+    **{name: tuple(sorted(range(7), key=places.__getitem__)) for name, places in CODECS.find("snac").orders.items()},
 }
 """The model's stream at each place of a frame, by order."""
 

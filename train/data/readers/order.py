@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from omni.codec.registry import codec_spec
+from omni.codec.registry import CODECS
 from omni.errors import UserError
 from train.data.readers.codes import SHOWN
 from train.data.readers.contract import Broken
@@ -84,7 +84,7 @@ def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
     """
     import numpy as np
 
-    size = codec_spec("snac").codebook_sizes[0]
+    size = CODECS.find("snac").codebook_sizes[0]
     counts = np.stack([[np.bincount(place, minlength=size) for place in part] for part in frames]).astype(float)  # [R, 7, C]
     total = counts.sum(0)
 

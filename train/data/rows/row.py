@@ -175,13 +175,17 @@ class RowTurn:
     question_start: float = 0.0
     answer_start: float = 0.0
 
+    def written(self, task: Task) -> str:
+        """The text that `task` writes of this turn."""
+        return self.question_text if task.writes == "question" else self.answer_text
+
     def lacks(self, task: Task) -> str | None:
         """Name of a field that `task` needs and the turn lacks; None where it lacks nothing."""
         if task.question == "audio" and self.question_audio is None:
             return "question_audio"
-        if (task.question == "text" or task.marker == "asr") and not self.question_text.strip():
+        if (task.question == "text" or task.writes == "question") and not self.question_text.strip():
             return "question_text"
-        if task.text and task.marker != "asr" and not self.answer_text.strip():
+        if task.text and task.writes == "answer" and not self.answer_text.strip():
             return "answer_text"
         if task.audio and self.answer_codes is None and self.answer_audio is None:
             return "answer_codes (or answer_audio)"

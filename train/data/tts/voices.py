@@ -1,4 +1,4 @@
-"""TTS for rows that have text only, by espeak-ng, a program, or a Python callable.
+"""TTS for rows that have text only, by espeak-ng, a program, a plug-in's voice, or a Python callable.
 
 Dimensions: S samples.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError
+from omni.plugins import Registry
 from train.data.rows.row import Sound
 from train.data.seeding import dice
 
@@ -37,6 +38,17 @@ class Voice(Protocol):
         """Speak the text in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be spoken."""
 
 
+VOICES: Registry[Callable[..., Any]] = Registry("voice")
+"""Voices of plug-ins by name."""
+
+register_voice = VOICES.register
+"""A decorator: `register_voice(name)` of a callable that speaks a text.
+
+It takes the text, and `language` (BCP 47) and `seed` where it has parameters of these names; it returns samples [S] and their
+rate in Hz.
+"""
+
+
 def make_voice(spec: str) -> Voice:
     """Make the voice of a setting, see `PrepareConfig.voice`; UserError for a setting that names none."""
     check_spec(spec)
@@ -45,7 +57,7 @@ def make_voice(spec: str) -> Voice:
         return EspeakVoice(rest)
     if kind == "command":
         return CommandVoice(rest)
-    return CallableVoice(spec)
+    return CallableVoice(spec, VOICES[spec] if spec in VOICES else imported(spec))
 
 
 def check_spec(spec: str) -> None:
@@ -56,9 +68,10 @@ def check_spec(spec: str) -> None:
     if kind == "command":
         CommandVoice(rest)
         return
-    if not (kind and rest):
+    if spec not in VOICES and not (kind and rest):
         raise UserError(
-            f"voice {spec!r} is unknown; use espeak, espeak:en-us+f3, 'command:prog {{text}} {{out}}' or module:callable"
+            f"voice {spec!r} is unknown; use espeak, espeak:en-us+f3, 'command:prog {{text}} {{out}}', module:callable or "
+            f"the name of a plug-in's ({', '.join(VOICES) or 'none is loaded: --plugin'})"
         )
 
 
@@ -151,24 +164,27 @@ def _filled(word: str, values: dict[str, str]) -> str:
     return word
 
 
-class CallableVoice:
-    """Speaks by the Python callable `module:name`, imported at first use."""
+def imported(spec: str) -> Callable[..., Any]:
+    """The callable `module:name`; UserError where there is none."""
+    module, _, name = spec.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"voice {spec!r} cannot be imported ({error}): name a module on the path and a callable in it"
+        ) from error
+    if not callable(found):
+        raise UserError(f"voice {spec!r} is a {type(found).__name__}, not a callable: name a function of a text")
+    return found  # type: ignore[no-any-return]
 
-    def __init__(self, spec: str) -> None:
-        self.spec = spec
-        module, _, name = spec.partition(":")
-        try:
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            raise UserError(
-                f"voice {spec!r} cannot be imported ({error}): name a module on the path and a callable in it"
-            ) from error
-        if not callable(found):
-            raise UserError(f"voice {spec!r} is a {type(found).__name__}, not a callable: name a function of a text")
-        self.function: Callable[..., Any] = found
-        self.extra = _taken(found)
+
+class CallableVoice:
+    """Speaks by a Python callable; `spec` names it in messages."""
+
+    def __init__(self, spec: str, function: Callable[..., Any]) -> None:
+        self.spec, self.function, self.extra = spec, function, _taken(function)
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         given = {"language": language, "seed": seed}

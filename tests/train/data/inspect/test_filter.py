@@ -259,7 +259,7 @@ def test_error_rates_are_jiwers(language: str, normal) -> None:
 
 def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        codecs._specs, "snac", replace(codecs.codec_spec("snac"), load=lambda folder, device: Beeper("snac"), weights="")
+        codecs.CODECS, "snac", replace(codecs.CODECS.find("snac"), load=lambda folder, device: Beeper("snac"), weights="")
     )
     turn = row(1, "snac", answer_audio=None)
     asked = []

@@ -47,7 +47,7 @@ def test_rows_that_are_not_there(name: str, why: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["codec2", "snac"])
 def test_sounds_come_back(codec: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(
-        codecs._specs, codec, replace(codecs.codec_spec(codec), load=lambda folder, device: Beeper(codec), weights="")
+        codecs.CODECS, codec, replace(codecs.CODECS.find(codec), load=lambda folder, device: Beeper(codec), weights="")
     )
     both = replace(row(1, codec), turns=(*row(1, codec).turns, *row(2, codec).turns))
     data, out = stored(tmp_path / "data", [row(0, codec), both]), tmp_path / "out"
@@ -68,9 +68,9 @@ def test_a_model_brings_its_codec(named: bool, tmp_path: Path, monkeypatch, caps
     """Weights and all, unless others are named: codes sound, and the row is drawn as this model is shown it."""
     asked: list[Path | None] = []
     monkeypatch.setitem(
-        codecs._specs,
+        codecs.CODECS,
         "snac",
-        replace(codecs.codec_spec("snac"), load=lambda folder, device: asked.append(folder) or Beeper("snac")),
+        replace(codecs.CODECS.find("snac"), load=lambda folder, device: asked.append(folder) or Beeper("snac")),
     )
     place, out = tmp_path / "model", tmp_path / "out"
     (place / CODEC).mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_a_row_of_texts_makes_no_folder(tmp_path: Path, monkeypatch) -> None:
 def test_another_sound_of_that_name_is_not_lost(file: str, tmp_path: Path, monkeypatch) -> None:
     """The same row again changes nothing."""
     monkeypatch.setitem(
-        codecs._specs, "codec2", replace(codecs.codec_spec("codec2"), load=lambda folder, device: Beeper("codec2"))
+        codecs.CODECS, "codec2", replace(codecs.CODECS.find("codec2"), load=lambda folder, device: Beeper("codec2"))
     )
     data, out = stored(tmp_path / "data", [row(0)]), tmp_path / "out"
     command = [str(data), "0", "--out", str(out)]

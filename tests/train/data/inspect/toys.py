@@ -110,9 +110,9 @@ def only_snac(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return load
 
-    for name in codecs.codec_names():
+    for name in sorted(codecs.CODECS):
         if name != "codec2":
-            monkeypatch.setitem(codecs._specs, name, replace(codecs.codec_spec(name), load=loader(name)))
+            monkeypatch.setitem(codecs.CODECS, name, replace(codecs.CODECS.find(name), load=loader(name)))
 
 
 class Beeper(AudioCodec):

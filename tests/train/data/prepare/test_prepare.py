@@ -327,7 +327,7 @@ def test_nothing_but_broken_items(tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"codec": "codec3"}, "unknown codec 'codec3': did you mean 'codec2'"),
+        ({"codec": "codec3"}, "codec 'codec3' is unknown; did you mean 'codec2'"),
         ({"speak": "both"}, "'both' is no side of a row"),
         ({"speak": "answer", "voice": "sing"}, "voice 'sing' is unknown; use espeak"),
         ({"speak": "answer", "voice": "command:say {text}"}, "it has no {out}; write 'command:prog {text} {out}'"),

@@ -1,0 +1,164 @@
+"""Registries of what is found by name, and plug-ins: modules of the user's own that add to them.
+
+    @register_codec("mine", sample_rate=16000, ...)      # in my_package/my_module.py
+    omni-train fit nano --plugin my_package.my_module    # or `plugins: [my_package.my_module]` in the configuration
+
+A plug-in is imported because the user named it: nothing that is stored (model folders, checkpoints, prepared rows) names one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from omni.errors import UserError, closest
+
+T = TypeVar("T")
+
+_loaded: list[str] = []
+_loading = ""  # the plug-in that is being imported
+
+
+class Registry(dict[str, T]):
+    """What is known of one kind, by name, in the order of registration.
+
+    Args:
+        kind: what messages call an entry, such as `codec`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self._sources: dict[str, str] = {}
+
+    def add(self, name: str, entry: T) -> None:
+        """Adds an entry; one that the same module (or a notebook) has added before is replaced.
+
+        Raises:
+            UserError: the name is empty, or taken by Omni or by another plug-in.
+        """
+        if not name or name != name.strip():
+            raise UserError(f"{self.kind} {name!r}: give it a name without spaces around it")
+        if name in self and self._sources.get(name, "") != _loading:
+            owner = f"plug-in {self._sources[name]}" if self._sources.get(name) else "Omni"
+            raise UserError(f"{self.kind} {name!r} is registered twice, first by {owner}: give this one another name")
+        self[name] = entry
+        self._sources[name] = _loading
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """A decorator that adds what it decorates."""
+
+        def add(entry: T) -> T:
+            self.add(name, entry)
+            return entry
+
+        return add
+
+    def find(self, name: str, where: str = "") -> T:
+        """The entry of that name.
+
+        Raises:
+            UserError: there is none; the closest name is given, after the key or option `where` it came from.
+        """
+        if name not in self:
+            raise UserError(f"{where}{': ' if where else ''}{self.unknown(name)}")
+        return self[name]
+
+    def unknown(self, name: object) -> str:
+        """The message for a name that is not registered."""
+        return f"{self.kind} {name!r} is unknown; {closest(name, self)} (a plug-in's: name its module with --plugin)"
+
+
+def load_plugins(names: Sequence[str], where: str = "--plugin") -> None:
+    """Imports plug-ins, from the installed packages or the present folder; those that are loaded already are left alone.
+
+    Raises:
+        UserError: a name is given twice, names no module, or the module cannot be imported (its file and line are named).
+    """
+    for i, name in enumerate(names):
+        parts = name.split(".") if isinstance(name, str) else [""]
+        if parts[-1] == "py" or not all(part.isidentifier() for part in parts):
+            hint = str(name).removesuffix(".py").replace("/", ".")
+            raise UserError(f"{where} {name!r} is not the name of a module: write it with dots, such as {hint or 'my_module'}")
+        if name in names[:i]:
+            raise UserError(f"{where} names {name} twice; leave one out")
+    for name in names:
+        if name not in _loaded:
+            _load(name, where)
+            _loaded.append(name)
+
+
+def loaded() -> tuple[str, ...]:
+    """Names of the plug-ins of this process, for a process that it starts."""
+    return tuple(_loaded)
+
+
+def take_plugins(words: Sequence[str]) -> list[str]:
+    """Loads the plug-ins that a command line names by `--plugin NAME` (any number of times); returns the other words.
+
+    Raises:
+        UserError: as of `load_plugins`, or the name is missing.
+    """
+    names, rest = [], []
+    given = iter(words)
+    for word in given:
+        if word == "--":
+            rest += [word, *given]
+            break
+        option, equals, value = word.partition("=")
+        if option != "--plugin":
+            rest.append(word)
+            continue
+        name = value if equals else next(given, "")
+        if not name or name.startswith("-"):
+            raise UserError("--plugin has no value: give the name of a module, such as my_package.my_module")
+        names.append(name)
+    load_plugins(names)
+    return rest
+
+
+def _load(name: str, where: str) -> None:
+    with _registering(name):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise UserError(_broken(name, where, error)) from error
+            raise UserError(
+                f"{where} {name}: there is no module {error.name}, neither in {os.getcwd()} nor among the installed packages"
+            ) from error
+        except UserError as error:
+            raise UserError(f"{where} {name}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise UserError(_broken(name, where, error)) from error
+
+
+def _broken(name: str, where: str, error: BaseException) -> str:
+    """One line about a module that cannot be imported, with the place in the user's file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}, line {error.lineno}"
+    else:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+        place = f"{frames[-1].filename}, line {frames[-1].lineno}" if len(frames) > 1 else "its import"
+    text = " ".join(str(error).split()) or "no message"
+    return f"{where} {name} cannot be imported: {place}: {type(error).__name__}: {text}"
+
+
+@contextmanager
+def _registering(name: str) -> Iterator[None]:
+    """A context in which what is registered belongs to a plug-in, and modules of the present folder are found (last)."""
+    global _loading
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # stays: the module may import others of its folder later, and so do processes that are started
+    importlib.invalidate_caches()
+    before, _loading = _loading, name
+    try:
+        yield
+    finally:
+        _loading = before
