@@ -12,8 +12,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TypeVar
 
 from omni.errors import UserError, closest
@@ -21,7 +21,6 @@ from omni.errors import UserError, closest
 T = TypeVar("T")
 
 _loaded: list[str] = []
-_loading = ""  # the plug-in that is being imported
 
 
 class Registry(dict[str, T]):
@@ -40,15 +39,15 @@ class Registry(dict[str, T]):
         """Adds an entry; one that the same module (or a notebook) has added before is replaced.
 
         Raises:
-            UserError: the name is empty, or taken by Omni or by another plug-in.
+            UserError: the name is empty, or taken by Omni or by another module.
         """
+        source = _registering()
         if not name or name != name.strip():
             raise UserError(f"{self.kind} {name!r}: give it a name without spaces around it")
-        if name in self and self._sources.get(name, "") != _loading:
-            owner = f"plug-in {self._sources[name]}" if self._sources.get(name) else "Omni"
+        owner = self._sources.get(name, source)
+        if name in self and owner != source:
             raise UserError(f"{self.kind} {name!r} is registered twice, first by {owner}: give this one another name")
-        self[name] = entry
-        self._sources[name] = _loading
+        self[name], self._sources[name] = entry, source
 
     def register(self, name: str) -> Callable[[T], T]:
         """A decorator that adds what it decorates."""
@@ -123,19 +122,24 @@ def take_plugins(words: Sequence[str]) -> list[str]:
 
 
 def _load(name: str, where: str) -> None:
-    with _registering(name):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise UserError(_broken(name, where, error)) from error
-            raise UserError(
-                f"{where} {name}: there is no module {error.name}, neither in {os.getcwd()} nor among the installed packages"
-            ) from error
-        except UserError as error:
-            raise UserError(f"{where} {name}: {error}") from error
-        except (Exception, SystemExit) as error:
+    here = os.getcwd()
+    if (
+        here not in sys.path and "" not in sys.path
+    ):  # it stays there: the module may import others later, also in other processes
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise UserError(_broken(name, where, error)) from error
+        raise UserError(
+            f"{where} {name}: there is no module {error.name}, neither in {here} nor among the installed packages"
+        ) from error
+    except UserError as error:
+        raise UserError(f"{where} {name}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(_broken(name, where, error)) from error
 
 
 def _broken(name: str, where: str, error: BaseException) -> str:
@@ -149,16 +153,9 @@ def _broken(name: str, where: str, error: BaseException) -> str:
     return f"{where} {name} cannot be imported: {place}: {type(error).__name__}: {text}"
 
 
-@contextmanager
-def _registering(name: str) -> Iterator[None]:
-    """A context in which what is registered belongs to a plug-in, and modules of the present folder are found (last)."""
-    global _loading
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # stays: the module may import others of its folder later, and so do processes that are started
-    importlib.invalidate_caches()
-    before, _loading = _loading, name
-    try:
-        yield
-    finally:
-        _loading = before
+def _registering() -> str:
+    """Name of the module whose import, or whose cell in a notebook, is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")) if frame is not None else ""

@@ -39,7 +39,7 @@ def write(folder: Path, name: str, text: str) -> None:
         ("x = 1\ndef f(:\n", ["one", "one.py, line 2", "SyntaxError"]),
         ("import sys\nsys.exit(3)", ["one", "one.py, line 2", "SystemExit"]),
         ("from omni.codec.registry import register_codec as r\n@r('snac', sample_rate=1, frame_rate=1, codebook_sizes=(2,))\n"
-         "def f(a, b): ...", ["one", "'snac'", "twice", "Omni"]),
+         "def f(a, b): ...", ["one", "'snac'", "twice", "omni.codec.registry"]),
         ("from omni.tasks import *\nregister_task(Task('A1T9', 'audio', True, False, 'new'))", ["A1T9", "'new'", "offset"]),
     ],
 )  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_name_of_two_plugins_is_refused_and_one_module_may_register_again(fold
     load_plugins(["one"])
     load_plugins(["one"])
     assert toys == {"a": 2} and toys.find("a") == 2 and plugins.loaded() == ("one",)
-    with pytest.raises(UserError, match=r"two: toy 'a' .*plug-in one"):
+    with pytest.raises(UserError, match=r"two: toy 'a' .*by one"):
         load_plugins(["one", "two"])
     with pytest.raises(UserError, match=r"key: toy 'aa' is unknown; did you mean 'a'.*--plugin"):
         toys.find("aa", "key")
