@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeVar, Union
 
 from omni import old_names
 from omni.codec.registry import check_codec_name
-from omni.encoder.config import ENCODER_PRESETS, EncoderConfig
+from omni.encoder.config import EncoderConfig, encoder_kind
+from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
 from omni.tasks import find_task
@@ -177,7 +178,7 @@ class ModelConfig:
     """
 
     layout: Layout = field(default_factory=lambda: Layout.preset("codec2"))
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    encoder: EncoderConfig = field(default_factory=WhisperConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     codec: str = field(default="codec2", metadata={"check": check_codec_name})
@@ -201,8 +202,11 @@ class ModelConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Converts a configuration to plain data (dicts, lists, numbers, strings)."""
-    return dataclasses.asdict(config)
+    """Converts a configuration to plain data (dicts, lists, numbers, strings); an encoder other than Whisper names its kind."""
+    data = dataclasses.asdict(config)
+    if isinstance(config, ModelConfig) and not isinstance(config.encoder, WhisperConfig):
+        data["encoder"] = {"kind": config.encoder.kind, **data["encoder"]}
+    return data
 
 
 def from_dict(kind: type[T], data: Any, where: str = "config", *, stored: bool = False) -> T:
@@ -267,6 +271,10 @@ def _value(hint: Any, value: Any, where: str, stored: bool) -> Any:
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {value!r}; it must be a mapping")
         return dict(value)
+    if hint is EncoderConfig:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} is {value!r}; it must be a mapping of keys")
+        hint, value = encoder_kind(value, where)
     if dataclasses.is_dataclass(hint):
         return from_dict(hint, value, where, stored=stored)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

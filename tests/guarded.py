@@ -32,7 +32,7 @@ from omni.diagnostics import Finding, Guard, report
 from omni.diagnostics.trace.held import tensors_in
 from omni.edit.mend import Mend
 from omni.edit.transform import GradientTransform
-from omni.encoder.whisper import SpeechEncoder
+from omni.encoder.whisper import WhisperEncoder
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from train.objective.objective import Objective
@@ -42,7 +42,7 @@ from train.trainer.loop import Loop
 CHILDREN = "OMNI_GUARDED_TESTS"
 """Environment variable: the folder where processes that tests start leave what was looked at there."""
 
-MODELS: tuple[type[nn.Module], ...] = (Objective, SpeechModel, Decoder, SpeechEncoder, Mend, GradientTransform)
+MODELS: tuple[type[nn.Module], ...] = (Objective, SpeechModel, Decoder, WhisperEncoder, Mend, GradientTransform)
 """Whose forward opens a window; of models within each other the outermost does."""
 
 

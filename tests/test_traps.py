@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from omni.config import DecoderConfig, ModelConfig
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.kv_cache import FunctionalKVCache
 from omni.layout import IGNORE, Layout
@@ -32,7 +32,7 @@ def model(request) -> SpeechModel:
     return SpeechModel(
         ModelConfig(
             LAYOUTS[request.param],
-            EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+            WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0),
             decoder=DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, context=256),
         )
     )

@@ -23,7 +23,7 @@ from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.options import BenchOptions
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import ModelConfig, preset
-from omni.encoder.config import EncoderMode
+from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import find_device, peak_flops
@@ -139,7 +139,7 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
     lm = SpeechLM(lm.model, lm.tokenizer, TimedCodec(lm.codec))
     with cpu_threads(options.threads, lm.model):
         name = "nano" if bytes_of(lm.model) < SMALL_MODEL else ""
-        yield _streaming(lm, options, sound, name, folder, lm.config.encoder.mode, False)
+        yield _streaming(lm, options, sound, name, folder, getattr(lm.config.encoder, "mode", lm.config.encoder.kind), False)
         yield _step_table(lm, options, sound, name, folder, False, compile=False)
         yield _sessions(lm, sound, folder, compile=False)
 
@@ -215,6 +215,7 @@ def _sessions(lm: SpeechLM, sound: Tensor, what: str, compile: bool) -> FigureTa
 
 
 def _with_encoder_mode(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
+    assert isinstance(config.encoder, WhisperConfig)  # all presets have one
     return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, mode=mode))
 
 

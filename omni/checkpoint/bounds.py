@@ -80,17 +80,17 @@ def check_header(config: ModelConfig, path: Path) -> None:
 
 
 def _stacks(config: ModelConfig) -> dict[str, int]:
-    decoder, encoder = config.decoder, config.encoder
+    decoder = config.decoder
     return {
         "decoder.blocks.": decoder.layers,
         "decoder.post_blocks.": decoder.post_layers,
-        "encoder.whisper.blocks.": encoder.layers,
+        **{f"encoder.{prefix}": layers for prefix, layers in config.encoder.weight_stacks().items()},
     }
 
 
 def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
     """Shapes of tensors that together depend on every size of decoder, encoder and layout."""
-    d, e, layout = config.decoder, config.encoder, config.layout
+    d, layout = config.decoder, config.layout
     first = "decoder.blocks.0"
     return {
         "decoder.text_embedding.weight": [layout.text.vocabulary, d.width],
@@ -98,8 +98,7 @@ def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
         f"{first}.attention.q.weight": [d.heads * d.head_size, d.width],
         f"{first}.attention.k.weight": [d.kv_heads * d.head_size, d.width],
         f"{first}.mlp.up.weight": [d.mlp_width, d.width],
-        "encoder.whisper.positional_embedding": [e.positions, e.width],
-        "encoder.whisper.conv1.weight": [e.width, e.n_mels, 3],
+        **{f"encoder.{name}": shape for name, shape in config.encoder.weight_shapes().items()},
     }
 
 

@@ -16,7 +16,7 @@ The type of `Foreign.config` determines the contents of `tensors`:
     ModelConfig      a whole model: every name of `SpeechModel(config).state_dict()`
     TextConfig       a language model: `decoder.text_embedding.weight`, `decoder.blocks.*`, `decoder.norm.weight` and, where
                      it is not tied, `decoder.text_head.weight`; tables have the original vocabulary's rows
-    EncoderConfig    a speech encoder: `encoder.*`
+    WhisperConfig    a speech encoder: `encoder.*`
     CodecConfig      a codec: its own names, as `omni.codec` reads them
 
 A reader makes a table of our names to theirs, then `match` gives the tensors and refuses any that are missing, left over or of
@@ -37,7 +37,7 @@ import torch
 from omni.config import DecoderConfig, ModelConfig
 from omni.convert import kinds
 from omni.convert.lazy import FLOATS, Lazy, type_name
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.model.decoder import Decoder
@@ -74,7 +74,7 @@ class Foreign:
 
     kind: str
     place: Path
-    config: ModelConfig | TextConfig | EncoderConfig | CodecConfig
+    config: ModelConfig | TextConfig | WhisperConfig | CodecConfig
     tensors: Mapping[str, Lazy]
     tokenizer: Tokenizer | None = None
     names: Mapping[str, str] = field(default_factory=dict)

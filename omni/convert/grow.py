@@ -23,8 +23,8 @@ from omni.config import ModelConfig, ProjectorConfig
 from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, cast, joined
-from omni.encoder.config import EncoderConfig
-from omni.encoder.whisper import SpeechEncoder
+from omni.encoder.whisper import WhisperEncoder
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import Layout
 from omni.model.projector import Projector
@@ -88,7 +88,7 @@ class Growth:
     seed: int = 0
 
 
-def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype: torch.dtype) -> Foreign:
+def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype: torch.dtype) -> Foreign:
     """Build a whole model around a language model.
 
     Args:
@@ -105,8 +105,8 @@ def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype:
         raise UserError(f"init {growth.rule!r} is unknown; {closest(growth.rule, RULES)}")
     if layout.text.size != known.size:
         raise UserError(f"the layout's text stream has {layout.text.size} ids, the table of {text.place} has {known.size} rows")
-    heard = encoder if isinstance(encoder, EncoderConfig) else encoder.config
-    assert isinstance(heard, EncoderConfig)
+    heard = encoder if isinstance(encoder, WhisperConfig) else encoder.config
+    assert isinstance(heard, WhisperConfig)
     decoder = replace(known.decoder, combine=growth.combine)  # type: ignore[arg-type]
     config = ModelConfig(layout, heard, growth.projector, decoder, growth.codec)
     tensors = dict(text.tensors)
@@ -125,7 +125,7 @@ def grow(text: Foreign, encoder: Foreign | EncoderConfig, growth: Growth, dtype:
     if isinstance(encoder, Foreign):
         tensors |= encoder.tensors
     else:
-        tensors |= fresh(SpeechEncoder, (encoder,), "encoder.", growth.seed, dtype)
+        tensors |= fresh(WhisperEncoder, (encoder,), "encoder.", growth.seed, dtype)
     return Foreign("omni", text.place, config, cast(tensors, dtype), text.tokenizer, extra=text.extra)
 
 
@@ -136,8 +136,8 @@ def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
         UserError: the encoder has another shape than the model's.
     """
     ours, theirs = model.config, encoder.config
-    if not isinstance(ours, ModelConfig) or not isinstance(theirs, EncoderConfig):
-        raise UserError(f"{model.place} must be a model folder and {encoder.place} a speech encoder")
+    if not (isinstance(ours, ModelConfig) and isinstance(ours.encoder, WhisperConfig) and isinstance(theirs, WhisperConfig)):
+        raise UserError(f"{model.place} must be a model folder with a Whisper encoder and {encoder.place} a Whisper")
     for key in ("n_mels", "width", "heads", "layers", "window_seconds"):
         wanted, found = getattr(ours.encoder, key), getattr(theirs, key)
         if wanted != found:

@@ -56,8 +56,8 @@ from omni.convert.litgpt import (
 )
 from omni.convert.mini_omni_config import check_fits, model_config, read_settings, their_settings
 from omni.convert.tokenizers import COMPANIONS, WORDS, read_tokenizer
-from omni.encoder.config import EncoderConfig
-from omni.encoder.whisper import SpeechEncoder
+from omni.encoder.whisper import WhisperEncoder
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.files import replacing_folder
 
@@ -78,7 +78,7 @@ def recognise(path: Path) -> bool:
 def read(
     path: Path,
     *,
-    encoder: Foreign | EncoderConfig | None = None,
+    encoder: Foreign | WhisperConfig | None = None,
     tokenizer: Path | None = None,
     drop_vision: bool = False,
 ) -> Foreign:
@@ -117,7 +117,7 @@ def read(
         tensors |= heard.tensors
         names |= heard.names
     else:
-        tensors |= fresh(SpeechEncoder, (heard,), "encoder.", 0, next(iter(tensors.values())).dtype)
+        tensors |= fresh(WhisperEncoder, (heard,), "encoder.", 0, next(iter(tensors.values())).dtype)
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     kept = {name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}
     if kept.get(WORDS, {}).get("add_bos_token"):
@@ -172,6 +172,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     kept = kept_files(source, "mini-omni")
     tied = config.decoder.tie_text and not config.decoder.post_layers and same(tensors[AUDIO_EMBEDDING], tensors[AUDIO_HEAD])
     settings = their_settings(config, tied, kept.get(SETTINGS, {}))
+    assert isinstance(config.encoder, WhisperConfig)  # `check_fits` refuses others
     whisper = _openai(source, config.encoder)
     total = sum(t.nbytes for t in (*weights.values(), *whisper.values()))
     progress = WriteProgress(total, on_progress)
@@ -187,7 +188,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     return files
 
 
-def _openai(source: Foreign, encoder: EncoderConfig) -> dict[str, Lazy]:
+def _openai(source: Foreign, encoder: WhisperConfig) -> dict[str, Lazy]:
     """The encoder under OpenAI's names, and the tensors of a text decoder of width 1 and no layers."""
     shapes = whisper_weights.encoder_shapes(encoder)
     tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.place, lambda name: name not in shapes)
@@ -197,7 +198,7 @@ def _openai(source: Foreign, encoder: EncoderConfig) -> dict[str, Lazy]:
     return out | {f"decoder.{name}": Lazy.filled(shape, dtype) for name, shape in empty.items()}
 
 
-def _dims(encoder: EncoderConfig) -> dict[str, int]:
+def _dims(encoder: WhisperConfig) -> dict[str, int]:
     """`ModelDimensions` of openai-whisper (`whisper/model.py`)."""
     heard = {"n_mels": encoder.n_mels, "n_audio_ctx": encoder.positions, "n_audio_state": encoder.width}
     layers = {"n_audio_head": encoder.heads, "n_audio_layer": encoder.layers}

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import Layout
 
@@ -100,8 +100,8 @@ def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, p
         raise UserError(
             f"{where}: asr_adapter {settings['asr_adapter']!r} is unknown; {closest(str(settings['asr_adapter']), projectors)}"
         )
-    if not isinstance(encoder, EncoderConfig) or encoder.width != whole("whisper_adapter_dim"):
-        found = f"{encoder.width} wide" if isinstance(encoder, EncoderConfig) else "none"
+    if not isinstance(encoder, WhisperConfig) or encoder.width != whole("whisper_adapter_dim"):
+        found = f"{encoder.width} wide" if isinstance(encoder, WhisperConfig) else "none"
         raise UserError(
             f"{where}: the projector takes an encoder of width {settings['whisper_adapter_dim']} (whisper_adapter_dim), and "
             f"the one given is {found}; give the Whisper that the model was trained with (small)"
@@ -129,6 +129,8 @@ def check_fits(config: ModelConfig, where: Path | str) -> None:
     layout, decoder, projector, encoder = config.layout, config.decoder, config.projector, config.encoder
     wanted = Layout.preset("mini-omni")
     gated = projector.kind == "gated"
+    if not isinstance(encoder, WhisperConfig):
+        raise UserError(f"{where}: the encoder.kind is {encoder.kind!r}, and mini-omni has a Whisper only")
     rules: tuple[tuple[str, Any, Any], ...] = (
         ("codec", config.codec, "snac"),
         ("layout's audio streams (sizes)", layout.codebook_sizes, wanted.codebook_sizes),

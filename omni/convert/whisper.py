@@ -16,8 +16,8 @@ import torch
 from omni.checkpoint.places import CONFIG
 from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
 from omni.convert.contract import Foreign, match
-from omni.encoder.config import EncoderConfig
-from omni.encoder.whisper import SpeechEncoder
+from omni.encoder.whisper import WhisperEncoder
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 
 
@@ -84,13 +84,13 @@ def _read_huggingface(path: Path) -> Foreign:
     return Foreign("whisper", path, config, tensors, names=names)
 
 
-def _config(where: Path, *, bands: Any, positions: Any, width: Any, heads: Any, layers: Any) -> EncoderConfig:
+def _config(where: Path, *, bands: Any, positions: Any, width: Any, heads: Any, layers: Any) -> WhisperConfig:
     sizes = {"mel bands": bands, "positions": positions, "width": width, "heads": heads, "layers": layers}
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{where}: the encoder's number of {name} is {value!r}; it must be a whole number")
-    config = EncoderConfig(n_mels=bands, width=width, heads=heads, layers=layers, mode="padded")
-    return EncoderConfig(
+    config = WhisperConfig(n_mels=bands, width=width, heads=heads, layers=layers, mode="padded")
+    return WhisperConfig(
         n_mels=bands,
         width=width,
         heads=heads,
@@ -123,8 +123,8 @@ def their_name(ours: str) -> str:
     return ours
 
 
-def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
+def encoder_shapes(config: WhisperConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of an encoder's tensors in our model."""
     with torch.device("meta"):
-        state = SpeechEncoder(config).state_dict()
+        state = WhisperEncoder(config).state_dict()
     return {f"encoder.{name}": tuple(tensor.shape) for name, tensor in state.items()}

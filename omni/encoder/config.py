@@ -1,116 +1,103 @@
-"""Shape of a speech encoder, and the number of frames of a sound, so that prompts are laid out without running a model.
+"""Contract of a speech encoder, first part: its configuration, which lays out prompts and computes features without the model.
 
-S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel bands, D width.
+    config.split(sound)        clips [S]: one, or consecutive windows of a sound that is longer than the encoder takes
+    config.features(clip)      features [M, F] of a clip
+    config.frames(samples)     frames T that the encoder makes of a sound
+
+S samples of 16 kHz sound, M values of a feature frame, F feature frames, T encoder frames, D width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from omni.audio.io import SAMPLE_RATE
-from omni.audio.mel import HOP, WINDOW, MelFloor, mel_frames
-from omni.errors import UserError, closest
+from omni.errors import UserError
+from omni.plugins import Registry
 
-EncoderMode = Literal["padded", "variable"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LongAudio = Literal["refuse", "split"]
-Normalize = Literal["none", "clip"]
 
 
-@dataclass(frozen=True)
-class EncoderConfig:
-    """Shape of a Whisper encoder and preprocessing of its sound; training and serving of a model share it.
+class EncoderConfig(ABC):
+    """Configuration of an encoder: a frozen dataclass.
 
-    mode: "variable" runs on the sound alone; "padded" runs on the whole window, silence included,
-    and keeps the frames of the sound, as checkpoints trained with Whisper's padding expect (mini-omni).
-
-    long_audio: sound beyond the window is refused ("refuse"), or split into consecutive windows whose frames are joined
-    ("split"). It is never cut.
-
-    hop: samples between feature frames; a released Whisper needs 160 (50 encoder frames a second), a model trained from
-    scratch may take 320 and half the work.
-
-    normalize: "clip" subtracts each band's mean over a clip and divides by the standard deviation of the rest, so that
-    different microphones and rooms sound alike (cepstral mean and variance normalisation, Viikki and Laurila 1998, before
-    the cosine transform); "none" is Whisper's.
-
-    mel_range: lower end of normalised features below the clip's loudest band, in log10 of power: 8 as in Whisper; with 4.4
-    no background is heard.
-
-    mel_blur: standard deviation, in bands, of a Gaussian over the bands, which hides the pitch and keeps the formants of
-    normalised features; 0 for none.
-
-    UserError: a value that no encoder can have.
+    Attributes:
+        kind: its name; models choose it by `encoder: {kind: ...}`.
+        width: values D of a frame.
+        layers: number of equal blocks, 0 for none; plans of large models are made of small ones by it.
+        long_audio: a sound longer than the encoder takes is refused ("refuse"), or split into windows ("split").
     """
 
-    n_mels: int = 80
-    width: int = 384
-    heads: int = 6
-    layers: int = 4
-    window_seconds: float = 30.0
-    mode: EncoderMode = "variable"
-    mel_floor: MelFloor = "clip"
+    kind: ClassVar[str] = ""
+    width: int
+    layers: int = 0
     long_audio: LongAudio = "refuse"
-    hop: int = HOP
-    normalize: Normalize = "none"
-    mel_range: float = 8.0
-    mel_blur: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.n_mels not in (80, 128):
-            raise UserError(f"encoder.n_mels={self.n_mels}: Whisper's filter banks have 80 or 128 bands")
-        if self.heads < 1 or self.layers < 1:
-            raise UserError(f"encoder.heads={self.heads}, encoder.layers={self.layers}: both start at 1")
-        if self.width < 4 or self.width % 2 or self.width % self.heads:
-            raise UserError(f"encoder.width={self.width}: it must be even, at least 4 and divisible by heads={self.heads}")
-        if self.layers > 1000 or self.width > 1 << 20:
-            raise UserError(f"encoder.layers={self.layers}, encoder.width={self.width}: at most 1000 and {1 << 20}")
-        if self.window_seconds > 3600:
-            raise UserError(f"encoder.window_seconds={self.window_seconds}: a window lasts at most 3600 s")
-        if not 1 <= self.hop <= WINDOW or SAMPLE_RATE % (2 * self.hop):
-            raise UserError(
-                f"encoder.hop={self.hop}: it must divide {SAMPLE_RATE // 2} and be at most {WINDOW}, as 160 and 320"
-            )
-        if self.mode == "padded" and self.hop != HOP:
-            raise UserError(f"encoder.hop={self.hop}: mode=padded is for released checkpoints, their hop is {HOP}")
-        if self.mode == "padded" and self.normalize != "none":
-            raise UserError(f"encoder.normalize={self.normalize}: mode=padded is for released checkpoints, theirs is none")
-        if not 0.5 <= self.mel_range <= 8.0 or (self.mel_range != 8.0 and self.normalize == "none"):
-            raise UserError(
-                f"encoder.mel_range={self.mel_range}: it lies between 0.5 and 8, and is 8 where encoder.normalize is none"
-            )
-        if not 0 <= self.mel_blur <= 10 or (self.mel_blur and self.normalize == "none"):
-            raise UserError(
-                f"encoder.mel_blur={self.mel_blur}: it lies between 0 and 10, and is 0 where encoder.normalize is none"
-            )
-        positions = self.window_seconds * self.frames_per_second
-        if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
-            frame = 1 / self.frames_per_second
-            raise UserError(f"encoder.window_seconds={self.window_seconds}: give a multiple of {frame:g} s above 0")
-        for key, allowed in _CHOICES.items():
-            value = getattr(self, key)
-            if value not in allowed:
-                raise UserError(f"encoder.{key}={value!r} is unknown: {closest(value, allowed)}")
+    # --- to be written ------------------------------------------------------------------------------------------------
 
     @property
-    def frames_per_second(self) -> int:
-        """Encoder frames per second: two feature frames each (50 at Whisper's hop)."""
-        return SAMPLE_RATE // (2 * self.hop)
+    @abstractmethod
+    def bands(self) -> int:
+        """Values M of a feature frame."""
+
+    @property
+    @abstractmethod
+    def frames_per_second(self) -> float:
+        """Frames T of a second of sound."""
+
+    @property
+    @abstractmethod
+    def max_samples(self) -> int:
+        """Samples of the longest clip."""
+
+    @abstractmethod
+    def features(self, audio: Tensor) -> Tensor:
+        """Features [M, F] float32 of one clip [S] of at most `max_samples`, without gradient."""
+
+    @abstractmethod
+    def clip_frames(self, samples: int) -> int:
+        """Frames T of a clip of that many samples, 1 to `max_samples`."""
+
+    @abstractmethod
+    def feature_frames(self, frames: int) -> int:
+        """Most feature frames F of a clip of T frames."""
+
+    def frames_of(self, features: int) -> int:
+        """Frames T of F feature frames whose number augmentation has changed (not asked where `fixed_length`)."""
+        raise UserError(f"data.augment changes the number of features, and encoder {self.kind!r} has no frames_of: leave it out")
+
+    # --- what follows from it -----------------------------------------------------------------------------------------
+
+    @property
+    def fixed_length(self) -> bool:
+        """True where every clip costs the encoder its whole window, however short it is."""
+        return False
+
+    @property
+    def attention_size(self) -> int:
+        """Layers times width of what attends, for FLOPs; 0 without attention."""
+        return 0
 
     @property
     def positions(self) -> int:
-        """Encoder frames of a full window, Whisper's `n_audio_ctx` (1500 for 30 s)."""
-        return round(self.window_seconds * self.frames_per_second)
+        """Frames of the longest clip."""
+        return self.clip_frames(self.max_samples)
 
     @property
-    def max_samples(self) -> int:
-        """Samples of a full window."""
-        return self.positions * 2 * self.hop
+    def window_seconds(self) -> float:
+        """Seconds of the longest clip."""
+        return self.max_samples / SAMPLE_RATE
 
     def clips(self, samples: int) -> list[int]:
-        """Lengths in samples of the windows a sound of `samples` is run in: several where it is split.
+        """Lengths in samples of the clips of a sound: several where it is split.
 
-        UserError: no samples, or longer than the window where long_audio is "refuse".
+        Raises:
+            UserError: no samples, or more than the encoder takes where `long_audio` is "refuse".
         """
         if samples < 1:
             raise UserError("the sound holds no samples: give at least one")
@@ -124,44 +111,38 @@ class EncoderConfig:
         whole, rest = divmod(samples, self.max_samples)
         return [self.max_samples] * whole + [rest] * (rest > 0)
 
-    def mel_frames(self, samples: int) -> int:
-        """Feature frames of one clip of that many samples (the whole window's when padded)."""
-        return mel_frames(self.max_samples if self.mode == "padded" else samples, self.hop)
+    def split(self, audio: Tensor) -> list[Tensor]:
+        """The clips of a sound [S]; UserError as of `clips`."""
+        if audio.ndim != 1:
+            raise UserError(f"sound of shape {list(audio.shape)} for the encoder: give one channel, [samples]")
+        return list(audio.split(self.clips(audio.shape[0])))
 
     def frames(self, samples: int) -> int:
-        """Encoder frames T of a sound of `samples` 16 kHz samples, summed over its clips.
+        """Frames T of a sound of that many samples, summed over its clips; UserError as of `clips`."""
+        return sum(self.clip_frames(clip) for clip in self.clips(samples))
 
-        variable: half the feature frames, rounded up. padded: int(milliseconds / 20) + 1, at most the
-        window's (the rule of gpt-omni/mini-omni, `inference.py`, `load_audio`, in its own floating-point
-        steps: integers differ at nine lengths). Errors: those of `clips`.
-        """
-        return sum(self._clip_frames(clip) for clip in self.clips(samples))
+    def with_layers(self, layers: int) -> EncoderConfig:
+        """The same with another number of the equal blocks in `Encoder.blocks`; here, without such blocks, unchanged."""
+        return self
 
-    def _clip_frames(self, samples: int) -> int:
-        if self.mode == "variable":
-            return (mel_frames(samples, self.hop) + 1) // 2
-        milliseconds = samples / SAMPLE_RATE * 1000
-        return min(int(milliseconds / 20) + 1, self.positions)
+    def narrow(self) -> EncoderConfig:
+        """A small encoder with the same kinds of parts, to try a step on; by default the same."""
+        return self
+
+    def weight_stacks(self) -> dict[str, int]:
+        """Number of layers below each prefix of the weights' names, to refuse a folder before memory is taken for it."""
+        return {}
+
+    def weight_shapes(self) -> dict[str, list[int]]:
+        """Shapes of weights that together depend on every size, to the same end."""
+        return {}
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("padded", "variable"),
-    "mel_floor": ("clip", "fixed"),
-    "long_audio": ("refuse", "split"),
-    "normalize": ("none", "clip"),
-}
+ENCODERS: Registry[type[EncoderConfig]] = Registry("encoder")
+"""Configurations of encoders by kind; `omni.encoder.base.register_encoder` adds one with its module."""
 
-# Published sizes: the `ModelDimensions` stored in OpenAI's checkpoints, also tabled in "Robust Speech
-# Recognition via Large-Scale Weak Supervision" (Radford et al. 2022, table 1). The turbo model keeps
-# large-v3's encoder.
-ENCODER_PRESETS: dict[str, EncoderConfig] = {
-    "nano": EncoderConfig(width=192, heads=3, layers=3, hop=320),
-    "tiny": EncoderConfig(width=384, heads=6, layers=4),
-    "base": EncoderConfig(width=512, heads=8, layers=6),
-    "small": EncoderConfig(width=768, heads=12, layers=12),
-    "medium": EncoderConfig(width=1024, heads=16, layers=24),
-    "large": EncoderConfig(width=1280, heads=20, layers=32),
-    "large-v3": EncoderConfig(n_mels=128, width=1280, heads=20, layers=32),
-    "large-v3-turbo": EncoderConfig(n_mels=128, width=1280, heads=20, layers=32),
-}
-"""Sizes by name, all `variable` with Whisper's floor; `dataclasses.replace` changes the rest."""
+
+def encoder_kind(data: Mapping[str, Any], where: str) -> tuple[type[EncoderConfig], dict[str, Any]]:
+    """The configuration's class, and its other keys, of an encoder's plain data; Whisper's where they name no kind."""
+    rest = dict(data)
+    return ENCODERS.find(rest.pop("kind", "whisper"), f"{where}.kind"), rest

@@ -19,46 +19,38 @@ from torch.utils.checkpoint import checkpoint
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
 from omni.attention import attention
-from omni.encoder import features as encoder_features
-from omni.encoder.config import EncoderConfig
+from omni.encoder.base import Encoder, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Packing, pack
+from omni.encoder.whisper_config import WhisperConfig
 
 
-class SpeechEncoder(nn.Module):
+@register_encoder(WhisperConfig)
+class WhisperEncoder(Encoder):
     """Whisper's encoder over batches of clips.
 
-        mels, lengths = collate([encoder.features(clip) for clip in clips])
-        frames = [encoder.frames(len(clip)) for clip in clips]
+        mels, lengths = collate([config.features(clip) for clip in clips])
+        frames = [config.clip_frames(len(clip)) for clip in clips]
         hidden = encoder(mels, lengths, frames)  # [sum(frames), D], clip after clip
 
     checkpointing: recompute each block in the backward pass (non-reentrant), for less memory.
     """
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
-        self.config = config
-        self.checkpointing = False
+        self.config: WhisperConfig = config
         self.whisper = AudioEncoder(config.n_mels, config.positions, config.width, config.heads, 0)
         self.whisper.blocks = nn.ModuleList(EncoderBlock(config.width, config.heads) for _ in range(config.layers))
         self.whisper.ln_post = nn.LayerNorm(config.width)
 
-    def frames(self, samples: int) -> int:
-        """Encoder frames T of a sound of that many 16 kHz samples: `EncoderConfig.frames`."""
-        return self.config.frames(samples)
-
-    def split(self, audio: Tensor) -> list[Tensor]:
-        """Clips of a sound `[S]`: `encoder_features.split`."""
-        return encoder_features.split(audio, self.config)
-
-    def features(self, audio: Tensor) -> Tensor:
-        """Log-mel `[M, F]` of one clip `[S]`, without gradient: `encoder_features.features`."""
-        return encoder_features.features(audio, self.config)
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return list(self.whisper.blocks)
 
     def forward(self, mels: Tensor, mel_lengths: Sequence[int] | Tensor, frames: Sequence[int] | Tensor) -> Tensor:
         """Encode N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
 
         mel_lengths: F of each clip; what lies behind it in `mels` is never read. frames: encoder frames
-        wanted of each clip, as `EncoderConfig.frames` counts them. Both are read on the host: give lists or
+        wanted of each clip, as `WhisperConfig.clip_frames` counts them. Both are read on the host: give lists or
         CPU tensors, because device tensors would synchronise. The residual stream has the weights' precision: float32
         under autocast.
 
@@ -122,7 +114,7 @@ class SpeechEncoder(nn.Module):
             if not 1 <= count <= tokens or (self.config.mode == "variable" and count != tokens):
                 raise ValueError(
                     f"clip {clip} of {length} feature frames has {tokens} encoder frames, {count} were "
-                    f"asked for (mode={self.config.mode}; EncoderConfig.frames counts them)"
+                    f"asked for (mode={self.config.mode}; WhisperConfig.frames counts them)"
                 )
 
 

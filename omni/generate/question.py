@@ -19,7 +19,6 @@ from omni.audio.io import SAMPLE_RATE, AudioSource, shorten
 from omni.audio.level import sound_warnings
 from omni.audio.waveform import read_sound, unwrap
 from omni.config import ModelConfig
-from omni.encoder.features import collate
 from omni.errors import SoundWarning, UserError
 from omni.model.speech_model import SpeechModel
 from omni.remote import refuse_remote
@@ -132,13 +131,8 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     clips = [a.clip for a in asked if a.clip is not None]
     if not clips:
         return [None] * len(asked)
-    encoder = model.encoder
-    windows = [encoder.split(clip) for clip in clips]  # sound beyond the encoder's window gives several
-    mels, lengths = collate([encoder.features(window) for clip in windows for window in clip])
-    frames = [encoder.frames(len(window)) for clip in windows for window in clip]
-    per_clip = [sum(encoder.frames(len(window)) for window in clip) for clip in windows]
-    tasks = [a.task.name for a in asked if a.clip is not None]
-    features = model.projector(model.encode_frames(mels.to(model.device), lengths, frames), per_clip, tasks)
+    frames, per_clip = model.encoder.encode(clips)
+    features = model.projector(frames, per_clip, [a.task.name for a in asked if a.clip is not None])
     heard = iter(features.split([-(-n // model.config.projector.stack) for n in per_clip]))
     return [None if a.clip is None else next(heard) for a in asked]
 

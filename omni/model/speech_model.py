@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from omni.config import ModelConfig
-from omni.encoder.whisper import SpeechEncoder
+from omni.encoder import whisper  # noqa: F401 (registers it)
+from omni.encoder.base import build_encoder
 from omni.errors import UserError
 from omni.kv_cache import Cache, KVCache
 from omni.layout import Layout
@@ -28,7 +29,7 @@ class SpeechModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = SpeechEncoder(config.encoder)
+        self.encoder = build_encoder(config.encoder)
         self.projector = Projector(config.projector, config.encoder.width, config.decoder.width)
         self.decoder = Decoder(config.decoder, config.layout)
         ids = config.ctc + config.ctc_sounds
@@ -67,8 +68,9 @@ class SpeechModel(nn.Module):
         self.decoder.checkpointing = on
 
     def encode_frames(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-        """Encoder frames [sum(frames), C] of clips: log-mels [N, n_mels, t] with their true lengths; see `SpeechEncoder`."""
-        return self.encoder(mels, mel_lengths, frames)
+        """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.forward`."""
+        encoded: Tensor = self.encoder(mels, mel_lengths, frames)
+        return encoded
 
     def encode(
         self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None

@@ -20,7 +20,7 @@ from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import read_json, read_safetensors
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.convert import omni_folder as streamed
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
@@ -29,7 +29,7 @@ from omni.text import Tokenizer
 
 CONFIGURATION = ModelConfig(
     Layout.preset("codec2"),
-    EncoderConfig(width=16, heads=2, layers=2, window_seconds=2.0),
+    WhisperConfig(width=16, heads=2, layers=2, window_seconds=2.0),
     ProjectorConfig("ltb"),
     DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, post_layers=1),
 )

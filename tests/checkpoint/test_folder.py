@@ -14,7 +14,7 @@ from omni.checkpoint import folder as module
 from omni.checkpoint.folder import load_folder, read_config, save_folder
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.config import DecoderConfig, ModelConfig
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
@@ -23,12 +23,12 @@ from omni.text import Tokenizer
 CONFIGS = {
     "codec2": ModelConfig(
         Layout.preset("codec2"),
-        EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+        WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0),
         decoder=DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48),
     ),
     "mini-omni": ModelConfig(
         Layout.preset("mini-omni", text_size=256),
-        EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+        WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0),
         decoder=DecoderConfig(width=32, layers=1, heads=4, kv_heads=4, mlp_width=48, tie_text=True, post_layers=1),
         codec="snac",
     ),
@@ -237,7 +237,7 @@ def test_a_full_disk_leaves_the_old_folder_and_nothing_else(saved, monkeypatch):
 def test_a_tokenizer_that_does_not_fit_the_layout_is_refused(tmp_path):
     config = ModelConfig(
         Layout.build([8], 100, specials=5),
-        EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+        WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0),
         decoder=DecoderConfig(width=32, layers=1, heads=4, kv_heads=4, mlp_width=48),
     )
     save_folder(tmp_path / "m", config, SpeechModel(config).state_dict(), Tokenizer.bytes())

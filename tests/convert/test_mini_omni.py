@@ -18,7 +18,7 @@ from torch import Tensor
 from omni.checkpoint.folder import load_folder
 from omni.convert import mini_omni
 from omni.convert import omni_folder as streamed
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from tests.close import assert_near
@@ -186,10 +186,10 @@ def test_the_encoder_may_come_from_elsewhere(tmp_path: Path) -> None:
     given = mini_omni.whisper_weights.read(tmp_path / "other.pt")
     source = mini_omni.read(folder, encoder=given)
     assert torch.equal(source.tensors["encoder.whisper.conv1.weight"](), given.tensors["encoder.whisper.conv1.weight"]())
-    drawn: Any = mini_omni.read(folder, encoder=EncoderConfig(width=EAR, heads=1, layers=2, mode="padded"))
+    drawn: Any = mini_omni.read(folder, encoder=WhisperConfig(width=EAR, heads=1, layers=2, mode="padded"))
     assert drawn.config.encoder.layers == 2
     with pytest.raises(UserError, match=r"width 6 \(whisper_adapter_dim\), and the one given is 8 wide"):
-        mini_omni.read(folder, encoder=EncoderConfig(width=8, heads=1, layers=2))
+        mini_omni.read(folder, encoder=WhisperConfig(width=8, heads=1, layers=2))
 
 
 # --- out --------------------------------------------------------------------------------------------------------------

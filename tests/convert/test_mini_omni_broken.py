@@ -13,14 +13,14 @@ import torch
 
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig, RopeScaling, preset
 from omni.convert import mini_omni
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from tests.convert.mini_omni_toys import EAR, TEXT, State, save, settings_of, state_of
 
 SMALL = ModelConfig(
     Layout.preset("mini-omni"),
-    EncoderConfig(width=EAR, heads=1, layers=1, mode="padded"),
+    WhisperConfig(width=EAR, heads=1, layers=1, mode="padded"),
     ProjectorConfig("gated", hidden=12, bias=False),
     DecoderConfig(width=8, layers=1, mlp_width=12),
     "snac",

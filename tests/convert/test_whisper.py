@@ -71,12 +71,12 @@ def test_features_equal_the_original(made, mode, tmp_path):
     model = load_folder(tmp_path / "ours").model
     assert model.config.encoder.mode == mode and model.config.encoder.window_seconds == pytest.approx(1.2)
     audio = torch.randn(POSITIONS * 320 if mode == "variable" else 9000) * 0.1
-    mel = model.encoder.features(audio)
+    mel = model.encoder.config.features(audio)
     if mode == "padded":
         assert_near(mel, whisper.log_mel_spectrogram(whisper.pad_or_trim(audio, POSITIONS * 320)), 1e-5)
-    ours = model.encode_frames(mel[None], [mel.shape[1]], [model.encoder.frames(len(audio))])
+    ours = model.encode_frames(mel[None], [mel.shape[1]], [model.encoder.config.frames(len(audio))])
     assert_near(ours, theirs(mel)[: len(ours)], 1e-5)
-    assert len(ours) == model.encoder.frames(len(audio))
+    assert len(ours) == model.encoder.config.frames(len(audio))
 
 
 @pytest.mark.parametrize("made", ["openai-half", "whole"], indirect=True)

@@ -20,7 +20,7 @@ from omni.edit.config import MendConfig, TransformConfig
 from omni.edit.deltas import Delta, Edits
 from omni.edit.linears import find_linears, mlp_linears, shape_of
 from omni.edit.mend import Mend
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from tests.guarded import child
@@ -49,7 +49,7 @@ def speech() -> nn.Module:
     return SpeechModel(
         ModelConfig(
             Layout.build([WORDS, WORDS], 256, specials=8),
-            EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+            WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0),
             decoder=DecoderConfig(width=16, layers=4, heads=4, kv_heads=2, mlp_width=24, context=64, post_layers=1),
         )
     )

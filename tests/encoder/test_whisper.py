@@ -12,15 +12,15 @@ import whisper
 from torch import Tensor
 from whisper.model import AudioEncoder
 
-from omni.encoder.config import ENCODER_PRESETS, EncoderConfig
-from omni.encoder.features import collate, features, split
-from omni.encoder.whisper import SpeechEncoder
+from omni.encoder.base import collate
+from omni.encoder.whisper import WhisperEncoder
+from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError
 from tests.close import assert_near
 
-SMALL = EncoderConfig(width=32, heads=2, layers=2, window_seconds=3.0)
-WIDE = EncoderConfig(n_mels=128, width=48, heads=4, layers=3, window_seconds=2.0, mel_floor="fixed")
-COARSE = EncoderConfig(width=32, heads=4, layers=2, window_seconds=4.0, hop=320)
+SMALL = WhisperConfig(width=32, heads=2, layers=2, window_seconds=3.0)
+WIDE = WhisperConfig(n_mels=128, width=48, heads=4, layers=3, window_seconds=2.0, mel_floor="fixed")
+COARSE = WhisperConfig(width=32, heads=4, layers=2, window_seconds=4.0, hop=320)
 CONFIGS = pytest.mark.parametrize("config", [SMALL, WIDE, COARSE], ids=["small", "wide", "coarse"])
 # Several of one length, one of a single frame, odd and even numbers of feature frames, a full window.
 SAMPLES = (16000, 50, 5000, 24123, 16000, 32000, 640, 480)
@@ -31,7 +31,7 @@ def clips(samples: tuple[int, ...] = SAMPLES) -> list[Tensor]:
     return [torch.randn(count, generator=generator) * 0.1 for count in samples]
 
 
-def whisper_of(encoder: SpeechEncoder) -> AudioEncoder:
+def whisper_of(encoder: WhisperEncoder) -> AudioEncoder:
     """The package's own encoder with the same weights, loaded by name."""
     c = encoder.config
     theirs = AudioEncoder(c.n_mels, c.positions, c.width, c.heads, c.layers)
@@ -49,9 +49,9 @@ def alone(theirs: AudioEncoder, mel: Tensor) -> Tensor:
     return theirs.ln_post(x)[0]
 
 
-def run(encoder: SpeechEncoder, sounds: list[Tensor]) -> Tensor:
-    mels, lengths = collate([encoder.features(clip) for clip in sounds])
-    return encoder(mels, lengths, [encoder.frames(len(clip)) for clip in sounds])
+def run(encoder: WhisperEncoder, sounds: list[Tensor]) -> Tensor:
+    mels, lengths = collate([encoder.config.features(clip) for clip in sounds])
+    return encoder(mels, lengths, [encoder.config.frames(len(clip)) for clip in sounds])
 
 
 # --------------------------------------------------------------------------------------------------- variable length
@@ -59,20 +59,20 @@ def run(encoder: SpeechEncoder, sounds: list[Tensor]) -> Tensor:
 
 @CONFIGS
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 100.0])
-def test_variable_equals_whisper_on_each_clip(config: EncoderConfig, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_equals_whisper_on_each_clip(config: WhisperConfig, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # The grouping of an accelerator (masked groups) must give what the grouping of a CPU gives.
     monkeypatch.setattr("omni.encoder.whisper.EQUAL_LENGTHS", ratio)
-    encoder = SpeechEncoder(config)
+    encoder = WhisperEncoder(config)
     theirs = whisper_of(encoder)
-    wanted = torch.cat([alone(theirs, encoder.features(clip)) for clip in clips()])
+    wanted = torch.cat([alone(theirs, encoder.config.features(clip)) for clip in clips()])
     assert_near(run(encoder, clips()), wanted)
 
 
 @CONFIGS
-def test_gradients_equal_those_of_whisper(config: EncoderConfig) -> None:
-    encoder = SpeechEncoder(config)
+def test_gradients_equal_those_of_whisper(config: WhisperConfig) -> None:
+    encoder = WhisperEncoder(config)
     theirs = whisper_of(encoder)
-    torch.cat([alone(theirs, encoder.features(clip)) for clip in clips()]).sin().sum().backward()
+    torch.cat([alone(theirs, encoder.config.features(clip)) for clip in clips()]).sin().sum().backward()
     run(encoder, clips()).sin().sum().backward()
     wanted = dict(theirs.named_parameters())
     for name, parameter in encoder.whisper.named_parameters():
@@ -81,24 +81,24 @@ def test_gradients_equal_those_of_whisper(config: EncoderConfig) -> None:
 
 
 @CONFIGS
-def test_company_order_and_padding_change_nothing(config: EncoderConfig) -> None:
-    encoder = SpeechEncoder(config)
+def test_company_order_and_padding_change_nothing(config: WhisperConfig) -> None:
+    encoder = WhisperEncoder(config)
     sounds = clips()
     solo = [run(encoder, [clip]) for clip in sounds]
     order = torch.randperm(len(sounds), generator=torch.Generator().manual_seed(0)).tolist()
     assert_near(run(encoder, [sounds[i] for i in order]), torch.cat([solo[i] for i in order]))
 
-    mels, lengths = collate([encoder.features(clip) for clip in sounds])
+    mels, lengths = collate([encoder.config.features(clip) for clip in sounds])
     beyond = torch.arange(mels.shape[2]) >= torch.tensor(lengths)[:, None]
     dirty = F.pad(mels.masked_fill(beyond[:, None], float("nan")), (0, 5), value=float("nan"))
-    frames = [encoder.frames(len(clip)) for clip in sounds]
+    frames = [encoder.config.frames(len(clip)) for clip in sounds]
     assert_near(encoder(dirty, torch.tensor(lengths), torch.tensor(frames)), torch.cat(solo))
 
 
 def test_a_clip_is_deaf_to_its_neighbours() -> None:
-    encoder = SpeechEncoder(SMALL)
-    mels, lengths = collate([encoder.features(clip) for clip in clips()])
-    frames = [encoder.frames(len(clip)) for clip in clips()]
+    encoder = WhisperEncoder(SMALL)
+    mels, lengths = collate([encoder.config.features(clip) for clip in clips()])
+    frames = [encoder.config.frames(len(clip)) for clip in clips()]
     mels.requires_grad_()
     encoder(mels, lengths, frames).split(frames)[3].sum().backward()
     assert mels.grad is not None
@@ -110,14 +110,14 @@ def test_a_clip_is_deaf_to_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, WIDE], ids=["small", "wide"])
-def test_padded_equals_whisper_on_the_window(config: EncoderConfig) -> None:
-    encoder = SpeechEncoder(replace(config, mode="padded"))
+def test_padded_equals_whisper_on_the_window(config: WhisperConfig) -> None:
+    encoder = WhisperEncoder(replace(config, mode="padded"))
     theirs = whisper_of(encoder)
     sounds = clips()
     wanted = []
     for clip in sounds:
         window = whisper.pad_or_trim(clip, config.max_samples)
-        mel = encoder.features(clip)
+        mel = encoder.config.features(clip)
         assert mel.shape == (config.n_mels, 2 * config.positions)
         if config.mel_floor == "clip":
             torch.testing.assert_close(mel, whisper.log_mel_spectrogram(window, config.n_mels), rtol=1e-6, atol=1e-6)
@@ -126,7 +126,7 @@ def test_padded_equals_whisper_on_the_window(config: EncoderConfig) -> None:
 
 
 def test_padded_frames_follow_the_rule_of_the_released_checkpoint() -> None:
-    config = EncoderConfig(mode="padded")
+    config = WhisperConfig(mode="padded")
     assert config.frames(32000) == 101
     for samples in (1, 319, 320, 31999, 64320, 256960, 479999, 480000):
         duration_ms = (samples / 16000) * 1000
@@ -136,41 +136,41 @@ def test_padded_frames_follow_the_rule_of_the_released_checkpoint() -> None:
 # ------------------------------------------------------------------------------------------------------ frames, split
 
 
-def heard(encoder: SpeechEncoder, sound: torch.Tensor) -> torch.Tensor:
+def heard(encoder: WhisperEncoder, sound: torch.Tensor) -> torch.Tensor:
     """Frames of a sound of any length that the configuration allows, its windows in one batch."""
-    clips = encoder.split(sound)
-    mels, lengths = collate([encoder.features(clip) for clip in clips])
-    return encoder(mels, lengths, [encoder.frames(len(clip)) for clip in clips])
+    clips = encoder.config.split(sound)
+    mels, lengths = collate([encoder.config.features(clip) for clip in clips])
+    return encoder(mels, lengths, [encoder.config.frames(len(clip)) for clip in clips])
 
 
 @CONFIGS
 @pytest.mark.parametrize("mode", ["variable", "padded"])
-def test_frames_are_what_forward_returns(config: EncoderConfig, mode: Any) -> None:
+def test_frames_are_what_forward_returns(config: WhisperConfig, mode: Any) -> None:
     if mode == "padded" and config.hop != 160:
         with pytest.raises(UserError, match="hop=320"):
             replace(config, mode=mode)
         return
-    encoder = SpeechEncoder(replace(config, mode=mode, long_audio="split"))
+    encoder = WhisperEncoder(replace(config, mode=mode, long_audio="split"))
     for samples in (1, 200, 321, 8001, config.max_samples, config.max_samples + 1, 2 * config.max_samples + 999):
         sound = torch.randn(samples)
-        assert heard(encoder, sound).shape == (encoder.frames(samples), config.width)
-        for clip in encoder.split(sound):
-            assert encoder.features(clip).shape[1] == encoder.config.mel_frames(len(clip))
+        assert heard(encoder, sound).shape == (encoder.config.frames(samples), config.width)
+        for clip in encoder.config.split(sound):
+            assert encoder.config.features(clip).shape[1] == encoder.config.mel_frames(len(clip))
 
 
 @pytest.mark.parametrize("mode", ["variable", "padded"])
 def test_long_sound_is_refused_or_split_and_never_cut(mode: Any) -> None:
     refusing = replace(SMALL, mode=mode)
     sound = torch.randn(SMALL.max_samples * 2 + 5000)
-    for call in (lambda: split(sound, refusing), lambda: features(sound, refusing), lambda: refusing.frames(len(sound))):
+    for call in (lambda: refusing.split(sound), lambda: refusing.features(sound), lambda: refusing.frames(len(sound))):
         with pytest.raises(UserError, match=r"6\.3 s .* 3 s at once: cut it, or set encoder.long_audio=split"):
             call()
     splitting = replace(refusing, long_audio="split")
     with pytest.raises(UserError, match="split"):
-        features(sound, splitting)
-    pieces = split(sound, splitting)
+        splitting.features(sound)
+    pieces = splitting.split(sound)
     assert torch.equal(torch.cat(pieces), sound) and max(map(len, pieces)) == SMALL.max_samples
-    encoder = SpeechEncoder(splitting)
+    encoder = WhisperEncoder(splitting)
     assert_near(heard(encoder, sound), torch.cat([heard(encoder, piece) for piece in pieces]))
     assert splitting.frames(len(sound)) == sum(splitting.frames(len(piece)) for piece in pieces)
 
@@ -180,9 +180,9 @@ def test_long_sound_is_refused_or_split_and_never_cut(mode: Any) -> None:
 
 @CONFIGS
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
-def test_checkpointing_changes_no_gradient(config: EncoderConfig, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_changes_no_gradient(config: WhisperConfig, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omni.encoder.whisper.EQUAL_LENGTHS", ratio)
-    encoder = SpeechEncoder(config)
+    encoder = WhisperEncoder(config)
     gradients = []
     calls = []
     for block in encoder.whisper.blocks:
@@ -200,9 +200,9 @@ def test_checkpointing_changes_no_gradient(config: EncoderConfig, ratio: float, 
 
 
 @CONFIGS
-def test_checkpointed_blocks_learn_behind_a_frozen_stem(config: EncoderConfig) -> None:
+def test_checkpointed_blocks_learn_behind_a_frozen_stem(config: WhisperConfig) -> None:
     # Reentrant checkpointing gives no gradient, and no error, where the input of a block needs none.
-    encoder = SpeechEncoder(config)
+    encoder = WhisperEncoder(config)
     encoder.whisper.conv1.requires_grad_(False)
     encoder.whisper.conv2.requires_grad_(False)
     encoder.checkpointing = True
@@ -214,7 +214,7 @@ def test_checkpointed_blocks_learn_behind_a_frozen_stem(config: EncoderConfig) -
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", ["variable", "padded"])
 def test_a_step_without_speech_reaches_every_parameter(mode: Any, checkpointing: bool) -> None:
-    encoder = SpeechEncoder(replace(SMALL, mode=mode))
+    encoder = WhisperEncoder(replace(SMALL, mode=mode))
     encoder.checkpointing = checkpointing
     out = encoder(torch.zeros(0, SMALL.n_mels, 0), [], [])
     assert out.shape == (0, SMALL.width)
@@ -224,8 +224,8 @@ def test_a_step_without_speech_reaches_every_parameter(mode: Any, checkpointing:
 
 
 @CONFIGS
-def test_reduced_precision(config: EncoderConfig) -> None:
-    encoder = SpeechEncoder(config)
+def test_reduced_precision(config: WhisperConfig) -> None:
+    encoder = WhisperEncoder(config)
     exact = run(encoder, clips())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = run(encoder, clips())
@@ -240,7 +240,7 @@ def test_reduced_precision(config: EncoderConfig) -> None:
 
 
 def test_state_is_whispers_and_nothing_else() -> None:
-    encoder = SpeechEncoder(SMALL)
+    encoder = WhisperEncoder(SMALL)
     theirs = AudioEncoder(SMALL.n_mels, SMALL.positions, SMALL.width, SMALL.heads, SMALL.layers)
     assert list(encoder.state_dict()) == [f"whisper.{name}" for name in theirs.state_dict()]
     encoder.whisper.load_state_dict(theirs.state_dict())
@@ -261,12 +261,12 @@ def test_state_is_whispers_and_nothing_else() -> None:
 )
 def test_lengths_that_do_not_fit(mels: tuple[int, ...], lengths: list[int], frames: list[int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SpeechEncoder(SMALL)(torch.zeros(mels), lengths, frames)
+        WhisperEncoder(SMALL)(torch.zeros(mels), lengths, frames)
 
 
 def test_padded_mode_takes_whole_windows_only() -> None:
     with pytest.raises(ValueError, match="whole window's 300"):
-        SpeechEncoder(replace(SMALL, mode="padded"))(torch.zeros(1, 80, 10), [10], [5])
+        WhisperEncoder(replace(SMALL, mode="padded"))(torch.zeros(1, 80, 10), [10], [5])
 
 
 # ------------------------------------------------------------------------------------------------------ configuration
@@ -277,7 +277,7 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     # Parameters of the released encoders, convolutions and all, without the position table (a buffer).
     millions = {"tiny": 7.6, "base": 19.8, "small": 87.0, "medium": 305.7, "large": 635.0}
     with torch.device("meta"):
-        encoder = SpeechEncoder(ENCODER_PRESETS[name])
+        encoder = WhisperEncoder(ENCODER_PRESETS[name])
     count = sum(p.numel() for p in encoder.parameters()) / 1e6
     assert count == pytest.approx(millions.get(name, 635.2), abs=0.2)
     assert encoder.whisper.positional_embedding.shape[0] == 1500
@@ -316,14 +316,14 @@ def test_bad_configurations(change: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize(("span", "blur"), [(8.0, 0.0), (1.5, 0.0), (8.0, 1.25)])
 @CONFIGS
-def test_normalised_features_are_each_clips_own(config: EncoderConfig, span: float, blur: float) -> None:
+def test_normalised_features_are_each_clips_own(config: WhisperConfig, span: float, blur: float) -> None:
     """Against Whisper's modules on features that were normalised one clip at a time; what lies behind a clip is not read."""
     torch.manual_seed(0)
-    encoder, sounds = SpeechEncoder(replace(config, normalize="clip", mel_range=span, mel_blur=blur)), clips()
+    encoder, sounds = WhisperEncoder(replace(config, normalize="clip", mel_range=span, mel_blur=blur)), clips()
     theirs = whisper_of(encoder)
     wanted = []
     for sound in sounds:
-        mel = encoder.features(sound).double()
+        mel = encoder.config.features(sound).double()
         mel = mel.clamp_min(mel.max() - span / 4)
         mel = mel - mel.mean(1, keepdim=True)
         mel = mel / mel.square().mean().sqrt().clamp_min(1e-3)
@@ -332,26 +332,26 @@ def test_normalised_features_are_each_clips_own(config: EncoderConfig, span: flo
             mel, whole = (F.conv2d(x[None, None], near, padding=(12, 0))[0, 0] for x in (mel, torch.ones_like(mel)))
             mel = mel / whole
         wanted.append(alone(theirs, mel.float()))
-    mels, lengths = collate([encoder.features(sound) for sound in sounds])
+    mels, lengths = collate([encoder.config.features(sound) for sound in sounds])
     for mel, length in zip(mels, lengths, strict=True):
         mel[:, length:] = float("nan")
-    assert_near(encoder(mels, lengths, [encoder.frames(len(sound)) for sound in sounds]), torch.cat(wanted), 1e-5)
+    assert_near(encoder(mels, lengths, [encoder.config.frames(len(sound)) for sound in sounds]), torch.cat(wanted), 1e-5)
 
 
 def test_normalised_it_does_not_hear_the_microphone() -> None:
     torch.manual_seed(0)
-    encoder = SpeechEncoder(replace(SMALL, normalize="clip"))
+    encoder = WhisperEncoder(replace(SMALL, normalize="clip"))
     (sound,) = clips((16000,))
-    mel = encoder.features(sound)
+    mel = encoder.config.features(sound)
     other = mel * 0.7 + torch.linspace(-0.2, 0.2, len(mel))[:, None]
-    one, two = (encoder(m[None], [m.shape[1]], [encoder.frames(len(sound))]) for m in (mel, other))
+    one, two = (encoder(m[None], [m.shape[1]], [encoder.config.frames(len(sound))]) for m in (mel, other))
     assert_near(two, one, 1e-5)
-    plain = SpeechEncoder(SMALL)
+    plain = WhisperEncoder(SMALL)
     plain.load_state_dict(encoder.state_dict())
-    one, two = (plain(m[None], [m.shape[1]], [plain.frames(len(sound))]) for m in (mel, other))
+    one, two = (plain(m[None], [m.shape[1]], [plain.config.frames(len(sound))]) for m in (mel, other))
     assert (one - two).abs().max() > 0.05
 
 
 def test_windows_of_any_whole_number_of_frames() -> None:
     for frames in range(1, 400):
-        assert EncoderConfig(window_seconds=frames / 50).positions == frames
+        assert WhisperConfig(window_seconds=frames / 50).positions == frames

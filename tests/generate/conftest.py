@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.generate import session as session_module
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
@@ -68,7 +68,7 @@ def make_model(layout: Layout, seed: int = 0, spread: float = 0.3, **decoder: ob
     shape = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 48, "context": 512} | decoder
     config = ModelConfig(
         layout=layout,
-        encoder=EncoderConfig(width=16, heads=2, layers=1),
+        encoder=WhisperConfig(width=16, heads=2, layers=1),
         projector=ProjectorConfig("linear", stack=2),
         decoder=DecoderConfig(**shape),  # type: ignore[arg-type]
     )
@@ -133,9 +133,9 @@ def features_of(model: SpeechModel, clips: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         for clip in clips:
             heard = []
-            for window in encoder.split(clip):
-                mel = encoder.features(window)
-                heard.append(encoder(mel[None], [mel.shape[1]], [encoder.frames(len(window))]))
+            for window in encoder.config.split(clip):
+                mel = encoder.config.features(window)
+                heard.append(encoder(mel[None], [mel.shape[1]], [encoder.config.frames(len(window))]))
             out.append(model.projector(torch.cat(heard), [sum(map(len, heard))]))
     return out
 

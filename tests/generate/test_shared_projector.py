@@ -34,9 +34,9 @@ def test_the_task_of_a_question_chooses_its_parts() -> None:
         (alone,) = encode_questions(model, [one])
         assert one.clip is not None and found is not None and alone is not None
         assert_near(found, alone, 1e-5)
-        mel = model.encoder.features(one.clip)
+        mel = model.encoder.config.features(one.clip)
         with torch.no_grad():
-            frames = [model.encoder.frames(len(one.clip))]
+            frames = [model.encoder.config.frames(len(one.clip))]
             wanted, other = (
                 model.encode(mel[None], [mel.shape[1]], frames, [name]) for name in (task, SPOKEN[SPOKEN.index(task) - 1])
             )

@@ -14,7 +14,7 @@ from infer.__main__ import main
 from infer.bench.random_model import silence_ends
 from omni.checkpoint.folder import save_folder
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 TINY = ModelConfig(
     layout=Layout.preset("codec2"),
-    encoder=EncoderConfig(width=32, heads=2, layers=1),
+    encoder=WhisperConfig(width=32, heads=2, layers=1),
     projector=ProjectorConfig("linear", stack=2),
     decoder=DecoderConfig(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, context=512),
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from omni.checkpoint.folder import load_folder, save_folder
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig, from_dict, to_dict
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.model.multitask_projector import CGC, LTB, MTAN, PLE, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE, make_sharing
@@ -223,7 +223,7 @@ def test_an_unknown_name() -> None:
 
 SHARED = ModelConfig(
     Layout.build([12, 12, 6, 8], 256, specials=8),
-    EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0),
+    WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0),
     ProjectorConfig("mmoe", stack=2, settings={"experts": 3}),
     DecoderConfig(width=32, layers=1, heads=4, kv_heads=2, mlp_width=48),
 )

@@ -16,7 +16,7 @@ from omni.convert.contract import CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.formats import FORMATS, kind_of, open_foreign, refuse_file
 from omni.convert.grow import Growth, grow, with_encoder
 from omni.convert.lazy import FLOATS, cast, type_name
-from omni.encoder.config import ENCODER_PRESETS, EncoderConfig
+from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.files import real_place
 from omni.layout import Layout
@@ -46,7 +46,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None
     check_in_place(source, target, kind)
     foreign = _adapted(read_source(source, kind, options), options)
     config = foreign.config
-    if options.into is not None and not isinstance(config, EncoderConfig):
+    if options.into is not None and not isinstance(config, WhisperConfig):
         raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
     if isinstance(config, CodecConfig):
         check_options(options, (), f"{source} is a codec")
@@ -181,7 +181,7 @@ def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
     return layout, codec
 
 
-def choose_encoder(options: ConvertOptions) -> Foreign | EncoderConfig:
+def choose_encoder(options: ConvertOptions) -> Foreign | WhisperConfig:
     """The encoder of a Whisper's file or folder, or the configuration of a preset whose weights are drawn."""
     if options.encoder is None:
         raise UserError(
@@ -199,7 +199,7 @@ def choose_encoder(options: ConvertOptions) -> Foreign | EncoderConfig:
     if not whisper_weights.recognise(path):
         raise UserError(f"--encoder {path} is no Whisper: give OpenAI's .pt file or a Hugging Face folder of one")
     encoder = whisper_weights.read(path)
-    assert isinstance(encoder.config, EncoderConfig)
+    assert isinstance(encoder.config, WhisperConfig)
     return replace(encoder, config=replace(encoder.config, mode=options.encoder_mode or encoder.config.mode))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.convert.kinds import FLOATS, KINDS
-from omni.encoder.config import ENCODER_PRESETS
+from omni.encoder.whisper_config import ENCODER_PRESETS
 from omni.errors import UserError, closest
 from omni.files import real_place
 from omni.remote import check_there

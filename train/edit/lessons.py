@@ -152,7 +152,7 @@ class EditObjective:
 
     def _batch(self, pieces: Sequence[EditExample]) -> Batch:
         length = max(len(one.example.columns) for one in pieces)
-        batch = assemble([[one.example] for one in pieces], length, self.lm.layout, self.lm.config.encoder.n_mels, {})
+        batch = assemble([[one.example] for one in pieces], length, self.lm.layout, self.lm.config.encoder.bands, {})
         return batch.to(self.lm.model.device)
 
     def _logits(self, model: nn.Module, pieces: Sequence[EditExample], batch: Batch) -> list[Tensor]:
@@ -179,7 +179,7 @@ class EditObjective:
     def _hear(self, example: Example) -> Tensor | None:
         if self.listening or not example.clips:
             return None
-        mels = torch.zeros(len(example.clips), self.lm.config.encoder.n_mels, max(c.mel.shape[1] for c in example.clips))
+        mels = torch.zeros(len(example.clips), self.lm.config.encoder.bands, max(c.mel.shape[1] for c in example.clips))
         for padded, clip in zip(mels, example.clips, strict=True):
             padded[:, : clip.mel.shape[1]] = clip.mel
         lengths, frames = [c.mel.shape[1] for c in example.clips], [c.frames for c in example.clips]

@@ -28,7 +28,7 @@ class StepFlops:
         matrices = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
         self.per_frame = matrices + sum(sizes[f"projector.{n}"] for n, p in model.projector.named_parameters() if p.ndim >= 2)
         self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
-        self.encoder_pair = model.config.encoder.layers * model.config.encoder.width
+        self.encoder_pair = model.config.encoder.attention_size
 
     def __call__(self, batch: Batch, targets: Tensor) -> float:
         """FLOPs of a batch; targets: supervised positions of each stream, [K + 1] (the last entry is not used)."""

@@ -186,11 +186,8 @@ class Objective(nn.Module):
         empty = len(frames) == 0
         if empty:
             encoder = model.config.encoder
-            mels = torch.zeros(1, encoder.n_mels, 2, device=batch.tokens.device)
-            lengths, frames = [2], [1]
-            if encoder.mode == "padded":
-                mels = torch.zeros(1, encoder.n_mels, encoder.mel_frames(1), device=batch.tokens.device)
-                lengths = [mels.shape[2]]
+            lengths, frames = [encoder.feature_frames(1)], [1]
+            mels = torch.zeros(1, encoder.bands, lengths[0], device=batch.tokens.device)
         heard = model.encode_frames(mels, lengths, frames)
         if model.projector.tasks:
             count = sum(-(-n // model.projector.stack) for n in frames)

@@ -137,7 +137,7 @@ def _phases_of(question: _TraceKey) -> dict[str, Snapshot]:
     batch = worst_batch(config.data, shape)
 
     def at(decoder: int, encoder: int) -> dict[str, Snapshot]:
-        shallow = replace(shape, decoder=replace(shape.decoder, layers=decoder), encoder=replace(shape.encoder, layers=encoder))
+        shallow = replace(shape, decoder=replace(shape.decoder, layers=decoder), encoder=shape.encoder.with_layers(encoder))
         return trace(config, shallow, batch, micro_batches, cuda)
 
     wanted = shape.decoder.layers, shape.encoder.layers

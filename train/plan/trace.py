@@ -182,7 +182,7 @@ def _watch(bench: Workbench, ledger: Ledger) -> None:
         )
     model = bench.objective.model
     model.decoder.register_forward_hook(lambda *_: ledger.begin("objective"))
-    stacks = (("encoder", model.encoder.whisper.blocks), ("decoder", model.decoder.blocks), ("post", model.decoder.post_blocks))
+    stacks = (("encoder", model.encoder.blocks), ("decoder", model.decoder.blocks), ("post", model.decoder.post_blocks))
     for name, stack in stacks:
         for number, block in enumerate(stack):
             if number in (0, len(stack) - 1):

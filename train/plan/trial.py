@@ -70,7 +70,7 @@ def attempt(config: FitConfig, shape: ModelConfig, micro_batches: int, device: s
 def _measure(config: FitConfig, shape: ModelConfig, count: int, device: str, keep_freed: bool) -> tuple[int, float]:
     if not keep_freed:
         _return_freed()
-    small = replace(shape, decoder=replace(shape.decoder, layers=1), encoder=replace(shape.encoder, layers=1))
+    small = replace(shape, decoder=replace(shape.decoder, layers=1), encoder=shape.encoder.with_layers(1))
     packing = replace(config.data.packing, rows=1, length=min(32, config.data.packing.length))
     tiny = replace(config, data=replace(config.data, packing=packing))
     _steps(tiny, _narrow(small), micro_batches_of(config, 1), device)  # loads libraries and chooses kernels
@@ -90,8 +90,7 @@ def _return_freed() -> None:
 def _narrow(shape: ModelConfig) -> ModelConfig:
     """A small model with the same kinds of parts."""
     decoder = replace(shape.decoder, width=64, heads=2, kv_heads=1, head_dim=0, mlp_width=64)
-    encoder = replace(shape.encoder, width=64, heads=2)
-    return replace(shape, decoder=decoder, encoder=encoder, projector=replace(shape.projector, hidden=64))
+    return replace(shape, decoder=decoder, encoder=shape.encoder.narrow(), projector=replace(shape.projector, hidden=64))
 
 
 def _steps(config: FitConfig, shape: ModelConfig, count: int, device: str) -> float:

@@ -19,7 +19,7 @@ PROMPT = 4
 """Columns of a spoken question's example beside the question itself: input, end, the marker, and one of the answer."""
 
 PADDED_COLUMNS = 256
-"""Columns of an example under `encoder.mode` padded, where every clip costs the encoder its whole window, however short."""
+"""Columns of an example where every clip costs the encoder its whole window, however short (`EncoderConfig.fixed_length`)."""
 
 
 def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
@@ -27,7 +27,7 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
     every column, and, where any task asks by speech, clips as long as the window and the rows have room for.
 
     Columns of data belong to a sound or to an answer, these to both: answers cost little beside the decoder's columns, since
-    logits are made in chunks. Under `encoder.mode` padded there is one clip to `PADDED_COLUMNS` columns.
+    logits are made in chunks. Where clips have a fixed length there is one to `PADDED_COLUMNS` columns.
     """
     rows, length, layout = data.packing.rows, data.packing.length, shape.layout
     tasks = tasks_of(data)
@@ -47,8 +47,7 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
             frames.append(min(count * shape.projector.stack, shape.encoder.positions))
             features += count
             start += count + PROMPT
-    window = shape.encoder.mel_frames(1) if shape.encoder.mode == "padded" else 0
-    lengths = [window or 2 * n for n in frames]
+    lengths = [shape.encoder.feature_frames(n) for n in frames]
     spelt = shape.ctc > 1 and data.alignment != "none"
     return Batch(
         tokens=tokens,
@@ -56,7 +55,7 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
         feature_index=index,
         segments=segments,
         task=torch.full((rows, length), list(TASKS).index(tasks[-1].name)),
-        mels=torch.zeros(len(frames), shape.encoder.n_mels, max(lengths, default=0)),
+        mels=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
         mel_lengths=lengths,
         frames=frames,
         transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
@@ -75,7 +74,7 @@ def _transcript(count: int, shape: ModelConfig) -> list[int]:
 def _clips(length: int, shape: ModelConfig) -> list[int]:
     """Number of features of each clip of a full row."""
     longest = math.ceil(shape.encoder.positions / shape.projector.stack)
-    each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.mode == "padded" else length, length)
+    each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.fixed_length else length, length)
     whole, rest = divmod(length, each)
     columns = [each] * whole + ([rest] if rest > PROMPT else [])
     return [max(1, n - PROMPT) for n in columns if n > PROMPT]

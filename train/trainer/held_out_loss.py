@@ -68,7 +68,7 @@ def build_held_out(
         UserError: a row is broken.
     """
     plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment)
-    layout, mels = maker.model.layout, maker.model.encoder.n_mels
+    layout, mels = maker.model.layout, maker.model.encoder.bands
     own: list[Batch] = []
     made, examples = 0, 0
     for made, rows in enumerate(

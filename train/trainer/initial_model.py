@@ -97,6 +97,8 @@ def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
 def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
     """A configuration with the fields that the section gives; an unknown one is a UserError that names the closest."""
     data = to_dict(base)
+    if "kind" in section.encoder and section.encoder["kind"] != base.encoder.kind:
+        data["encoder"] = {}
     for name in ("layout", "encoder", "projector", "decoder"):
         _merge(data[name], getattr(section, name))
     for name in ("codec", "ctc", "ctc_sounds"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.layout import Layout
 from omni.text import Tokenizer
 from train.data.batching.examples import ExampleMaker
@@ -20,7 +20,7 @@ from train.data.seeding import dice, key
 from train.data.sources.mixture import Mixture, TaskMixture
 
 TOKENIZER = Tokenizer.bytes()
-ENCODER = EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0)
+ENCODER = WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0)
 DECODER = DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48)
 MODELS = {
     "codec2": ModelConfig(

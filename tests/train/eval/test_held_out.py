@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
 from train.config.sections import FIGURES, CheckpointConfig
@@ -172,7 +172,7 @@ def test_rows_become_items_of_the_tasks_that_they_can_be() -> None:
 
 
 def test_a_held_out_row_that_cannot_be_asked_is_named_before_anybody_trains() -> None:
-    encoder = EncoderConfig(width=16, heads=2, layers=1, window_seconds=2.0, long_audio="refuse")
+    encoder = WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0, long_audio="refuse")
     rows = [
         Row((RowTurn("q", Sound(torch.zeros(16000 * seconds), 16000), "a"),), source="digits", where=f"test.parquet row {i}")
         for i, seconds in enumerate((1, 3))

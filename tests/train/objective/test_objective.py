@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
-from omni.encoder.config import EncoderConfig
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import IGNORE, Layout
 from omni.lora.attach import add_adapter
@@ -25,14 +25,14 @@ from train.objective.objective import Objective, targets
 MODELS = {
     "codec2": ModelConfig(
         Layout.build([12, 12, 6, 8], 20, specials=8),
-        EncoderConfig(n_mels=80, width=16, heads=2, layers=2, window_seconds=2.0),
+        WhisperConfig(n_mels=80, width=16, heads=2, layers=2, window_seconds=2.0),
         ProjectorConfig("linear", stack=2),
         DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48),
         ctc=21,
     ),
     "mini-omni": ModelConfig(
         Layout.build([16] * 7, 24, specials=5, fill="sampled", features="replace"),
-        EncoderConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=2.0),
+        WhisperConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=2.0),
         ProjectorConfig("gated", hidden=24),
         DecoderConfig(width=32, layers=2, heads=4, kv_heads=4, mlp_width=48, post_layers=1, tie_text=True),
     ),

@@ -15,7 +15,6 @@ from torch import Tensor
 from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
-from omni.encoder.features import features, split
 from omni.errors import UserError
 from omni.generate.question import read_system
 from omni.model.multitask_projector import SHARING
@@ -238,24 +237,24 @@ class ExampleMaker:
             changed = augment_audio(audio, self.augment, torch_dice(self.seed, *key))
             if len(changed) <= encoder.max_samples or len(audio) > encoder.max_samples:
                 audio = changed  # not where only the slower speed makes it too long for the window
-        pieces = split(audio, encoder)
+        pieces = encoder.split(audio)
         if len(pieces) > 1 and encoder.positions % stack:
             raise UserError(
                 f"the question lasts {len(audio) / SAMPLE_RATE:.1f} s and is split into windows of {encoder.positions} frames, "
                 f"which projector.stack {stack} does not divide: cut it, or change one of them"
             )
-        return [(features(piece, encoder), encoder.frames(len(piece))) for piece in pieces]
+        return [(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
 
     def _vary(self, mel: Tensor, frames: int, *key: int | str) -> tuple[Tensor, int]:
         """Augment a clip's log-mel [M, F] by the seed `key`; returns it and its encoder frames."""
         assert self.augment is not None
         encoder, dice = self.model.encoder, torch_dice(self.seed, *key)
-        if encoder.mode == "padded":
+        if encoder.fixed_length:
             return augment_mel(mel, self.augment, dice, frames=min(2 * frames, mel.shape[1])), frames
         changed = augment_mel(mel, self.augment, dice)
-        if changed.shape[1] > 2 * encoder.positions:  # as in `_features`
+        if changed.shape[1] > encoder.feature_frames(encoder.positions):  # as in `_features`
             return mel, frames
-        return changed, encoder.frames(changed.shape[1] * encoder.hop)
+        return changed, encoder.frames_of(changed.shape[1])
 
     def _codes(self, prepared: Prepared, number: int, turn: RowTurn) -> Tensor:
         """Codes [A, F] of the answer: the row's own, or encoded from its audio."""

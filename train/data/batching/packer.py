@@ -67,7 +67,7 @@ class PackerShard:
         packing = self.pipeline.packing
         rows = [self._row() for _ in range(packing.rows)]
         model = self.pipeline.maker.model
-        return assemble(rows, packing.length, model.layout, model.encoder.n_mels, self.state())
+        return assemble(rows, packing.length, model.layout, model.encoder.bands, self.state())
 
     def state(self) -> dict[str, Any]:
         """State as plain data, from which `PackerShard(state=...)` goes on."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from omni.config import from_dict, to_dict
-from omni.encoder.features import features
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
@@ -105,7 +104,7 @@ def test_an_example_is_the_tasks_columns_and_its_prompt_that_of_serving(name, ta
     if TASKS[task].audio:
         assert torch.equal(codes, turn.answer_codes.frames)
     if TASKS[task].question == "audio":
-        assert torch.equal(made.clips[0].mel, features(audio, model.encoder))
+        assert torch.equal(made.clips[0].mel, model.encoder.features(audio))
         assert made.clips[0].frames == model.encoder.frames(len(audio))
         assert made.columns.features == (model.features(len(audio)),)
     else:

@@ -1,0 +1,119 @@
+"""Contract of a speech encoder, second part: its module, for whole sounds and for sound that is still coming.
+
+    encoder(features, lengths, frames)    frames [sum T, D] of a batch of clips, one behind the other
+    encoder.encode(sounds)                the same of whole sounds
+    encoder.stream()                      of a sound that is still coming: `push` pieces, then `finish`
+
+S samples of 16 kHz sound, N clips, M values of a feature frame, F feature frames, T encoder frames, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from omni.encoder.config import ENCODERS, EncoderConfig
+
+
+class Encoder(nn.Module):
+    """An encoder's module.
+
+    Attributes:
+        checkpointing: recompute activations in the backward pass, where the encoder can.
+    """
+
+    config: EncoderConfig
+    checkpointing: bool = False
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The equal blocks that are run one after another, as many as `config.layers`."""
+        return ()
+
+    def forward(self, features: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+        """Frames [sum(frames), D] of clips, one behind the other; a clip's frames do not depend on the other clips.
+
+        Args:
+            features: [N, M, F max], of which each clip has `lengths[n]`; what lies behind them is not read.
+            frames: number T of each clip's frames, as `EncoderConfig.clip_frames` counts them.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def encode(self, sounds: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Frames [sum T, D] of whole sounds [S], all clips in one batch, and the number T of each sound's.
+
+        Raises:
+            UserError: a sound is empty, or longer than the encoder takes.
+        """
+        config = self.config
+        clips = [config.split(sound) for sound in sounds]
+        batch, lengths = collate([config.features(clip) for pieces in clips for clip in pieces])
+        frames = [config.clip_frames(len(clip)) for pieces in clips for clip in pieces]
+        device = next(self.parameters()).device
+        return self(batch.to(device), lengths, frames), [config.frames(len(sound)) for sound in sounds]
+
+    def stream(self) -> EncoderStream:
+        """An encoding of a sound that is still coming."""
+        return EncoderStream(self)
+
+
+class EncoderStream:
+    """Encodes a sound piece by piece: the frames of `push` and `finish`, joined, are those of the whole sound.
+
+    This one keeps the pieces and encodes at the end, for encoders whose every frame depends on the whole clip.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.pieces: list[Tensor] = []
+
+    def push(self, audio: Tensor) -> Tensor:
+        """Takes the next samples [S]; returns the frames [T, D] that they complete (here none)."""
+        self.pieces.append(audio)
+        weight = next(self.encoder.parameters())
+        return weight.new_zeros(0, self.encoder.config.width)
+
+    def finish(self) -> Tensor:
+        """Returns the frames [T, D] that are left when the sound has ended; UserError as of `Encoder.encode`."""
+        pieces, self.pieces = self.pieces, []
+        return self.encoder.encode([torch.cat(pieces) if pieces else torch.zeros(0)])[0]
+
+
+E = TypeVar("E", bound=type[Encoder])
+
+_modules: dict[type[EncoderConfig], Callable[[Any], Encoder]] = {}
+
+
+def register_encoder(config: type[EncoderConfig]) -> Callable[[E], E]:
+    """A decorator for an encoder's class, which is built of its configuration alone.
+
+    @register_encoder(MyConfig)  # a frozen dataclass with `kind = "mine"`
+    class MyEncoder(Encoder):
+        def __init__(self, config: MyConfig) -> None: ...
+    """
+
+    def add(module: E) -> E:
+        if ENCODERS.get(config.kind) is not config:
+            ENCODERS.add(config.kind, config)
+        _modules[config] = module
+        return module
+
+    return add
+
+
+def build_encoder(config: EncoderConfig) -> Encoder:
+    """The encoder of a configuration, with random weights."""
+    return _modules[type(config)](config)
+
+
+def collate(features: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Batches clips [M, F] as [N, M, F max], zeros behind the shorter ones; also returns their lengths F."""
+    lengths = [clip.shape[1] for clip in features]
+    batch = features[0].new_zeros(len(features), features[0].shape[0], max(lengths))
+    for row, clip in zip(batch, features, strict=True):
+        row[:, : clip.shape[1]] = clip
+    return batch, lengths

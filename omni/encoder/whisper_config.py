@@ -1,0 +1,205 @@
+"""Configuration of a Whisper encoder: its shape, features and number of frames.
+
+S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel bands, F feature frames, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.mel import HOP, WINDOW, MelFloor, log_mel, mel_frames
+from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
+from omni.errors import UserError, closest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+EncoderMode = Literal["padded", "variable"]
+Normalize = Literal["none", "clip"]
+
+
+@dataclass(frozen=True)
+class WhisperConfig(EncoderConfig):
+    """Shape of a Whisper encoder and preprocessing of its sound; training and serving of a model share it.
+
+    mode: "variable" runs on the sound alone; "padded" runs on the whole window, silence included,
+    and keeps the frames of the sound, as checkpoints trained with Whisper's padding expect (mini-omni).
+
+    long_audio: sound beyond the window is refused ("refuse"), or split into consecutive windows whose frames are joined
+    ("split"). It is never cut.
+
+    hop: samples between feature frames; a released Whisper needs 160 (50 encoder frames a second), a model trained from
+    scratch may take 320 and half the work.
+
+    normalize: "clip" subtracts each band's mean over a clip and divides by the standard deviation of the rest, so that
+    different microphones and rooms sound alike (cepstral mean and variance normalisation, Viikki and Laurila 1998, before
+    the cosine transform); "none" is Whisper's.
+
+    mel_range: lower end of normalised features below the clip's loudest band, in log10 of power: 8 as in Whisper; with 4.4
+    no background is heard.
+
+    mel_blur: standard deviation, in bands, of a Gaussian over the bands, which hides the pitch and keeps the formants of
+    normalised features; 0 for none.
+
+    UserError: a value that no encoder can have.
+    """
+
+    kind: ClassVar[str] = "whisper"
+    n_mels: int = 80
+    width: int = 384
+    heads: int = 6
+    layers: int = 4
+    window_seconds: float = 30.0
+    mode: EncoderMode = "variable"
+    mel_floor: MelFloor = "clip"
+    long_audio: LongAudio = "refuse"
+    hop: int = HOP
+    normalize: Normalize = "none"
+    mel_range: float = 8.0
+    mel_blur: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.n_mels not in (80, 128):
+            raise UserError(f"encoder.n_mels={self.n_mels}: Whisper's filter banks have 80 or 128 bands")
+        if self.heads < 1 or self.layers < 1:
+            raise UserError(f"encoder.heads={self.heads}, encoder.layers={self.layers}: both start at 1")
+        if self.width < 4 or self.width % 2 or self.width % self.heads:
+            raise UserError(f"encoder.width={self.width}: it must be even, at least 4 and divisible by heads={self.heads}")
+        if self.layers > 1000 or self.width > 1 << 20:
+            raise UserError(f"encoder.layers={self.layers}, encoder.width={self.width}: at most 1000 and {1 << 20}")
+        if self.window_seconds > 3600:
+            raise UserError(f"encoder.window_seconds={self.window_seconds}: a window lasts at most 3600 s")
+        if not 1 <= self.hop <= WINDOW or SAMPLE_RATE % (2 * self.hop):
+            raise UserError(
+                f"encoder.hop={self.hop}: it must divide {SAMPLE_RATE // 2} and be at most {WINDOW}, as 160 and 320"
+            )
+        if self.mode == "padded" and self.hop != HOP:
+            raise UserError(f"encoder.hop={self.hop}: mode=padded is for released checkpoints, their hop is {HOP}")
+        if self.mode == "padded" and self.normalize != "none":
+            raise UserError(f"encoder.normalize={self.normalize}: mode=padded is for released checkpoints, theirs is none")
+        if not 0.5 <= self.mel_range <= 8.0 or (self.mel_range != 8.0 and self.normalize == "none"):
+            raise UserError(
+                f"encoder.mel_range={self.mel_range}: it lies between 0.5 and 8, and is 8 where encoder.normalize is none"
+            )
+        if not 0 <= self.mel_blur <= 10 or (self.mel_blur and self.normalize == "none"):
+            raise UserError(
+                f"encoder.mel_blur={self.mel_blur}: it lies between 0 and 10, and is 0 where encoder.normalize is none"
+            )
+        positions = self.window_seconds * self.frames_per_second
+        if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
+            frame = 1 / self.frames_per_second
+            raise UserError(f"encoder.window_seconds={self.window_seconds}: give a multiple of {frame:g} s above 0")
+        for key, allowed in _CHOICES.items():
+            value = getattr(self, key)
+            if value not in allowed:
+                raise UserError(f"encoder.{key}={value!r} is unknown: {closest(value, allowed)}")
+
+    @property
+    def bands(self) -> int:
+        return self.n_mels
+
+    @property
+    def frames_per_second(self) -> int:
+        """Encoder frames per second: two feature frames each (50 at Whisper's hop)."""
+        return SAMPLE_RATE // (2 * self.hop)
+
+    @property
+    def positions(self) -> int:
+        """Encoder frames of a full window, Whisper's `n_audio_ctx` (1500 for 30 s)."""
+        return round(self.window_seconds * self.frames_per_second)
+
+    @property
+    def max_samples(self) -> int:
+        return self.positions * 2 * self.hop
+
+    @property
+    def fixed_length(self) -> bool:
+        return self.mode == "padded"
+
+    @property
+    def attention_size(self) -> int:
+        return self.layers * self.width
+
+    def mel_frames(self, samples: int) -> int:
+        """Feature frames of one clip of that many samples (the whole window's when padded)."""
+        return mel_frames(self.max_samples if self.fixed_length else samples, self.hop)
+
+    def feature_frames(self, frames: int) -> int:
+        return 2 * (self.positions if self.fixed_length else frames)
+
+    def frames_of(self, features: int) -> int:
+        return (features + 1) // 2
+
+    def clip_frames(self, samples: int) -> int:
+        """Encoder frames T of a clip.
+
+        variable: half the feature frames, rounded up. padded: int(milliseconds / 20) + 1, at most the
+        window's (the rule of gpt-omni/mini-omni, `inference.py`, `load_audio`, in its own floating-point
+        steps: integers differ at nine lengths).
+        """
+        if self.mode == "variable":
+            return (mel_frames(samples, self.hop) + 1) // 2
+        milliseconds = samples / SAMPLE_RATE * 1000
+        return min(int(milliseconds / 20) + 1, self.positions)
+
+    def features(self, audio: Tensor) -> Tensor:
+        """Log-mel `[M, F]` float32 of one clip `[S]` at 16 kHz, F = `mel_frames(S)`, without gradient.
+
+        padded: silence is appended up to the window first, as Whisper does.
+        UserError: no samples, or longer than the window (`split` it first).
+        """
+        import torch
+
+        if audio.ndim != 1:
+            raise UserError(f"sound of shape {list(audio.shape)} for the encoder: give one channel, [samples]")
+        samples = audio.shape[0]
+        if samples > self.max_samples:
+            self.clips(samples)  # refuses where the configuration does
+            raise UserError(f"a clip of {samples} samples exceeds the window of {self.max_samples}: split() it first")
+        with torch.no_grad():
+            if self.fixed_length:
+                audio = torch.nn.functional.pad(audio, (0, self.max_samples - samples))
+            return log_mel(audio, self.n_mels, self.mel_floor, self.hop)
+
+    def with_layers(self, layers: int) -> WhisperConfig:
+        return replace(self, layers=layers)
+
+    def narrow(self) -> WhisperConfig:
+        return replace(self, width=64, heads=2)
+
+    def weight_stacks(self) -> dict[str, int]:
+        return {"whisper.blocks.": self.layers}
+
+    def weight_shapes(self) -> dict[str, list[int]]:
+        return {
+            "whisper.positional_embedding": [self.positions, self.width],
+            "whisper.conv1.weight": [self.width, self.n_mels, 3],
+        }
+
+
+ENCODERS.add(WhisperConfig.kind, WhisperConfig)
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("padded", "variable"),
+    "mel_floor": ("clip", "fixed"),
+    "long_audio": ("refuse", "split"),
+    "normalize": ("none", "clip"),
+}
+
+# Published sizes: the `ModelDimensions` stored in OpenAI's checkpoints, also tabled in "Robust Speech
+# Recognition via Large-Scale Weak Supervision" (Radford et al. 2022, table 1). The turbo model keeps
+# large-v3's encoder.
+ENCODER_PRESETS: dict[str, WhisperConfig] = {
+    "nano": WhisperConfig(width=192, heads=3, layers=3, hop=320),
+    "tiny": WhisperConfig(width=384, heads=6, layers=4),
+    "base": WhisperConfig(width=512, heads=8, layers=6),
+    "small": WhisperConfig(width=768, heads=12, layers=12),
+    "medium": WhisperConfig(width=1024, heads=16, layers=24),
+    "large": WhisperConfig(width=1280, heads=20, layers=32),
+    "large-v3": WhisperConfig(n_mels=128, width=1280, heads=20, layers=32),
+    "large-v3-turbo": WhisperConfig(n_mels=128, width=1280, heads=20, layers=32),
+}
+"""Sizes by name, all `variable` with Whisper's floor; `dataclasses.replace` changes the rest."""
