@@ -2,7 +2,7 @@
 
 Three ways to look, each where nothing else guards already:
 
-- a step of the loop (`Loop.train`) is watched as `guard: true` watches it;
+- a step of the loop (`PlainStep`) is watched as `guard: true` watches it;
 - outside of the loop a window goes from the first forward of one of our models with gradients recorded to the end of backward;
 - where an optimizer steps after such windows, every parameter that it owns should have got a gradient in them.
 
@@ -37,7 +37,7 @@ from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from train.objective.objective import Objective
 from train.trainer.guard import StepGuard
-from train.trainer.loop import Loop
+from train.trainer.step import PlainStep
 
 CHILDREN = "OMNI_GUARDED_TESTS"
 """Environment variable: the folder where processes that tests start leave what was looked at there."""
@@ -63,12 +63,13 @@ class Lookout:
         self.untrained: list[str] = []
         self.guards: dict[nn.Module, Guard] = {}
         self.open: dict[nn.Module, Any] = {}
-        self.inside = 0
+        self.inside = self.guarded = 0
         self.stack = ExitStack()
 
     def __enter__(self) -> Lookout:
         patch = lambda owner, name, new: self.stack.enter_context(mock.patch.object(owner, name, new))  # noqa: E731
-        patch(Loop, "train", self._train(Loop.train))
+        patch(PlainStep, "__call__", self._train(PlainStep.__call__))
+        patch(StepGuard, "step", self._guard(StepGuard.step))
         for kind in MODELS:
             patch(kind, "forward", self._forward(kind))
         patch(torch.autograd, "backward", self._backward(torch.autograd.backward))
@@ -94,17 +95,27 @@ class Lookout:
 
     def _train(self, plain: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(plain)
-        def train(loop: Loop, step: Any) -> None:
-            if loop.guard is not None or _is_seen_through():
-                self._within(plain, loop, step)
+        def train(take: PlainStep, step: Any, progress: float) -> None:
+            if self.guarded or _is_seen_through():
+                self._within(plain, take, step, progress)
                 return
             self._drop()  # its backward is none of the loop's
-            watch = vars(loop).setdefault("lookout", StepGuard(loop.objective, loop.optimizer, loop.parts.idle))
-            take = functools.partial(self._within, plain, loop)
-            self.found += watch.step(loop.position.step + 1, step, loop._used(), take)
+            watch = vars(take).setdefault("lookout", StepGuard(take.module.module, take.optimizer, take.idle))
+            self.found += watch.step(1, step, progress, lambda step: self._within(plain, take, step, progress))
             self._count("steps")
 
         return train
+
+    def _guard(self, plain: Callable[..., list[Finding]]) -> Callable[..., list[Finding]]:
+        @functools.wraps(plain)
+        def step(guard: StepGuard, *args: Any, **kwargs: Any) -> list[Finding]:
+            self.guarded += 1
+            try:
+                return plain(guard, *args, **kwargs)
+            finally:
+                self.guarded -= 1
+
+        return step
 
     def _within(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do it without a window of its own."""

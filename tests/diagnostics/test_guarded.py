@@ -11,7 +11,7 @@ import torch
 
 from tests.train.distributed.test_fabric import environment
 from train.objective.objective import Objective
-from train.trainer.loop import Loop
+from train.trainer.step import PlainStep
 
 SUITE = """
 import subprocess, sys
@@ -114,5 +114,7 @@ def test_what_was_watched_is_counted(said: str) -> None:
 
 
 def test_without_the_option_nothing_is_watched(pytestconfig: pytest.Config) -> None:
-    patched = [hasattr(function, "__wrapped__") for function in (Loop.train, Objective.forward, torch.autograd.backward)]
+    patched = [
+        hasattr(function, "__wrapped__") for function in (PlainStep.__call__, Objective.forward, torch.autograd.backward)
+    ]
     assert patched == [pytestconfig.getoption("--guard")] * 3

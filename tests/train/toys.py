@@ -37,9 +37,10 @@ from train.config.sections import (
 from train.distributed.fabric import ProcessGroup, build_fabric, leave
 from train.distributed.precision import quantized_type
 from train.objective.objective import Losses
+from train.trainer.build import build_loop
 from train.trainer.held_out_loss import HeldOut
-from train.trainer.loop import Loop, Outcome, Parts
 from train.trainer.lora import apply
+from train.trainer.parts import Outcome, Parts
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
 ALONE = ProcessGroup(SimpleNamespace(global_rank=0, world_size=1))  # type: ignore[arg-type]
@@ -199,7 +200,7 @@ def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dic
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
         parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
-    loop = Loop(config, plain_config(config), parts, fabric, Path(config.run_folder))
+    loop = build_loop(config, plain_config(config), parts, fabric, Path(config.run_folder))
     outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
     if loop.average is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from train.bench.names import BALANCED
 from train.bench.runs import run_with_batches
 from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
+from train.trainer.build import build_balance
+from train.trainer.step import BalancedStep, PlainStep, Step
 
 
 def balance(
@@ -51,17 +54,22 @@ def balance(
             objective=replace(config.objective, align_first=0.0),
         )
         loop, given = run_with_batches(config, device, Path(folder), steps)
+        built = {field.name: getattr(loop.step, field.name) for field in fields(PlainStep)}
+        variants: dict[str, Step] = {"plain": PlainStep(**built)}
+        for name, section in sections.items():
+            tasks = build_balance(
+                section, config, loop.parts, loop.fabric, loop.group, loop.module, loop.trainable, len(given[0].batches)
+            )
+            variants[name] = BalancedStep(**built, balance=tasks, start=0.0)
 
-        def slice_of() -> None:
+        def slice_of(take: Step) -> None:
             for step in given:
-                loop.train(step)
+                take(step, 0.0)
 
-        variants = {"plain": None, **{name: loop.balancing(section) for name, section in sections.items()}}
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(rounds + 1):
             for name, variant in variants.items() if turn % 2 else reversed(variants.items()):
-                loop.balance = variant
-                spent = seconds_of(slice_of, device)
+                spent = seconds_of(partial(slice_of, variant), device)
                 if turn:
                     seconds[name].append(spent / steps)
         if loop.logs is not None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,11 +16,11 @@ from train.bench.runs import run_with_batches
 from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 from train.config.sections import BudgetConfig
-from train.trainer.feed import StepBatches
 from train.trainer.guard import StepGuard
+from train.trainer.step import GuardedStep, Step
 
-PHASES = {"aligning": 0, "all of the model": 1}
-"""Steps done of a budget of two: at the first, where the recipe has `objective.align_first`, the decoder does not run."""
+PHASES = {"aligning": 0.0, "all of the model": 0.5}
+"""Used shares of the budget: at the first, where the recipe has `objective.align_first`, the decoder does not run."""
 
 
 def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, traced: int = 1) -> list[TimingRow]:
@@ -41,21 +40,20 @@ def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, trac
     with tempfile.TemporaryDirectory() as folder:
         loop, given = run_with_batches(config, device, Path(folder), steps)
         guarded = StepGuard(loop.objective, loop.optimizer, loop.parts.idle)
-        variants: dict[str, Callable[[StepBatches], Any]] = {
-            "plain": loop.train,
-            "watched": lambda step: guarded.step(1, step, loop._used(), loop.train),
-            "traced": lambda step: guarded.step(1, step, loop._used(), loop.train, trace=True),
+        variants: dict[str, Step] = {
+            "plain": loop.step,
+            "watched": GuardedStep(loop.step, guarded),
+            "traced": GuardedStep(loop.step, guarded, trace=True),
         }
-        for phase, done in PHASES.items():
-            if not done and not config.objective.align_first:
+        for phase, share in PHASES.items():
+            if not share and not config.objective.align_first:
                 continue
-            loop.position.step = done
             plain, ratios = [], {"watched": list[float](), "traced": list[float]()}
             for turn in range(rounds + 1):
                 pair = ["plain", "watched"] if turn % 2 else ["watched", "plain"]
                 for step in given:
                     spent = {
-                        name: seconds_of(lambda name=name, step=step: variants[name](step), device)  # type: ignore[misc]
+                        name: seconds_of(partial(variants[name], step, share), device)
                         for name in pair + ["traced"] * (turn <= traced)
                     }
                     if turn:

@@ -11,7 +11,6 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,15 +66,16 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
     with importing():
         from train.distributed.fabric import build_fabric
         from train.trainer.build import prepare, with_alignment
-        from train.trainer.guard import targets_of
+        from train.trainer.guard import StepGuard, targets_of
         from train.trainer.preflight import check_start
         from train.trainer.signals import Stop
+        from train.trainer.step import GuardedStep
 
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(
             config,
             run_folder=folder,
-            guard=True,
+            guard=False,
             resume="restart",
             fabric=replace(config.fabric, devices=1, num_nodes=1, strategy="auto"),
             data=replace(config.data, workers=0),
@@ -84,17 +84,18 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         )
         check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
-        assert loop.guard is not None
-        loop.guard.targets = targets_of(loop.objective, config.data, seen=1)
+        guard = StepGuard(loop.objective, loop.optimizer, loop.parts.idle, config.data)
+        guard.targets = targets_of(loop.objective, config.data, seen=1)
+        take = GuardedStep(loop.step, guard, trace=True)
         try:
             with Stop() as stop:
                 feed = loop.feed(stop)
                 phases = (0.0, 1.0) if config.objective.align_first else (1.0,)
                 planned = [progress for progress in phases for _ in range(steps)]
-                for number, progress in enumerate(planned, 1):
+                for progress in planned:
                     loop.meter.start()
                     step = feed.next()
-                    loop.guard.step(number, step, progress, partial(loop.train, progress=progress), trace=True)
+                    take(step, progress)
                     loop.meter.pause()
                     if stop.number:
                         break
@@ -103,5 +104,5 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
                 loop.logs.close()
     if stop.number:
         name = signal.Signals(stop.number).name
-        end_by_signal(stop.number, f"stopped by {name} after step {number} of {len(planned)}; nothing is reported")
-    return loop.guard.guard.findings
+        end_by_signal(stop.number, f"stopped by {name} after step {take.number} of {len(planned)}; nothing is reported")
+    return guard.guard.findings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
@@ -19,28 +19,39 @@ from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.lora.weights import merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
-from train.balance.section import BILEVEL, balanced_tasks
+from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
 from train.checkpoint import retention
+from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig, plain_config
+from train.console.progress import TrainProgress
 from train.data.batching.batch import Batch
-from train.data.batching.loader import StepLoader
+from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.pipeline import Pipeline
 from train.data.build import build_alignment, build_pipeline, held_out_by_source
 from train.data.sources.recorded_digits import speak_ahead
 from train.data.speech_time import estimate_speech_time
-from train.distributed.fabric import ProcessGroup, build_fabric, launch, leave
+from train.distributed.fabric import ProcessGroup, build_fabric, compile_blocks, launch, leave
 from train.distributed.precision import quantized_type
 from train.objective.flops import StepFlops
 from train.objective.objective import Objective, cells, targets
-from train.optim.optimizer import describe
+from train.optim.ema import Average
+from train.optim.optimizer import build_optimizer, describe, parameter_groups, set_trainable
+from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer import lora as adapters
-from train.trainer.balanced_step import Balanced
+from train.trainer.balanced_step import Balanced, Balancing
+from train.trainer.feed import CountingFeed, Feed
+from train.trainer.guard import StepGuard
 from train.trainer.held_out_batches import outer_batches
 from train.trainer.held_out_loss import HeldOut, build_held_out
 from train.trainer.initial_model import Initial, build_initial
-from train.trainer.loop import Loop, Outcome, Parts
+from train.trainer.logs import LeftOut, Logs
+from train.trainer.loop import Loop
+from train.trainer.metrics import StepMetrics
+from train.trainer.parts import Outcome, Parts
 from train.trainer.preflight import check_devices, check_resume, check_start
+from train.trainer.signals import Stop
+from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
 from train.trainer.validation import build_validator
 
 MODEL = "model"
@@ -85,11 +96,98 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup
     initial = build_initial(with_alignment(config).model, config.seed)
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
-    loop = Loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group)
+    loop = build_loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group)
     loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
-    for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.own_names], loop.position, loop.saved):
+    for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
     return loop
+
+
+def build_loop(
+    config: FitConfig,
+    plain: Mapping[str, Any],
+    parts: Parts,
+    fabric: Fabric,
+    folder: Path,
+    group: ProcessGroup | None = None,
+) -> Loop:
+    """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint.
+
+    Args:
+        plain: the configuration as plain data, to be stored and compared.
+        folder: where everything of the run is written.
+    """
+    group, objective = group or ProcessGroup(fabric), parts.objective
+    shards = process_shards(parts.micro_batches, group.rank, group.world)
+    also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)
+    if config.fabric.compile:
+        compile_blocks(objective)
+    module = fabric.setup_module(objective)
+    learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
+    trainable = [(name.removeprefix("model."), p) for name, p in learning]
+    optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
+    stepper: Any = fabric.setup_optimizers(optimizer)
+    guard = StepGuard(objective, optimizer, parts.idle, config.data) if config.guard else None
+    average = Average(learning, config.ema) if config.ema is not None else None
+    balance = None
+    if config.balance is not None:
+        balance = build_balance(config.balance, config, parts, fabric, group, module, trainable, len(shards))
+    meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group)
+    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip)
+    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, config.objective.align_first)
+    torch.manual_seed(config.seed + 1 + group.rank)
+    checkpointer = Checkpointer(
+        config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
+        meter=meter, packer_shards=shards, rows=parts.rows,
+    )  # fmt: skip
+    resumed = checkpointer.resume()
+    position = checkpointer.position
+    logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
+    share = used(config.budget, position.step, position.seconds)
+    progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds))
+    if resumed is not None:
+        progress.say(resumed)
+    if guard is not None:
+        step = GuardedStep(step, guard, position.step, progress.say)
+
+    def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
+        left = used(config.budget, position.step, position.seconds) < 1
+        batches = parts.steps(shards, position.step, position.packer_shards) if left else iter(())
+        if balance is None:
+            return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop)
+        shape = len(parts.tasks), len(parts.streams)
+        return CountingFeed(batches, parts.targets, parts.flops, clock, shape, balance.given.cells, group, stop)
+
+    left_out = LeftOut(folder, group, progress.say, parts.broken_limit)
+    return Loop(
+        config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
+        checkpointer, logs, progress, left_out,
+    )  # fmt: skip
+
+
+def build_balance(
+    section: BalanceSection,
+    config: FitConfig,
+    parts: Parts,
+    fabric: Fabric,
+    group: ProcessGroup,
+    module: Any,
+    trainable: Sequence[tuple[str, nn.Parameter]],
+    micro_batches: int,
+) -> Balancing:
+    """Builds the balance of a run's tasks from a section.
+
+    Args:
+        module: the objective as Fabric wraps it.
+        micro_batches: of this process in a step.
+    """
+    if parts.balanced is None:
+        raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
+    aligned = max(config.objective.ctc_weight, config.objective.ctc_final or 0) > 0
+    return Balancing(
+        section, parts.balanced, fabric, module, trainable, parts.tasks, parts.streams, parts.targets, group, micro_batches,
+        aligned,
+    )  # fmt: skip
 
 
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path) -> Parts:
@@ -225,7 +323,6 @@ def dry_run(config: FitConfig) -> str:
     """Builds the model and one batch, and describes both. Devices that this machine lacks are a note, not an error: the run may
     be for another machine."""
     from train.data.batching.draw import describe as draw
-    from train.optim.optimizer import parameter_groups, set_trainable
 
     config = with_alignment(config)
     check_start(config)

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning_fabric import Fabric
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.hardware import peak_flops
-from train.balance.section import BalanceSection
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
 from train.console.progress import TrainProgress, figures_line
-from train.data.batching.loader import process_shards
 from train.data.batching.packer import update_states
-from train.distributed.fabric import ProcessGroup, accumulating, compile_blocks, full_state
+from train.distributed.fabric import ProcessGroup, full_state
 from train.optim.ema import Average
-from train.optim.optimizer import build_optimizer, set_learning_rate, set_trainable
+from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
 from train.trainer.announce import end_lines
 from train.trainer.balanced_step import Balancing
-from train.trainer.feed import CountedStep, CountingFeed, Feed, StepBatches
-from train.trainer.guard import StepGuard
+from train.trainer.feed import Feed
 from train.trainer.held_out_loss import held_out_loss
 from train.trainer.logs import LeftOut, Logs
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Figures, Outcome, Parts
 from train.trainer.signals import Stop
+from train.trainer.step import Step
 from train.trainer.step_times import StepTimes
 
 GIVE_UP = 10
@@ -44,67 +40,44 @@ FIRST_STEPS, LINE_SECONDS = 3, 30.0
 """Steps of a start that the screen shows whatever `log.every` is, and the most seconds between two of its later lines."""
 
 
+@dataclass
 class Loop:
-    """One start of a run: `run` to its end or to a signal.
+    """One start of a run: `run` to its end or to a signal. `train.trainer.build_loop` builds its parts.
 
-    Args:
-        plain: the configuration as plain data, to be stored and compared.
+    Attributes:
         folder: where everything of the run is written.
+        module: the objective as Fabric wraps it.
+        trainable: parameters by the model's names.
+        step: takes a step of the training.
+        open_feed: makes the feed of the steps from the position on, given the signals and a clock.
+        average: the running average of the weights, and `balance` that of the tasks, where the configuration has one.
+        logs: None in all processes but the first.
     """
 
-    def __init__(
-        self,
-        config: FitConfig,
-        plain: Mapping[str, Any],
-        parts: Parts,
-        fabric: Fabric,
-        folder: Path,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self.config, self.plain, self.parts, self.fabric, self.folder = config, plain, parts, fabric, folder
-        self.group = group or ProcessGroup(fabric)
-        self.packer_shards = process_shards(parts.micro_batches, self.group.rank, self.group.world)
-        self.objective = parts.objective
-        also = set_trainable(self.objective.get_submodule("model"), config.trainable_patterns)
-        if config.fabric.compile:
-            compile_blocks(self.objective)
-        self.module = fabric.setup_module(self.objective)
-        learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
-        own_names = [(name.removeprefix("model."), p) for name, p in learning]
-        self.optimizer = build_optimizer(own_names, config.optimizer, config.fabric.precision, also)
-        self.stepper: Any = fabric.setup_optimizers(self.optimizer)
-        self.guard = StepGuard(self.objective, self.optimizer, self.parts.idle, config.data) if config.guard else None
-        self.average = Average(learning, config.ema) if config.ema is not None else None
-        self.own_names = own_names
-        self.balance = self.balancing(config.balance) if config.balance is not None else None
-        self.meter = StepMetrics(parts.tasks, parts.streams, fabric.device, self.group)
-        self.scaled = bool(fabric.strategy.precision.state_dict())  # 16-mixed finds its scale by steps that fail
+    config: FitConfig
+    parts: Parts
+    folder: Path
+    fabric: Fabric
+    group: ProcessGroup
+    module: Any
+    trainable: list[tuple[str, nn.Parameter]]
+    optimizer: Optimizers
+    step: Step
+    open_feed: Callable[[Stop, Callable[[], float]], Feed]
+    average: Average | None
+    balance: Balancing | None
+    meter: StepMetrics
+    checkpointer: Checkpointer
+    logs: Logs | None
+    progress: TrainProgress
+    left_out: LeftOut
+
+    def __post_init__(self) -> None:
+        self.objective, self.position = self.parts.objective, self.checkpointer.position
+        self.scaled = bool(self.fabric.strategy.precision.state_dict())  # 16-mixed finds its scale by steps that fail
         self.exported: Path | None = None
-        self.norm = self.skipped_in_a_row = torch.zeros((), device=fabric.device)
-        torch.manual_seed(config.seed + 1 + self.group.rank)
-        self.checkpointer = Checkpointer(
-            config,
-            plain,
-            folder,
-            fabric,
-            self.group,
-            objective=self.objective,
-            optimizer=self.optimizer,
-            average=self.average,
-            balance=self.balance,
-            meter=self.meter,
-            packer_shards=self.packer_shards,
-            rows=parts.rows,
-        )
-        resumed = self.checkpointer.resume()
-        self.position = self.checkpointer.position
-        self.logs = self.group.run_on_first(lambda: Logs(folder, self.position.step, config.log.wandb, plain))
-        self.progress = TrainProgress(config.log.progress if self.group.first else "off", (self._used(), self.position.seconds))
-        if resumed is not None:
-            self.progress.say(resumed)
-        self.left_out = LeftOut(folder, self.group, self.progress.say, parts.broken_limit)
         self.before, self.since = self.position.seconds, time.perf_counter()
-        self.first_step, self.shown, self.times, self.idle = self.position.step + 1, self.before, StepTimes(), set[int]()
+        self.first_step, self.shown, self.times = self.position.step + 1, self.before, StepTimes()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -128,10 +101,8 @@ class Loop:
                         break
                     factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
                     set_learning_rate(self.optimizer, factor)
-                    if self.guard is None:
-                        self.train(step)
-                    else:
-                        self.guard.step(position.step + 1, step, self._used(), self.train, self.progress.say)
+                    self.times.of_kind(frozenset(map(id, self.parts.idle(self._used()))))
+                    self.step(step, self._used())
                     position.step += 1
                     update_states(position.packer_shards, step.batches)
                     if self.average is not None:
@@ -162,23 +133,8 @@ class Loop:
         return Outcome(position.step, stopped or stop.number, self.saved, self.exported, position.figures)
 
     def feed(self, stop: Stop) -> Feed:
-        parts, position = self.parts, self.position
-        batches = parts.steps(self.packer_shards, position.step, position.packer_shards) if self._used() < 1 else iter(())
-        if self.balance is not None:
-            shape, cells = (len(parts.tasks), len(parts.streams)), self.balance.given.cells
-            return CountingFeed(batches, parts.targets, parts.flops, self._clock, shape, cells, self.group, stop)
-        return Feed(batches, parts.targets, parts.flops, self._clock, len(parts.streams), self.group, stop)
-
-    def balancing(self, section: BalanceSection) -> Balancing:
-        """Builds the balance of this run's tasks from a section."""
-        parts = self.parts
-        if parts.balanced is None:
-            raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
-        return Balancing(
-            section, parts.balanced, self.fabric, self.module, self.own_names, parts.tasks, parts.streams, parts.targets,
-            self.group, len(self.packer_shards),
-            max(self.config.objective.ctc_weight, self.config.objective.ctc_final or 0) > 0,
-        )  # fmt: skip
+        """Opens the feed of the steps from the position on."""
+        return self.open_feed(stop, self._clock)
 
     @contextmanager
     def _data(self) -> Iterator[None]:
@@ -205,43 +161,6 @@ class Loop:
     def _clock(self) -> float:
         return self.before + time.perf_counter() - self.since
 
-    def train(self, step: StepBatches, progress: float | None = None) -> None:
-        """Runs forward and backward of every micro-batch, then one step of the optimizer.
-
-        Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes,
-        hence the factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
-        """
-        denominators = step.denominators.to(self.fabric.device, non_blocking=True)
-        progress = self._used() if progress is None else progress
-        balance = self.balance if progress >= self.config.objective.align_first else None
-        if balance is None:
-            for i, batch in enumerate(step.batches):
-                with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
-                    losses = self.module(batch.to(self.fabric.device), denominators, progress)
-                    self.fabric.backward(losses.total * self.group.world)
-                self.meter.add(losses)
-        else:
-            assert isinstance(step, CountedStep)
-            lr = max(group["lr"] for group in self.optimizer.param_groups)
-            balance.take(step, denominators, progress, lr, self.meter.add)
-        idle = {id(p): p for p in self.parts.idle(progress)}
-        if idle.keys() != self.idle:  # other parameters are trained: steps take another time
-            self.times.recent.clear()
-            self.idle = set(idle)
-        for p in idle.values():
-            p.grad = None
-        limit = math.inf if self.config.clip is None else self.config.clip
-        norm = self.fabric.clip_gradients(self.module, self.stepper, max_norm=limit, error_if_nonfinite=False)
-        assert norm is not None
-        self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self.optimizer.skip = skip = (~self.norm.isfinite()).float()
-        self.skipped_in_a_row = (self.skipped_in_a_row + skip) * skip
-        self.stepper.step()
-        self.stepper.zero_grad()
-        if balance is not None:
-            balance.settle(skip, progress)
-        self.meter.step(step.positions, step.flops, skip)
-
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def _report(self, factor: float) -> None:
@@ -255,14 +174,14 @@ class Loop:
             return
         figures = self.meter.figures()
         retention.check_finite(self.checkpointer.place, position.step, "loss", figures["loss"])
-        if not self.scaled and self.skipped_in_a_row >= GIVE_UP:
+        if not self.scaled and self.meter.skipped_in_a_row >= GIVE_UP:
             retention.check_finite(
                 self.checkpointer.place,
                 position.step,
                 f"gradients' norm of {GIVE_UP} steps one after another",
-                float(self.norm),
+                float(self.meter.norm),
             )
-        figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.norm)}
+        figures |= {"lr": lr, "seconds": position.seconds, "gradient_norm": float(self.meter.norm)}
         figures |= self.left_out.figures(self.checkpointer.own_shards().values())
         self._show(figures)
         balance = self.balance.tally.figures() if self.balance is not None else {}

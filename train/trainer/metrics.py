@@ -16,6 +16,10 @@ class StepMetrics:
     """Sums of losses and counts, kept on the device so that no step waits for it.
 
     Dimensions: T tasks, K streams.
+
+    Attributes:
+        norm: of the last step's gradients.
+        skipped_in_a_row: number of steps left out one after another, up to the last.
     """
 
     FIXED = 5
@@ -28,6 +32,7 @@ class StepMetrics:
         self.positions = 0.0
         self.flops = 0.0
         self.seconds = 0.0
+        self.norm = self.skipped_in_a_row = torch.zeros((), device=device)
         self._running_since: float | None = None
         self._shown: tuple[Tensor, float, float, float] | None = None  # sums, positions, FLOPs and seconds at the last look
 
@@ -37,8 +42,13 @@ class StepMetrics:
         fixed = torch.stack([losses.total.detach(), none, losses.ctc_sum.to(none), losses.ctc_count.to(none), none])
         self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten()]).to(self.values)
 
-    def step(self, positions: float, flops: float, skipped: Tensor) -> None:
-        """Counts an optimizer step, left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes."""
+    def step(self, positions: float, flops: float, skipped: Tensor, norm: Tensor) -> None:
+        """Counts an optimizer step, left out where `skipped` is 1 and not 0; positions and FLOPs are of all processes.
+
+        Args:
+            norm: of the step's gradients.
+        """
+        self.norm, self.skipped_in_a_row = norm, (self.skipped_in_a_row + skipped) * skipped
         self.values[1] += 1.0 / self.group.world
         self.values[4] += skipped / self.group.world
         self.positions += positions

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 FACTOR, LEAST = 3.0, 1.0
 """A step is reported where it takes more than `FACTOR` times the median, and more than `LEAST` seconds."""
@@ -35,12 +35,19 @@ class StepTimes:
     def __init__(self, clock: Callable[[], float] = time.perf_counter, graphs: Callable[[], int] = graphs_compiled) -> None:
         self.clock, self.graphs = clock, graphs
         self.recent: deque[float] = deque(maxlen=100)
+        self.kind: Hashable = None
         self.begin()
 
     def begin(self) -> None:
         """Starts a step."""
         self.since, self.compiled = self.clock(), self.graphs()
         self.parts: dict[str, float] = {}
+
+    def of_kind(self, kind: Hashable) -> None:
+        """Says what kind of step this is: those of another kind take another time, and are forgotten."""
+        if kind != self.kind:
+            self.recent.clear()
+            self.kind = kind
 
     def add(self, name: str, seconds: float) -> None:
         """Adds seconds of this step to a named part."""

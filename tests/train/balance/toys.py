@@ -44,8 +44,8 @@ from train.distributed.fabric import leave
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, cells, targets
 from train.trainer.balanced_step import Balanced
-from train.trainer.loop import Parts
 from train.trainer.lora import apply
+from train.trainer.parts import Parts
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)

@@ -23,7 +23,7 @@ from train.data.config import PackingConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 from train.trainer.logs import METRICS, read_table
-from train.trainer.loop import Parts
+from train.trainer.parts import Parts
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 

@@ -36,7 +36,7 @@ from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective
 from train.trainer.feed import StepBatches
 from train.trainer.guard import SEEN, Ends, StepGuard, Targets, shares_of
-from train.trainer.loop import Loop
+from train.trainer.step import PlainStep
 
 SMALL = [
     "configs/nano.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -128,13 +128,13 @@ def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(data))
     taken: list[tuple[float, bool, bool]] = []
-    plain = Loop.train
+    plain = PlainStep.__call__
 
-    def train(self: Loop, step: Any) -> None:
-        taken.append((self._used(), *under_guard(self)))
-        plain(self, step)
+    def train(self: PlainStep, step: Any, progress: float) -> None:
+        taken.append((progress, *under_guard(self)))
+        plain(self, step, progress)
 
-    monkeypatch.setattr(Loop, "train", train)
+    monkeypatch.setattr(PlainStep, "__call__", train)
     rows = guard(str(file), torch.device("cpu"), steps=1, rounds=1)
     assert [row.name for row in rows] == [
         f"{way}, {phase}"
@@ -147,9 +147,9 @@ def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert taken == [(used, *state) for used in (0.0, 0.5) for turn in turns for state in turn]
 
 
-def under_guard(loop: Loop) -> tuple[bool, bool]:
+def under_guard(step: PlainStep) -> tuple[bool, bool]:
     """Whether a guard watches the run's parameters now, and whether it traces."""
-    watched = any(p._post_accumulate_grad_hooks for p in loop.objective.parameters())
+    watched = any(p._post_accumulate_grad_hooks for p in step.module.parameters())
     return watched, _get_current_dispatch_mode() is not None
 
 

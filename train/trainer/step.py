@@ -1,0 +1,127 @@
+"""Takes one training step: forward and backward of every micro-batch, then one step of the optimizer.
+
+Each of `PlainStep`, `BalancedStep` and `GuardedStep` is a `Step`: whoever trains calls one, and does not ask which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train.distributed.fabric import ProcessGroup, accumulating
+from train.optim.optimizer import Optimizers
+from train.trainer.balanced_step import Balancing
+from train.trainer.feed import CountedStep, StepBatches
+from train.trainer.guard import StepGuard
+from train.trainer.metrics import StepMetrics
+
+
+class Step(Protocol):
+    """Takes a step of these batches, `progress` being the share of the budget that is used."""
+
+    def __call__(self, step: StepBatches, progress: float) -> None: ...
+
+
+@dataclass(eq=False)
+class PlainStep:
+    """Trains on the sum of the losses.
+
+    Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence the
+    factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
+
+    Attributes:
+        module: the objective as Fabric wraps it.
+        optimizer, stepper: as it is, and as Fabric wraps it.
+        meter: gets the losses, the gradients' norm, and whether the step was left out.
+        idle: parameters that are not trained at that share of the budget.
+        clip: largest norm of the gradients; None for any.
+    """
+
+    fabric: Fabric
+    module: Any
+    optimizer: Optimizers
+    stepper: Any
+    group: ProcessGroup
+    meter: StepMetrics
+    idle: Callable[[float], Iterable[nn.Parameter]]
+    clip: float | None
+
+    def __call__(self, step: StepBatches, progress: float) -> None:
+        self.gradients(step, step.denominators.to(self.fabric.device, non_blocking=True), progress)
+        for p in self.idle(progress):
+            p.grad = None
+        limit = math.inf if self.clip is None else self.clip
+        norm = self.fabric.clip_gradients(self.module, self.stepper, max_norm=limit, error_if_nonfinite=False)
+        assert norm is not None
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.optimizer.skip = skip = (~norm.isfinite()).float()
+        self.stepper.step()
+        self.stepper.zero_grad()
+        self.settle(skip, progress)
+        self.meter.step(step.positions, step.flops, skip, norm)
+
+    def gradients(self, step: StepBatches, denominators: Tensor, progress: float) -> None:
+        """Runs forward and backward of every micro-batch; gradients are in `grad` afterwards.
+
+        Args:
+            denominators: of the step, on the device.
+        """
+        for i, batch in enumerate(step.batches):
+            with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
+                losses = self.module(batch.to(self.fabric.device), denominators, progress)
+                self.fabric.backward(losses.total * self.group.world)
+            self.meter.add(losses)
+
+    def settle(self, left_out: Tensor, progress: float) -> None:
+        """Called after the optimizer's step; `left_out` is 1 where it was left out, else 0."""
+
+
+@dataclass(eq=False)
+class BalancedStep(PlainStep):
+    """Trains on the tasks' losses as a balance method combines them, and plainly before `start`.
+
+    Attributes:
+        start: share of the budget from which tasks are balanced.
+    """
+
+    balance: Balancing
+    start: float
+
+    def gradients(self, step: StepBatches, denominators: Tensor, progress: float) -> None:
+        if progress < self.start:
+            super().gradients(step, denominators, progress)
+            return
+        assert isinstance(step, CountedStep)
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        self.balance.take(step, denominators, progress, lr, self.meter.add)
+
+    def settle(self, left_out: Tensor, progress: float) -> None:
+        if progress >= self.start:
+            self.balance.settle(left_out, progress)
+
+
+@dataclass(eq=False)
+class GuardedStep:
+    """Takes the steps of another under the graph guard.
+
+    Attributes:
+        number: steps taken, for messages.
+        say: prints new findings.
+        trace: record every operation.
+    """
+
+    take: Step
+    guard: StepGuard
+    number: int = 0
+    say: Callable[[str], None] = lambda text: None
+    trace: bool = False
+
+    def __call__(self, step: StepBatches, progress: float) -> None:
+        self.number += 1
+        self.guard.step(self.number, step, progress, lambda step: self.take(step, progress), self.say, self.trace)
