@@ -38,6 +38,7 @@ from train.distributed.fabric import ProcessGroup, build_fabric, leave
 from train.distributed.precision import quantized_type
 from train.objective.objective import Losses
 from train.trainer.build import build_loop
+from train.trainer.callbacks import Callback
 from train.trainer.held_out_loss import HeldOut
 from train.trainer.lora import apply
 from train.trainer.parts import Outcome, Parts
@@ -193,14 +194,29 @@ def assert_adapters_learn(folder: Path | str, section: LoRASection) -> None:
         assert (after != before.to(after.dtype)).float().mean() > 0.95, name
 
 
-def toy_fit(config: FitConfig, parts: Parts | None = None) -> tuple[Outcome, dict[str, Tensor]]:
+class FailingCallback(Callback):
+    """Fails after a step."""
+
+    name = "failing"
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        if step == self.step:
+            raise ValueError("a mistake of its own")
+
+
+def toy_fit(
+    config: FitConfig, parts: Parts | None = None, callbacks: Sequence[Callback] = ()
+) -> tuple[Outcome, dict[str, Tensor]]:
     """Run it in this process; the outcome, and model and average by name."""
     fabric = build_fabric(config.fabric)
     fabric.launch()
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
         parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
-    loop = build_loop(config, plain_config(config), parts, fabric, Path(config.run_folder))
+    loop = build_loop(config, plain_config(config), parts, fabric, Path(config.run_folder), callbacks=callbacks)
     outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
     if loop.average is not None:
@@ -231,7 +247,8 @@ def main(options: dict[str, Any]) -> int:
     Options of a run: folder, fabric and optimizer (their fields), steps, every (steps between checkpoints), rows (steps between
     rows of the log), validate (steps between validations), lora (true, or how the base is quantised), guard, kill: [signal,
     step] (the first process sends itself a signal before that step), block: [path, step] (before that step it puts a folder
-    that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder).
+    that is not empty where a checkpoint's file belongs, or, where the path ends in `writing`, a file in place of the folder),
+    callback (a step after which a callback fails).
     """
     code = 0
     for run in options.get("runs", [options]):
@@ -264,7 +281,8 @@ def main(options: dict[str, Any]) -> int:
         )
         try:
             parts = toy_parts(before) if lora is None else adapted_parts(lora, before, config.fabric.precision)
-            outcome, _ = toy_fit(config, parts)
+            failing = [FailingCallback(run["callback"])] if run.get("callback") else []
+            outcome, _ = toy_fit(config, parts, failing)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -40,6 +40,7 @@ from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer import lora as adapters
 from train.trainer.balanced_step import Balanced, Balancing
+from train.trainer.callbacks import Callback, Callbacks
 from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
 from train.trainer.held_out_batches import outer_batches
@@ -110,12 +111,14 @@ def build_loop(
     fabric: Fabric,
     folder: Path,
     group: ProcessGroup | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Loop:
     """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint.
 
     Args:
         plain: the configuration as plain data, to be stored and compared.
         folder: where everything of the run is written.
+        callbacks: called as the run goes on, in the first process only; an exception in one ends the run.
     """
     group, objective = group or ProcessGroup(fabric), parts.objective
     shards = process_shards(parts.micro_batches, group.rank, group.world)
@@ -150,9 +153,11 @@ def build_loop(
     if guard is not None:
         step = GuardedStep(step, guard, position.step, progress.say)
 
+    calls = Callbacks(callbacks, group)
+
     def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
         left = used(config.budget, position.step, position.seconds) < 1
-        batches = parts.steps(shards, position.step, position.packer_shards) if left else iter(())
+        batches = calls.checked(parts.steps(shards, position.step, position.packer_shards) if left else iter(()))
         if balance is None:
             return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop)
         shape = len(parts.tasks), len(parts.streams)
@@ -161,7 +166,7 @@ def build_loop(
     left_out = LeftOut(folder, group, progress.say, parts.broken_limit)
     return Loop(
         config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
-        checkpointer, logs, progress, left_out,
+        checkpointer, logs, progress, left_out, calls,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import due, learning_rate, used
 from train.trainer.announce import end_lines
 from train.trainer.balanced_step import Balancing
+from train.trainer.callbacks import Callbacks
 from train.trainer.feed import Feed
 from train.trainer.held_out_loss import held_out_loss
 from train.trainer.logs import LeftOut, Logs
@@ -71,6 +72,7 @@ class Loop:
     logs: Logs | None
     progress: TrainProgress
     left_out: LeftOut
+    callbacks: Callbacks
 
     def __post_init__(self) -> None:
         self.objective, self.position = self.parts.objective, self.checkpointer.position
@@ -110,8 +112,9 @@ class Loop:
                     self.times.add("waiting for data", feed.waited)
                     self.times.add("waiting for another process", feed.held_up)
                     slow = self.times.end(position.step)
-                    self._report(factor)
+                    figures = self._report(factor)
                     self.meter.pause()
+                    self.callbacks.call("on_step", position.step, figures)
                     if slow is not None:
                         self.progress.say(slow)
                     stopped = step.stop
@@ -122,6 +125,10 @@ class Loop:
                 self._save()
                 if not stopped:
                     self._finish()
+                assert self.saved is not None
+                outcome = Outcome(position.step, stopped, self.saved, self.exported, position.figures)
+                self.callbacks.call("on_end", outcome)
+                self.callbacks.check()
             if self.group.first:
                 for line in end_lines(position, stopped, self.saved, self.exported, self.folder, self.config.lora is not None):
                     self.progress.say(line)
@@ -129,8 +136,7 @@ class Loop:
             self.progress.close()
             if self.logs is not None:
                 self.logs.close()
-        assert self.saved is not None
-        return Outcome(position.step, stopped or stop.number, self.saved, self.exported, position.figures)
+        return replace(outcome, signal=stopped or stop.number)
 
     def feed(self, stop: Stop) -> Feed:
         """Opens the feed of the steps from the position on."""
@@ -151,7 +157,10 @@ class Loop:
         return used(self.config.budget, self.position.step, self.position.seconds)
 
     def _save(self) -> None:
+        before = self.saved
         self.checkpointer.save(self._clock())
+        if self.saved != before:
+            self.callbacks.call("on_save", self.position.step, self.saved)
 
     @property
     def saved(self) -> Path | None:
@@ -163,7 +172,8 @@ class Loop:
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
-    def _report(self, factor: float) -> None:
+    def _report(self, factor: float) -> Figures:
+        """Shows the step, and writes and returns its row of the log; empty where it has none."""
         position, share = self.position, self._used()
         lr = factor * max(group["base_lr"] for group in self.optimizer.param_groups)
         if position.step % self.config.log.every and share < 1:
@@ -171,7 +181,7 @@ class Loop:
                 self._show({**self.meter.look(), "lr": lr})
             else:
                 self.progress.show(position.step, share, position.seconds)
-            return
+            return {}
         figures = self.meter.figures()
         retention.check_finite(self.checkpointer.place, position.step, "loss", figures["loss"])
         if not self.scaled and self.meter.skipped_in_a_row >= GIVE_UP:
@@ -191,6 +201,7 @@ class Loop:
                 self.logs.balance(position.step, balance)
         with self._data():
             self.left_out.check()
+        return figures
 
     def _line_is_due(self) -> bool:
         """True where the screen shows this step although the log has no row of it; the same in all processes."""
@@ -227,6 +238,7 @@ class Loop:
         figures = self.group.run_on_first(lambda: validate(weights, position.step) if validate is not None else None)
         position.figures = self.group.broadcast({**(figures or {}), **losses})
         self.group.run_on_first(self._show_validation)
+        self.callbacks.call("on_validation", position.step, position.figures)
         value = position.figures.get(keep.metric)
         useless = value is None and keep.keep_best > 0 and self._used() < 1
         if self.checkpointer.is_best(value) or useless:

@@ -1,0 +1,103 @@
+"""Callbacks of a run: own code that the training loop calls, registered by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from omni.errors import UserError, closest
+from train.distributed.fabric import ProcessGroup
+from train.trainer.parts import Outcome
+
+Event = Literal["on_step", "on_validation", "on_save", "on_end"]
+
+
+class Callback:
+    """Does nothing; a subclass overrides the methods that it needs.
+
+    Methods are called in the first process only, while the others go on: they must not exchange anything between processes.
+    An exception in one ends the run, after the state is saved, with an error that names the callback.
+
+    Args:
+        folder: of the run.
+    """
+
+    name = ""
+    """Its registered name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every step; `figures` are those of its row in the log, empty for a step without a row."""
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after a validation, with its figures."""
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """Called after a checkpoint is written, with its folder."""
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Called when a start of the run ends: finished, with its model exported, or stopped by a signal."""
+
+
+Kind = TypeVar("Kind", bound=type[Callback])
+
+_callbacks: dict[str, type[Callback]] = {}
+
+
+def register_callback(name: str) -> Callable[[Kind], Kind]:
+    """Decorator that makes a subclass of `Callback` known by a name; a later registration of a name replaces an earlier one."""
+
+    def register(kind: Kind) -> Kind:
+        kind.name = name
+        _callbacks[name] = kind
+        return kind
+
+    return register
+
+
+def build_callback(name: str, folder: Path) -> Callback:
+    """Builds the callback of that name for the run in a folder.
+
+    Raises:
+        UserError: none of that name is registered; with the closest names.
+    """
+    if name not in _callbacks:
+        raise UserError(f"callbacks has {name!r}, which is not registered: {closest(name, sorted(_callbacks))}")
+    return _callbacks[name](folder)
+
+
+class Callbacks:
+    """Calls the callbacks of a run in order, in its first process.
+
+    What one raises is kept until the processes next exchange anyway, in `Feed.next` or at the end: steps exchange nothing more.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], group: ProcessGroup) -> None:
+        self.callbacks, self.group = callbacks if group.first else (), group
+        self.failure: UserError | None = None
+
+    def call(self, event: Event, *args: Any) -> None:
+        """Calls a method of each; none after one has failed."""
+        for callback in self.callbacks:
+            if self.failure is not None:
+                return
+            try:
+                getattr(callback, event)(*args)
+            except Exception as error:
+                name = callback.name or type(callback).__name__
+                self.failure = UserError(f"callback {name}: {event} failed with {type(error).__name__}: {error}")
+                self.failure.__cause__ = error
+
+    def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches of steps; a callback's failure is raised in place of the next."""
+        for batch in batches:
+            if self.failure is not None:
+                raise self.failure
+            yield batch
+
+    def check(self) -> None:
+        """Raises a callback's failure in all processes, which must all call it."""
+        self.group.raise_if_any_failed(self.failure)
