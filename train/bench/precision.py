@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,15 +34,14 @@ def precision(file: str, device: torch.device, steps: int = 4, rounds: int = 8) 
         for name in ("32-true", "bf16-mixed"):
             own = replace(config, fabric=replace(config.fabric, precision=name))
             loops[name], given = run_with_batches(own, device, Path(folder) / name, steps)
-        for phase, done in PHASES.items():
-            if not done and not config.objective.align_first:
+        for phase, share in PHASES.items():
+            if not share and not config.objective.align_first:
                 continue
             spent: dict[str, list[float]] = {name: [] for name in loops}
             for turn in range(rounds + 1):
                 for step in given:
                     for name, loop in loops.items() if turn % 2 else reversed(loops.items()):
-                        loop.position.step = done
-                        seconds = seconds_of(lambda loop=loop, step=step: loop.train(step), device)  # type: ignore[misc]
+                        seconds = seconds_of(partial(loop.step, step, share), device)
                         if turn:
                             spent[name].append(seconds)
             whole, half = spent.values()
