@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from tests.parity.report import Line, show
 from train.balance.balancer import Balancer, build
 from train.balance.bilevel import Bilevel
-from train.balance.config import METHODS, BalanceConfig
+from train.balance.config import BalanceConfig
+from train.balance.methods import METHODS
 from train.balance.rows import Rows
 from train.balance.solvers import on_simplex, solved
 

@@ -23,12 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.balance import by_losses
 from train.balance.bilevel import Bilevel
-from train.balance.chooser import RULES, BalanceReport, Chooser, summed
+from train.balance.chooser import BalanceReport, Chooser
 from train.balance.config import BalanceConfig
-from train.balance.rows import Rows, Sum, alone, flat, is_sharded, mixed, put_gradients, take_gradients
-from train.balance.section import BILEVEL
+from train.balance.rows import Rows, Sum, alone, flat, is_sharded, mixed, put_gradients, summed, take_gradients
 
 
 class Balancer(Chooser):
@@ -42,7 +40,7 @@ class Balancer(Chooser):
 
     def ahead(self) -> Tensor | None:
         """Weights of all tasks [m] that the next step will use; None where they depend on its losses."""
-        if not self.config.kind.ahead or self.config.method not in RULES:
+        if not self.config.kind.ahead:
             return None
         probe = Balancer(self.config, self.tasks)
         probe.load_state_dict(self.state_dict())
@@ -65,17 +63,17 @@ class Balancer(Chooser):
         return torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0
 
     def after(self, losses: Tensor | Sequence[Tensor], reduce: Sum = alone, counts: Tensor | None = None) -> None:
-        """Update `famo` by the losses [m] after the optimizer's step; other methods do nothing.
+        """Update a method that has `after` by the losses [m] after the optimizer's step; others do nothing.
 
-        The losses are of the same batch, or, with its setting `look: next`, of the next one before its step; `counts` are then
+        The losses are of the same batch, or, unless its `again` says so, of the next one before its step; `counts` are then
         that batch's targets. Tasks that were absent from the step are left out.
         """
-        if self.config.method != "famo":
+        if self.config.kind.after is None:
             return
         values = summed(losses, reduce)
         given = self.given(values, self.last & self.present(values, counts), None, ())
         if len(given.losses):
-            by_losses.famo_after(given)
+            self.config.kind.after(given)
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
@@ -173,8 +171,8 @@ class Balancer(Chooser):
         return report
 
     def channels(self, features: Tensor, gradients: Tensor) -> Tensor:
-        """Sum a gradient of features [..., C] over positions, [C] fp32; for `graddrop` times the features' signs."""
-        signed = gradients.float() * features.detach().sign() if self.config.method == "graddrop" else gradients.float()
+        """Sum a gradient of features [..., C] over positions, [C] fp32; for methods with `signs` times the features' signs."""
+        signed = gradients.float() * features.detach().sign() if self.config.kind.signs else gradients.float()
         return signed.reshape(-1, features.shape[-1]).sum(0)
 
     def gather(
@@ -261,4 +259,4 @@ def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
     Raises:
         UserError: fewer than two tasks, or more than can be balanced.
     """
-    return Bilevel(config, tasks) if config.method in BILEVEL else Balancer(config, tasks)
+    return Bilevel(config, tasks) if config.kind.bilevel else Balancer(config, tasks)

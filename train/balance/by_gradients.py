@@ -7,10 +7,18 @@ from torch import Tensor
 from torchjd.aggregation import AlignedMTLWeighting, IMTLGWeighting, PCGradWeighting, UPGradWeighting
 
 from train.balance.given import Given, MethodChoice
+from train.balance.registry import Setting, rate, register_method
 from train.balance.solvers import DualCone, fair, on_simplex, solved
 from train.balance.solvers import cagrad as cagrad_dual
 
 
+@register_method(
+    "mgda",
+    "features",
+    "parameters",
+    settings={"normalize": Setting("none", choices=("none", "l2", "loss", "loss+"))},
+    losses=lambda settings: settings["normalize"] in ("loss", "loss+"),
+)
 def mgda(given: Given) -> MethodChoice:
     """The element of least norm in the gradients' convex hull (Sener and Koltun 2018), exactly.
 
@@ -25,12 +33,14 @@ def mgda(given: Given) -> MethodChoice:
     return MethodChoice(solved(on_simplex, gramian / size[:, None] / size))
 
 
+@register_method("pcgrad", "features", "parameters")
 def pcgrad(given: Given) -> MethodChoice:
     """PCGrad (Yu et al. 2020): projects conflicting gradients."""
     with given.drawing():
         return MethodChoice(PCGradWeighting()(given.rows.gramian()))
 
 
+@register_method("cagrad", "features", "parameters", settings={"c": Setting(0.5), "rescale": Setting(1, high=2)})
 def cagrad(given: Given) -> MethodChoice:
     """CAGrad, conflict-averse gradient descent (Liu et al. 2021); `rescale` 1 divides by 1 + c^2, 2 by 1 + c.
 
@@ -45,6 +55,7 @@ def cagrad(given: Given) -> MethodChoice:
     return MethodChoice(weights / (1.0, 1 + c * c, 1 + c)[given.settings["rescale"]])
 
 
+@register_method("nashmtl", "features", "parameters", settings={"max_norm": Setting(1.0)})
 def nashmtl(given: Given) -> MethodChoice:
     """Nash-MTL (Navon et al. 2022): G a = 1 / a; the direction is clipped at `max_norm` (0: not at all)."""
     gramian, most = given.rows.gramian(), given.settings["max_norm"]
@@ -53,6 +64,7 @@ def nashmtl(given: Given) -> MethodChoice:
     return MethodChoice(weights * (most / (norm + 1e-6)).clamp_max(1) if most > 0 else weights)
 
 
+@register_method("imtlg", "features", "parameters")
 def imtlg(given: Given) -> MethodChoice:
     """IMTL-G, impartial multi-task learning by gradients (Liu et al. 2021): equal projections on every gradient."""
     gramian = given.rows.gramian()
@@ -60,16 +72,19 @@ def imtlg(given: Given) -> MethodChoice:
     return MethodChoice(IMTLGWeighting()(gramian / size if size > 0 else gramian))
 
 
+@register_method("alignedmtl", "features", "parameters", settings={"scale": Setting("min", choices=("min", "median", "rmse"))})
 def alignedmtl(given: Given) -> MethodChoice:
     """Aligned-MTL, independent component alignment (Senushkin et al. 2023)."""
     return MethodChoice(AlignedMTLWeighting(scale_mode=given.settings["scale"])(given.rows.gramian()))
 
 
+@register_method("fairgrad", "features", "parameters", settings={"alpha": rate(1.0)})
 def fairgrad(given: Given) -> MethodChoice:
     """FairGrad (Ban and Ji 2024): G w = w ** (-1 / alpha)."""
     return MethodChoice(solved(fair, given.rows.gramian(), 1 / given.settings["alpha"]))
 
 
+@register_method("upgrad", "features", "parameters", settings={"norm_eps": rate(1e-20), "reg_eps": rate(1e-4)})
 def upgrad(given: Given) -> MethodChoice:
     """UPGrad, unconflicting projection of gradients (Quinton and Rey 2024): the mean of the rows, each projected onto the dual
     cone."""
@@ -77,6 +92,7 @@ def upgrad(given: Given) -> MethodChoice:
     return MethodChoice(UPGradWeighting(projector=projector)(given.rows.gramian()))
 
 
+@register_method("graddrop", "features", settings={"leak": Setting(0.0, high=1.0)}, linear=False, signs=True)
 def graddrop(given: Given) -> MethodChoice:
     """GradDrop, gradient sign dropout (Chen et al. 2020, algorithm 1): each channel keeps one sign, drawn by its purity.
 

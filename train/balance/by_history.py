@@ -7,8 +7,12 @@ from torch import Tensor
 from torchjd.aggregation import GradVacWeighting, MoDoWeighting, SDMGradWeighting
 
 from train.balance.given import Given, MethodChoice
+from train.balance.registry import Setting, rate, register_method
 
 
+@register_method(
+    "gradnorm", "features", "parameters", settings={"alpha": Setting(1.5), "lr": rate(1e-3)}, losses=lambda settings: True
+)
 def gradnorm(given: Given) -> MethodChoice:
     """GradNorm (Chen et al. 2018): weights k softmax(s), s trained by Adam.
 
@@ -31,6 +35,7 @@ def gradnorm(given: Given) -> MethodChoice:
     return MethodChoice(weights.detach())
 
 
+@register_method("excessmtl", "features", "parameters", settings={"step_size": rate(1e-2)}, keeps=True)
 def excessmtl(given: Given) -> MethodChoice:
     """ExcessMTL (He et al. 2024): weights grow exponentially with a task's excess risk.
 
@@ -50,6 +55,9 @@ def excessmtl(given: Given) -> MethodChoice:
     return MethodChoice(grown)
 
 
+@register_method(
+    "dbmtl", "parameters", settings={"beta": Setting(0.9, high=1.0), "sigma": Setting(0.0)}, linear=False, keeps=True
+)
 def dbmtl(given: Given) -> MethodChoice:
     """DB-MTL, dual-balancing (Lin et al. 2023): smoothed gradients of log losses, all scaled to the length of the longest."""
     rows = given.rows.times(1 / (given.losses + 1e-8)).values
@@ -62,6 +70,16 @@ def dbmtl(given: Given) -> MethodChoice:
     return MethodChoice(weights, direction=weights.to(smooth) @ smooth)
 
 
+@register_method(
+    "moco",
+    "parameters",
+    settings={
+        "beta": Setting(0.5, high=1.0), "beta_sigma": Setting(0.5), "gamma": rate(0.1), "gamma_sigma": Setting(0.5),
+        "rho": Setting(0.0),
+    },
+    linear=False,
+    keeps=True,
+)  # fmt: skip
 def moco(given: Given) -> MethodChoice:
     """MoCo (Fernando et al. 2023): weights by gradients that are tracked with momentum.
 
@@ -80,12 +98,16 @@ def moco(given: Given) -> MethodChoice:
     return MethodChoice(weights, direction=weights.to(tracked) @ tracked)
 
 
+@register_method("gradvac", "features", "parameters", settings={"beta": Setting(0.5, high=1.0)})
 def gradvac(given: Given) -> MethodChoice:
     """GradVac, gradient vaccine (Wang et al. 2021): turns pairs of gradients towards the average of their past cosines."""
     gramian, method = given.rows.gramian(), GradVacWeighting(beta=given.settings["beta"])
     return MethodChoice(_with(given, method, gramian, "_phi_t", given.get("cosines", 0.0, pairs=True), "cosines"))
 
 
+@register_method(
+    "sdmgrad", "parameters", settings={"preference": Setting(0.3), "lr": rate(5.0), "steps": Setting(20, low=1)}, batches=3
+)
 def sdmgrad(given: Given) -> MethodChoice:
     """SDMGrad (Xiao, Ban and Ji 2023): weights by two independent batches, for the gradients of a third."""
     s = given.settings
@@ -94,6 +116,7 @@ def sdmgrad(given: Given) -> MethodChoice:
     return MethodChoice(_with(given, method, matrix, "_w", weights, "weights"))
 
 
+@register_method("modo", "parameters", settings={"gamma": rate(1e-3), "rho": Setting(0.1)}, batches=3)
 def modo(given: Given) -> MethodChoice:
     """MoDo (Chen et al. 2023): a projected gradient step on the weights by two independent batches, for a third."""
     method = MoDoWeighting(gamma=given.settings["gamma"], rho=given.settings["rho"])

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from train.balance.given import Given, MethodChoice
+from train.balance.registry import Setting, rate, register_method
 
 TINY = 1e-20
 
 
+@register_method("equal", "loss", ahead=True)
 def equal(given: Given) -> MethodChoice:
     return MethodChoice(torch.ones_like(given.losses))
 
 
+@register_method("uncertainty", "loss", settings={"lr": rate(1e-3), "initial": Setting(-0.5, low=-20.0, high=20.0)}, ahead=True)
 def uncertainty(given: Given) -> MethodChoice:
     """Kendall, Gal and Cipolla 2018: L / (2 s) + log(s) / 2 with a variance s per task, whose logarithm is trained by Adam."""
     initial, lr = given.settings["initial"], given.settings["lr"]
@@ -22,6 +25,7 @@ def uncertainty(given: Given) -> MethodChoice:
     return MethodChoice(weights)
 
 
+@register_method("dwa", "loss", settings={"temperature": rate(2.0), "window": Setting(100, low=1)}, ahead=True)
 def dwa(given: Given) -> MethodChoice:
     """Dynamic weight average (Liu, Johns and Davison 2019, eq. 7) over windows of steps instead of epochs.
 
@@ -51,6 +55,7 @@ def relative(ratio: Tensor, temperature: float) -> Tensor:
     return len(ratio) * (ratio / temperature).softmax(0)
 
 
+@register_method("random", "loss", ahead=True)
 def random(given: Given) -> MethodChoice:
     """Random loss weighting (Lin et al. 2022): the softmax of a normal draw, of all tasks."""
     return MethodChoice(drawn(given.state.tasks, given.key)[given.present])
@@ -61,6 +66,7 @@ def drawn(tasks: int, key: int) -> Tensor:
     return torch.randn(tasks, generator=torch.Generator().manual_seed(key)).double().softmax(0)
 
 
+@register_method("geometric", "loss")
 def geometric(given: Given) -> MethodChoice:
     """Geometric loss strategy (Chennupati et al. 2019): the gradient of the geometric mean by each loss."""
     k = len(given.losses)
@@ -68,6 +74,7 @@ def geometric(given: Given) -> MethodChoice:
     return MethodChoice(mean / (k * given.losses.clamp_min(TINY)))
 
 
+@register_method("stch", "loss", settings={"mu": rate(1.0), "warmup": Setting(100, low=1)})
 def stch(given: Given) -> MethodChoice:
     """Smooth Tchebycheff scalarization (Lin et al. 2024): the gradient of k mu log sum exp(log(L / N) / mu).
 
@@ -83,6 +90,21 @@ def stch(given: Given) -> MethodChoice:
     return MethodChoice(torch.where(warm, 1.0, share) / losses)
 
 
+def famo_after(given: Given) -> None:
+    """Train the logits by Adam, by the decrease of each log loss; `given.losses` are the same batch's after the step."""
+    z = given.get("logits", 0.0).softmax(0)
+    fallen = (given.get("previous", 0.0) + 1e-8).log() - (given.losses + 1e-8).log()
+    gradient = z * (fallen - (z * fallen).sum())
+    given.adam("logits", gradient, 0.0, given.settings["lr"], given.settings["weight_decay"])
+
+
+@register_method(
+    "famo",
+    "loss",
+    settings={"lr": rate(0.025), "weight_decay": Setting(1e-3), "look": Setting("next", choices=("next", "same"))},
+    after=famo_after,
+    again=lambda settings: settings["look"] == "same",
+)
 def famo(given: Given) -> MethodChoice:
     """FAMO (Liu et al. 2023, algorithm 2): the gradient of the log losses under softmax weights, normalized.
 
@@ -93,11 +115,3 @@ def famo(given: Given) -> MethodChoice:
     given.get("previous", 0.0)
     given.set("previous", given.losses)
     return MethodChoice(ratio / ratio.sum())
-
-
-def famo_after(given: Given) -> None:
-    """Train the logits by Adam, by the decrease of each log loss; `given.losses` are the same batch's after the step."""
-    z = given.get("logits", 0.0).softmax(0)
-    fallen = (given.get("previous", 0.0) + 1e-8).log() - (given.losses + 1e-8).log()
-    gradient = z * (fallen - (z * fallen).sum())
-    given.adam("logits", gradient, 0.0, given.settings["lr"], given.settings["weight_decay"])

@@ -5,7 +5,7 @@ Dimensions: m tasks, k of them present.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +13,9 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
-from train.balance import by_gradients, by_history, by_losses
 from train.balance.config import MAX_TASKS, BalanceConfig
 from train.balance.given import Given, MethodChoice, State
-from train.balance.rows import Rows, Sum
-
-RULES: dict[str, Callable[[Given], MethodChoice]] = {
-    **{name: getattr(by_losses, name) for name in ("equal", "uncertainty", "dwa", "random", "geometric", "stch", "famo")},
-    **{
-        name: getattr(by_gradients, name)
-        for name in ("mgda", "pcgrad", "cagrad", "nashmtl", "imtlg", "alignedmtl", "fairgrad", "upgrad", "graddrop")
-    },
-    **{name: getattr(by_history, name) for name in ("gradnorm", "excessmtl", "dbmtl", "moco", "gradvac", "sdmgrad", "modo")},
-}
-"""Functions of the methods in `train.balance.config.METHODS`, except the bilevel ones (`train.balance.bilevel`)."""
+from train.balance.rows import Rows
 
 
 @dataclass
@@ -80,7 +69,7 @@ class Chooser:
     def __init__(self, config: BalanceConfig, tasks: Sequence[str]) -> None:
         if not 2 <= len(tasks) <= MAX_TASKS:
             raise UserError(f"balance.method {config.method} was given {len(tasks)} tasks; it needs 2 to {MAX_TASKS}")
-        if (config.method in RULES) == self.BILEVEL:
+        if config.kind.bilevel != self.BILEVEL:
             raise ValueError(f"{config.method} is made by `train.balance.build`, not by {type(self).__name__}")
         self.config, self.tasks = config, list(tasks)
         self.state = State(len(tasks))
@@ -119,7 +108,7 @@ class Chooser:
         if asked.any():
             given = self.given(losses, asked, rows, others)
             with torch.no_grad():
-                choice = RULES[self.config.method](given)
+                choice = self.config.kind.rule(given)
             weights[asked] = choice.weights.double()
             choice = choice if asked.equal(present) else choice.spread(asked[present])
         elif rows is not None and present.any():
@@ -167,9 +156,3 @@ class Chooser:
         self.state = State(len(self.tasks))
         self.state.values = {k.removeprefix("state/"): v.clone() for k, v in state.items() if k.startswith("state/")}
         self.state.pairs = {k.removeprefix("pairs/") for k in state if k.startswith("pairs/")}
-
-
-def summed(losses: Tensor | Sequence[Tensor], reduce: Sum) -> Tensor:
-    """Sum the losses [m] over processes: the step's losses, float64 on the CPU, without graph."""
-    values = losses.detach().clone() if isinstance(losses, Tensor) else torch.stack([x.detach() for x in losses])
-    return reduce(values.to(torch.promote_types(values.dtype, torch.float32))).to("cpu", torch.float64)

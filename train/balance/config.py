@@ -1,4 +1,7 @@
-"""Configuration of a balance method: its level and settings, checked against the table of methods."""
+"""Configuration of a balance method: its level and settings, checked against what the method declares.
+
+Methods are imported where a configuration names one: their libraries take a second.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 from omni.errors import UserError
+from train.balance.registry import Method, Setting
 
 LEVELS = ("loss", "features", "parameters")
 
@@ -16,103 +20,12 @@ MAX_TASKS = 10
 """Largest number of balanced tasks: the solvers enumerate all their subsets."""
 
 
-class Setting(NamedTuple):
-    """A setting of a method: a number between bounds, or one of several words.
-
-    Attributes:
-        low, high: bounds, both included.
-        positive: 0 is not allowed.
-    """
-
-    default: float | int | str
-    low: float = 0.0
-    high: float = float("inf")
-    positive: bool = False
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Method:
-    """Requirements and properties of a method.
-
-    Attributes:
-        levels: levels at which it can be used; the first is the default.
-        batches: number of separate batches that it needs in a step: 1, 2 (one for the step ahead, one for the outer losses) or
-            3 (two for the weights, one for the gradients).
-        linear: it gives a weight per task; otherwise a direction.
-        ahead: its weights are known before the step's losses.
-    """
-
-    levels: tuple[str, ...]
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    batches: int = 1
-    linear: bool = True
-    ahead: bool = False
-
-
-_LOSS, _BOTH, _PARAMETERS = ("loss",), ("features", "parameters"), ("parameters",)
-_SHARE = Setting(0.5, high=1.0)
-
-
-def _rate(default: float) -> Setting:
-    return Setting(default, positive=True)
-
-
-METHODS: dict[str, Method] = {
-    "equal": Method(_LOSS, ahead=True),
-    "uncertainty": Method(_LOSS, {"lr": _rate(1e-3), "initial": Setting(-0.5, low=-20.0, high=20.0)}, ahead=True),
-    "dwa": Method(_LOSS, {"temperature": _rate(2.0), "window": Setting(100, low=1)}, ahead=True),
-    "random": Method(_LOSS, ahead=True),
-    "geometric": Method(_LOSS),
-    "stch": Method(_LOSS, {"mu": _rate(1.0), "warmup": Setting(100, low=1)}),
-    "famo": Method(
-        _LOSS, {"lr": _rate(0.025), "weight_decay": Setting(1e-3), "look": Setting("next", choices=("next", "same"))}
-    ),
-    "gradnorm": Method(_BOTH, {"alpha": Setting(1.5), "lr": _rate(1e-3)}),
-    "excessmtl": Method(_BOTH, {"step_size": _rate(1e-2)}),
-    "dbmtl": Method(_PARAMETERS, {"beta": Setting(0.9, high=1.0), "sigma": Setting(0.0)}, linear=False),
-    "mgda": Method(_BOTH, {"normalize": Setting("none", choices=("none", "l2", "loss", "loss+"))}),
-    "pcgrad": Method(_BOTH),
-    "gradvac": Method(_BOTH, {"beta": _SHARE}),
-    "graddrop": Method(("features",), {"leak": Setting(0.0, high=1.0)}, linear=False),
-    "cagrad": Method(_BOTH, {"c": Setting(0.5), "rescale": Setting(1, high=2)}),
-    "nashmtl": Method(_BOTH, {"max_norm": Setting(1.0)}),
-    "imtlg": Method(_BOTH),
-    "alignedmtl": Method(_BOTH, {"scale": Setting("min", choices=("min", "median", "rmse"))}),
-    "fairgrad": Method(_BOTH, {"alpha": _rate(1.0)}),
-    "sdmgrad": Method(
-        _PARAMETERS, {"preference": Setting(0.3), "lr": _rate(5.0), "steps": Setting(20, low=1)}, batches=3
-    ),
-    "modo": Method(_PARAMETERS, {"gamma": _rate(1e-3), "rho": Setting(0.1)}, batches=3),
-    "moco": Method(
-        _PARAMETERS,
-        {
-            "beta": Setting(0.5, high=1.0), "beta_sigma": Setting(0.5), "gamma": _rate(0.1), "gamma_sigma": Setting(0.5),
-            "rho": Setting(0.0),
-        },
-        linear=False,
-    ),
-    "upgrad": Method(_BOTH, {"norm_eps": _rate(1e-20), "reg_eps": _rate(1e-4)}),
-    "autolambda": Method(_LOSS, {"lr": _rate(1e-3)}, batches=2, ahead=True),
-    "moml": Method(_LOSS, {"lr": _rate(1e-3), "inner_lr": _rate(0.1)}, batches=2, ahead=True),
-    "forum": Method(
-        _PARAMETERS,
-        {
-            "lr": _rate(1e-3), "phi": _rate(0.1), "inner_lr": _rate(0.1), "inner_steps": Setting(5, low=1),
-            "decay": Setting(0.75, high=1.0),
-        },
-        batches=2, linear=False,
-    ),
-}  # fmt: skip
-"""All balance methods by name."""
-
-
 @dataclass(frozen=True)
 class BalanceConfig:
     """Configuration of the balance of a step's tasks.
 
     Attributes:
-        method: see `METHODS`.
+        method: see `train.balance.methods.METHODS`.
         level: `loss` (weights for one backward), `features` (by gradients of what encoder and decoder share) or `parameters`
             (by gradients of the shared parameters); the method's first where absent.
         settings: of the method; the others keep their defaults.
@@ -128,9 +41,7 @@ class BalanceConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise UserError(f"balance.method {self.method!r} is unknown; {_near(self.method, METHODS)}")
-        method = METHODS[self.method]
+        method = self.kind
         if self.level is not None and self.level not in LEVELS:
             raise UserError(f"balance.level {self.level!r} is unknown; {_near(self.level, LEVELS)}")
         if self.level is not None and self.level not in method.levels:
@@ -156,6 +67,11 @@ class BalanceConfig:
 
     @property
     def kind(self) -> Method:
+        """What the method needs."""
+        from train.balance.methods import METHODS
+
+        if self.method not in METHODS:
+            raise UserError(f"balance.method {self.method!r} is unknown; {_near(self.method, METHODS)}")
         return METHODS[self.method]
 
     @property
@@ -171,6 +87,8 @@ class BalanceConfig:
 
 def of_level(level: str) -> list[str]:
     """Names of the methods that can be used at a level."""
+    from train.balance.methods import METHODS
+
     return [name for name, method in METHODS.items() if level in method.levels]
 
 

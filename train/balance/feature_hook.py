@@ -26,7 +26,7 @@ class FeatureHook:
     Between the two the training loop may set the attributes.
 
     Attributes:
-        losses: the step's losses [m], summed over processes; ones by default. Read by `gradnorm` and by `mgda` with `loss`.
+        losses: the step's losses [m], summed over processes; ones by default, for methods that do not need them.
         counts: targets of each task in the step, [m]; all present by default. A task without any feature is absent anyway.
         last: this is the step's last micro-batch, so that the method's state is updated. The weights of an earlier one are
             chosen by the micro-batches so far.
@@ -52,7 +52,7 @@ class FeatureHook:
         """Replace the features' gradient [N, C] by the combined one."""
         balancer, m = self.balancer, len(self.balancer.tasks)
         values = gradient.float() / self.scale
-        if balancer.config.method == "graddrop":
+        if balancer.config.kind.signs:
             values = values * features.sign()
         place = torch.where(task < 0, m, task)
         table = values.new_zeros(m + 1, values.shape[1] + 1)

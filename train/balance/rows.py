@@ -23,6 +23,12 @@ def alone(values: Tensor) -> Tensor:
     return values
 
 
+def summed(losses: Tensor | Sequence[Tensor], reduce: Sum) -> Tensor:
+    """Sum the losses [m] over processes: the step's losses, float64 on the CPU, without graph."""
+    values = losses.detach().clone() if isinstance(losses, Tensor) else torch.stack([x.detach() for x in losses])
+    return reduce(values.to(torch.promote_types(values.dtype, torch.float32))).to("cpu", torch.float64)
+
+
 @dataclass
 class Rows:
     """One gradient per task, as the rows of a matrix.

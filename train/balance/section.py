@@ -12,15 +12,13 @@ from omni.tasks import TASKS
 from train.balance.config import MAX_TASKS, BalanceConfig
 from train.data.config import DataConfig
 
-BILEVEL = ("autolambda", "moml", "forum")
-
 
 @dataclass(frozen=True)
 class BalanceSection(BalanceConfig):
     """How a step combines its tasks, see docs/balance.md.
 
     Attributes:
-        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.config.METHODS`.
+        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.methods.METHODS`.
         level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
             backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
         settings: of the method; the others keep their defaults.
@@ -74,7 +72,7 @@ class BalanceSection(BalanceConfig):
     @property
     def separates(self) -> bool:
         """True where parameters that tasks do not share are trained differently from the shared ones."""
-        return self.at == "parameters" and self.method not in BILEVEL
+        return self.at == "parameters" and not self.kind.bilevel
 
 
 def balanced_tasks(section: BalanceSection, data: DataConfig) -> list[str]:
@@ -120,20 +118,25 @@ def check_balance(
             f"balance.tasks is streams, but the model's layout has {streams} of them, and 2 to {MAX_TASKS} can be "
             "balanced; use tasks"
         )
-    if precision == "16-mixed" and (section.at != "loss" or method in BILEVEL):
+    if precision == "16-mixed" and (section.at != "loss" or kind.bilevel):
         raise UserError(
             f"balance.method {method} looks at gradients, which may overflow under fabric.precision 16-mixed; use bf16-mixed"
         )
-    if kind.batches == 3 and data.micro_batches % 3:
+    if data.micro_batches % kind.parts:
         raise UserError(
-            f"balance.method {method} takes three batches a step apart, but data.micro_batches is {data.micro_batches}; make "
-            "it 3 for each process"
+            f"balance.method {method} takes {spelt(kind.parts)} batches a step apart, but data.micro_batches is "
+            f"{data.micro_batches}; make it {kind.parts} for each process"
         )
-    if method in BILEVEL and processes is not None and data.micro_batches > processes:
+    if kind.bilevel and processes is not None and data.micro_batches > processes:
         raise UserError(
             f"balance.method {method} takes one micro-batch a step in each process, but data.micro_batches is "
             f"{data.micro_batches} and fabric has {processes} process(es); make data.micro_batches {processes}"
         )
+
+
+def spelt(number: int) -> str:
+    """A small number as a word."""
+    return {2: "two", 3: "three", 4: "four"}.get(number, str(number))
 
 
 def _enough(names: Sequence[str], section: BalanceSection, what: str) -> list[str]:

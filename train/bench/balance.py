@@ -13,7 +13,7 @@ import torch
 
 from omni.errors import UserError
 from omni.profiling import seconds_of
-from train.balance.section import BILEVEL, BalanceSection, check_balance
+from train.balance.section import BalanceSection, check_balance
 from train.bench.names import BALANCED
 from train.bench.runs import run_with_batches
 from train.bench.timing import TimingRow
@@ -45,7 +45,7 @@ def balance(
         raise UserError("bench: --methods names none; leave it out, or name some")
     if "famo, level loss" in sections:
         sections["famo, look same"] = BalanceSection("famo", settings={"look": "same"})
-    judged = [section for section in sections.values() if section.method in BILEVEL]  # these need held-out rows
+    judged = [section for section in sections.values() if section.kind.bilevel]  # these need held-out rows
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
             config,

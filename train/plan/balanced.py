@@ -1,7 +1,7 @@
 """Imitates a balanced step (`train.trainer.balanced_step`) on fake tensors: as many passes, as many gradients held at once.
 
 A pass for one task is a pass of a batch that is all that task's. Methods that need numbers (solvers, signs of losses) are
-replaced by a weight for each task, which costs nothing; methods that keep gradients (`KEEPING`) run their own code.
+replaced by a weight for each task, which costs nothing; methods that keep gradients (`Method.keeps`) run their own code.
 
 Dimensions: m balanced tasks, P values of the trainable parameters.
 """
@@ -17,16 +17,12 @@ from torch import Tensor, nn
 
 from omni.patterns import match_names
 from omni.tasks import TASKS
-from train.balance.chooser import RULES
 from train.balance.config import BalanceConfig
 from train.balance.given import MethodChoice
 from train.balance.rows import Rows, put_gradients, take_gradients
-from train.balance.section import BILEVEL, balanced_tasks
+from train.balance.section import balanced_tasks
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
-
-KEEPING = ("dbmtl", "moco", "excessmtl")
-"""Methods that keep a tensor [m, P] between steps."""
 
 Forward = Callable[[Batch], Tensor]
 Backward = Callable[[Tensor], None]
@@ -56,20 +52,15 @@ def passes_of(config: FitConfig, streams: int, world: int = 1) -> Passes:
     if section is None:
         return 1.0, 1.0
     m, rest = count_of(config, streams), float(rest_of(config))
-    method, kind = section.method, section.kind
-    if method == "autolambda":  # inner, outer, twice inner without gradients, and the step
-        return 5.0, 3.0
-    if method == "moml":
-        return 2.0 * m + 1, 2.0 * m + 1
-    if method == "forum":  # inner steps, one loss at their end, outer gradients
-        steps = float(section.values["inner_steps"])
-        return steps + 1 + m + rest, steps + m + rest
+    kind = section.kind
+    if kind.passes is not None:
+        return kind.passes(m, rest, section.values)
     if section.at == "parameters":
         return m + rest, m + rest
     if section.at == "features" or kind.ahead:
         return 1.0, 1.0
     again = 1.0 if config.data.micro_batches > world else 0.0  # a pass without gradients first
-    after = 1.0 if method == "famo" and section.values["look"] == "same" else 0.0
+    after = 1.0 if kind.after is not None and kind.again(section.values) else 0.0
     return 1.0 + again + after, 1.0
 
 
@@ -104,7 +95,7 @@ class TracedBalance:
 
     def prepare(self) -> None:
         """Creates what the method keeps from its first step on."""
-        if self.section.at == "parameters" and self.section.method in KEEPING:
+        if self.section.at == "parameters" and self.section.kind.keeps:
             self._choose(Rows(torch.empty(self.m, sum(p.numel() for p in self.shared))))
 
     def take(self, batches: Sequence[Batch], forward: Forward, backward: Backward) -> None:
@@ -114,7 +105,7 @@ class TracedBalance:
             forward: the loss of a batch.
             backward: its backward pass; what is made between that and the next forward counts as the balance's.
         """
-        if self.section.method in BILEVEL:
+        if self.section.kind.bilevel:
             self._bilevel(batches[0], forward, backward)
         elif self.section.at == "parameters":
             self._by_parameters(batches, forward, backward)
@@ -152,11 +143,11 @@ class TracedBalance:
         self._rest(batches, forward, backward)
 
     def _choose(self, rows: Rows) -> MethodChoice:
-        if self.section.method not in KEEPING:
+        if not self.section.kind.keeps:
             rows.gramian()
             return MethodChoice(torch.ones(self.m, dtype=torch.float64))
         given: Any = _TracedGiven(rows, self.m, self.section, self.kept)
-        choice = RULES[self.section.method](given)
+        choice = self.section.kind.rule(given)
         for value in self.kept.values():
             self.note(value, "balance")
         return choice

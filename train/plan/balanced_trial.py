@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.tasks import TASKS
-from train.balance.section import BILEVEL, balanced_tasks
+from train.balance.section import balanced_tasks
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.distributed.fabric import ProcessGroup
@@ -52,7 +52,7 @@ def balance_of(bench: Workbench, config: FitConfig, batch: Batch, micro_batches:
     """Builds the function that runs the passes of a step; `batch` is also the held-out one, where the method needs it."""
     section = config.balance
     assert section is not None
-    outer = (batch,) if section.method in BILEVEL else ()
+    outer = (batch,) if section.kind.bilevel else ()
     given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.encoder_parameters, outer)
     fabric: Any = _Fabric(device)
     streams = bench.objective.model.layout.names

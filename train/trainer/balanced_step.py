@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.patterns import match_names
 from train.balance.balancer import Balancer, build
-from train.balance.bilevel import Bilevel
 from train.balance.chooser import BalanceReport
 from train.balance.feature_hook import FeatureHook
-from train.balance.section import BalanceSection
+from train.balance.section import BalanceSection, spelt
 from train.distributed.fabric import ProcessGroup, accumulating, reshard
 from train.objective.objective import Losses
 from train.objective.task_losses import TaskLosses, cells_by_stream, cells_by_task, mean_factors
@@ -116,7 +115,7 @@ class Balancing:
         self._check(micro_batches)
 
     def _check(self, micro_batches: int) -> None:
-        method, at = self.section.method, self.section.at
+        method, at, kind = self.section.method, self.section.at, self.section.kind
         if at == "features" and not any(p.requires_grad for p in self.given.encoder_parameters()):
             raise UserError(
                 f"balance.level is features, but nothing below the features is trainable, so that {method} would change "
@@ -124,17 +123,17 @@ class Balancing:
             )
         if at == "parameters" and not self.shared:
             raise UserError("balance.separate names all trainable parameters; leave some to be shared")
-        if self.section.kind.batches == 3 and micro_batches % 3:
+        if micro_batches % kind.parts:
             raise UserError(
-                f"balance.method {method} takes three batches a step apart, and each process has {micro_batches}; make "
-                f"data.micro_batches {3 * self.group.world}"
+                f"balance.method {method} takes {spelt(kind.parts)} batches a step apart, and each process has "
+                f"{micro_batches}; make data.micro_batches {kind.parts * self.group.world}"
             )
-        if isinstance(self.balancer, Bilevel) and micro_batches > 1:
+        if kind.bilevel and micro_batches > 1:
             raise UserError(
                 f"balance.method {method} takes one micro-batch a step in each process; make data.micro_batches "
                 f"{self.group.world}"
             )
-        if isinstance(self.balancer, Bilevel) and not self.given.outer:
+        if kind.bilevel and not self.given.outer:
             raise UserError(f"balance.method {method} judges by held-out rows, and the run has none")
 
     # --- a step -----------------------------------------------------------------------------------------------------------
@@ -149,17 +148,11 @@ class Balancing:
             add: receives the losses of each pass; every target is in one of them, and `total` is the plain objective.
         """
         now = _StepState(denominators, step.cells, progress, lr, add)
-        level, balancer = self.section.at, self.balancer
-        large = level == "parameters" and not isinstance(balancer, Bilevel)  # a state that holds gradients is not copied
-        self.before = None if large else balancer.state_dict()
-        if isinstance(balancer, Bilevel):
-            report = self._bilevel(balancer, step.batches[0], now)
-        elif level == "parameters":
-            report = self._by_parameters(balancer, step.batches, now)
-        elif level == "features":
-            report = self._by_features(step.batches, now)
-        else:
-            report = self._by_losses(balancer, step.batches, now)
+        level, bilevel = self.section.at, self.section.kind.bilevel
+        large = level == "parameters" and not bilevel  # a state that holds gradients is not copied
+        self.before = None if large else self.balancer.state_dict()
+        levels = {"loss": self._by_losses, "features": self._by_features, "parameters": self._by_parameters}
+        report = (self._bilevel if bilevel else levels[level])(self.balancer, step.batches, now)
         self.steps += 1
         self.tally.add(report.figures(self.names))
         self._report(report)
@@ -190,7 +183,8 @@ class Balancing:
             absences = balancer.absences.clone()
             balancer.load_state_dict(self.before)
             balancer.absences = absences
-        elif after and isinstance(balancer, Balancer):
+        elif after:
+            assert isinstance(balancer, Balancer)
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
                 found = [_own(self.module(batch, self.denominators, progress, task_losses)) for batch, task_losses in after]
             reshard(self.module)
@@ -235,10 +229,9 @@ class Balancing:
 
     # --- levels -----------------------------------------------------------------------------------------------------------
 
-    def _by_losses(self, balancer: Balancer, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
+    def _by_losses(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         counts, device = self.counts(now.cells)[:-1], self.fabric.device
-        famo, look = balancer.config.method == "famo", balancer.config.values.get("look")
-        if famo and look == "same":
+        if self.section.kind.after is not None and self.section.kind.again(self.section.values):
             batches = [batch.to(device) for batch in batches]
             self.after, self.denominators = [(batch, self._task_losses(now)) for batch in batches], now.denominators
         ahead = balancer.ahead()
@@ -262,16 +255,16 @@ class Balancing:
         return chosen or balancer.weights(own, counts, self.group.sum)
 
     def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> BalanceReport:
-        if balancer.config.values.get("look") == "next" and balancer.steps:
+        if not self.section.kind.again(self.section.values) and balancer.steps:
             balancer.after(losses, self.group.sum, counts)
         return balancer.weights(losses, counts, self.group.sum)
 
-    def _by_features(self, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
+    def _by_features(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         hook = self.hook
         assert hook is not None
         hook.counts, hook.scale, hook.report = self.counts(now.cells)[:-1], float(self.group.world), None
         own = torch.zeros(len(self.names), device=self.fabric.device)
-        by_losses = self.section.method == "gradnorm" or "loss" in str(self.section.values.get("normalize"))
+        by_losses = self.section.kind.losses(self.section.values)
         for i, batch in enumerate(batches):
             with self._alone(i + 1 < len(batches)):
                 losses = self._pass(batch.to(self.fabric.device), self._task_losses(now, hook=hook), now)
@@ -281,8 +274,8 @@ class Balancing:
         assert hook.report is not None
         return hook.report
 
-    def _by_parameters(self, balancer: Balancer, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
-        parts = balancer.config.kind.batches
+    def _by_parameters(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
+        parts = balancer.config.kind.parts
         groups = [batches[i * len(batches) // parts : (i + 1) * len(batches) // parts] for i in range(parts)]
         steps = [now] if parts == 1 else [self._part(group, now) for group in groups]
         counts = torch.stack([self.counts(step.cells)[:-1] for step in steps]).amin(0)
@@ -324,13 +317,13 @@ class Balancing:
                 task_losses = self._task_losses(now, weights, alignment_only=not others)
                 self._backward(self._pass(batch.to(self.fabric.device), task_losses, now, note).total)
 
-    def _bilevel(self, balancer: Bilevel, batch: Batch, now: _StepState) -> BalanceReport:
+    def _bilevel(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         device, world, rank = self.fabric.device, self.group.world, self.group.rank
         outers = [self.given.outer[(self.steps * world + i) % len(self.given.outer)] for i in range(world)]
         cells = torch.stack([self.given.cells(b) for b in outers]).sum(0).double()
         denominators = torch.stack([self.targets(b) for b in outers]).sum(0).to(now.denominators)
         other = _StepState(denominators, cells, now.progress, now.lr, now.add)
-        inside, outside = batch.to(device), outers[rank].to(device)
+        inside, outside = batches[0].to(device), outers[rank].to(device)
         both = torch.minimum(self.counts(now.cells), self.counts(cells))[:-1] > 0
         seen: list[Losses] = []
 
@@ -344,12 +337,12 @@ class Balancing:
             lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr,
             self.group.sum, self._backward, lambda: reshard(self.module),
         )  # fmt: skip
-        if balancer.config.method == "forum":
+        if not self.section.kind.linear:
             if bool(both.any()) and bool(report.absent.all()):  # gradients become NaN, so that the step is left out
                 for p in (*self.shared, *self.own):
                     p.grad = None if p.grad is None else p.grad * torch.nan
             self._note(seen[0], now)
-            self._rest([batch], now, False)
+            self._rest(batches, now, False)
         else:
             self._backward(self._pass(inside, self._task_losses(now, self._with_rest(balancer.ahead())), now).total)
         return report

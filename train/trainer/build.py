@@ -19,7 +19,7 @@ from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.lora.weights import merged_state
 from omni.remote import refuse_remote
 from omni.tasks import TASKS
-from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
+from train.balance.section import BalanceSection, balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig, plain_config
@@ -246,7 +246,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     balanced = None
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
-        outer = outer_batches(config, names, pipeline.maker) if config.balance.method in BILEVEL else ()
+        outer = outer_batches(config, names, pipeline.maker) if config.balance.kind.bilevel else ()
         balanced = Balanced(names, cells, objective.encoder_parameters, outer)
     return Parts(
         objective=objective,

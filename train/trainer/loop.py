@@ -43,7 +43,7 @@ FIRST_STEPS, LINE_SECONDS = 3, 30.0
 
 @dataclass
 class Loop:
-    """One start of a run: `run` to its end or to a signal. `train.trainer.build_loop` builds its parts.
+    """One start of a run: `run` to its end or to a signal. `train.trainer.build.build_loop` builds its parts.
 
     Attributes:
         folder: where everything of the run is written.

@@ -10,7 +10,8 @@ from omni.config import from_dict
 from omni.errors import UserError
 from train.balance.balancer import Balancer, build
 from train.balance.bilevel import Bilevel
-from train.balance.config import LEVELS, METHODS, BalanceConfig
+from train.balance.config import LEVELS, BalanceConfig
+from train.balance.methods import METHODS
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tests.close import assert_near
 from train.balance.balancer import Balancer
-from train.balance.config import METHODS, BalanceConfig, of_level
+from train.balance.config import BalanceConfig, of_level
+from train.balance.methods import METHODS
 from train.balance.rows import Rows
 
 NAMES = ["a", "b", "c"]

@@ -9,7 +9,8 @@ import torch
 
 from tests.close import assert_near
 from train.balance.balancer import Balancer
-from train.balance.config import METHODS, BalanceConfig, of_level
+from train.balance.config import BalanceConfig, of_level
+from train.balance.methods import METHODS
 
 NAMES = ["a", "b", "c"]
 LOSSES = torch.tensor([0.5, 2.0, 1.2], dtype=torch.float64)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from train.balance.balancer import Balancer, build
 from train.balance.bilevel import Bilevel
-from train.balance.config import METHODS, BalanceConfig
+from train.balance.config import BalanceConfig
+from train.balance.methods import METHODS
 from train.balance.rows import Rows
 
 NAMES = ["a", "b", "c"]

@@ -18,7 +18,8 @@ from torchjd import scalarization as scalar
 
 from tests.close import assert_near
 from train.balance.balancer import Balancer
-from train.balance.config import METHODS, BalanceConfig
+from train.balance.config import BalanceConfig
+from train.balance.methods import METHODS
 
 NAMES = ["a", "b", "c"]
 M, WIDTH, STEPS = len(NAMES), 60, 6

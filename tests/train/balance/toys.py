@@ -23,7 +23,7 @@ from omni.tasks import TASKS
 from tests.guarded import child
 from tests.train.data.toys import MODELS, pipeline_of
 from tests.train.toys import toy_config, toy_fit
-from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
+from train.balance.section import BalanceSection, balanced_tasks
 from train.config.run import FitConfig
 from train.config.sections import (
     BudgetConfig,
@@ -66,7 +66,7 @@ def tiny_pipeline(config: ModelConfig, tasks: Mapping[str, float] = MIX, seed: i
 
 def balanced_config(folder: Path | str, section: BalanceSection | None, ctc: bool = False, **changes: Any) -> FitConfig:
     """Three steps of AdamW at a constant rate, of two micro-batches; of one for methods of two levels."""
-    count = 1 if section is not None and section.method in BILEVEL else 2
+    count = 1 if section is not None and section.kind.bilevel else 2
     base: dict[str, Any] = {
         "balance": section,
         "budget": BudgetConfig(steps=3),

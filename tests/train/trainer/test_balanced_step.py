@@ -18,8 +18,8 @@ from tests.close import assert_near
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
 from train.balance.balancer import build
 from train.balance.bilevel import Bilevel
-from train.balance.config import METHODS
-from train.balance.section import BILEVEL, BalanceSection, balanced_tasks
+from train.balance.methods import METHODS
+from train.balance.section import BalanceSection, balanced_tasks
 from train.config.run import FitConfig
 from train.config.sections import FabricConfig, LogConfig
 from train.data.batching.batch import Batch
@@ -208,4 +208,4 @@ def test_a_guarded_run_is_the_same_and_nothing_is_said(
     assert "guard, step" not in "".join(capsys.readouterr())
 
 
-assert set(BILEVEL) == {m for m, kind in METHODS.items() if kind.batches == 2}
+assert {m for m, kind in METHODS.items() if kind.bilevel} == {m for m, kind in METHODS.items() if kind.batches == 2}
