@@ -22,11 +22,14 @@ from omni.lora.attach import low_rank
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head
-from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, task_cross_entropy
-from train.objective.task_losses import TaskLosses, feature_tasks
+from train.objective.cross_entropy import Heads, HeadTargets
+from train.objective.task_losses import PlainLosses, feature_tasks
 
 if TYPE_CHECKING:
     from train.data.batching.batch import Batch
+
+
+PLAIN = PlainLosses()
 
 
 class Losses(NamedTuple):
@@ -38,7 +41,7 @@ class Losses(NamedTuple):
         ctc_sum, ctc_count: summed alignment loss (of two spellings, the first `ctc_words` times) and number of its target ids,
             without graph.
         by_task: where tasks are balanced, the loss of each before its weight, and last that of the rest (the alignment loss,
-            other tasks), [M + 1]; with its graph where `TaskLosses.graph` is set.
+            other tasks), [M + 1]; with its graph for `GraphLosses`.
     """
 
     total: Tensor
@@ -110,64 +113,44 @@ class Objective(nn.Module):
         """Parameters below the features: those of encoder and projector."""
         return [*self.model.encoder.parameters(), *self.model.projector.parameters()]
 
-    def forward(
-        self, batch: Batch, denominators: Tensor, progress: float = 1.0, task_losses: TaskLosses | None = None
-    ) -> Losses:
+    def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, task_losses: PlainLosses = PLAIN) -> Losses:
         """Compute the losses of a packed batch.
 
         Args:
             batch: see `train.data.batching.batch.Batch`.
             denominators: targets of each stream in the whole step, over all processes, and ids of its alignment loss, [K + 1].
             progress: share of the budget that is used, by which the alignment loss is scheduled.
-            task_losses: balanced tasks and their weights; None where tasks are not balanced.
+            task_losses: how the tasks are weighed; all alike by default.
         """
         model, decoder = self.model, self.model.decoder
         features, ctc = self._encode(batch)
         weighted = self._ctc_weight(progress) * ctc / denominators[-1].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
-        if task_losses is not None and task_losses.weights[-1] == 0:  # a pass for some tasks alone
+        if not task_losses.aligned:  # a pass for some tasks alone
             weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
-        if progress < self.config.align_first or (task_losses is not None and task_losses.alignment_only):
+        if progress < self.config.align_first or task_losses.alignment_only:
             # Under DDP all parameters must take part in the backward pass, here times 0; sharded ones (FSDP2) may be left out.
             idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
             idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
             unused_sum = sum(p.flatten()[:1].float().sum() for p in idle)
             none = ctc.new_zeros(len(TASKS), len(model.layout))
-            by_task = None if task_losses is None else torch.cat([ctc.new_zeros(len(task_losses)), weighted.detach()[None]])
-            return Losses(weighted + 0 * (features.sum() + unused_sum), none, none, ctc.detach(), aligned, by_task)
-        if task_losses is not None and task_losses.hook is not None:
-            features = task_losses.hook(features, task_losses.tasks_of_features(batch, len(features)))
+            total = weighted + 0 * (features.sum() + unused_sum)
+            return Losses(total, none, none, ctc.detach(), aligned, task_losses.silent(weighted))
+        features = task_losses.at_features(batch, features)
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
-        index = [at.to(text.device, non_blocking=True) for at in batch.supervised]
+        index: Sequence[Tensor] = [at.to(text.device, non_blocking=True) for at in batch.supervised]
         scale = self.stream_weights.to(text.device, non_blocking=True) / denominators[:-1].clamp_min(1).float()
         low_ranks = (
             *(low_rank(decoder.text_head, text) or (None, None)),
             *(low_rank(decoder.audio_head, audio) or (None, None)),
         )
         heads = Heads(text, audio, decoder.text_weight, decoder.audio_weight, *low_ranks)
-        ratio, place = None, None
-        if task_losses is not None:
-            index, ratio, place = task_losses.split(batch, index)
+        index, ratio = task_losses.split(batch, index)
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         goals = HeadTargets(decoder.audio_offsets, index, ids, scale, self.config.chunk, ratio)
-        if task_losses is None:
-            total, each = linear_cross_entropy(heads, goals)
-            sums, counts = self._by_task(batch, index, each)
-            return Losses(total + weighted, sums, counts, ctc.detach(), aligned)
-        if task_losses.graph:
-            assert place is not None
-            by_task, each = task_cross_entropy(heads, goals, place, len(task_losses) + 1)
-            by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted])
-            total = (by_task * task_losses.weights.to(by_task)).sum()
-        else:
-            total, each = linear_cross_entropy(heads, goals)
-            total = total + weighted
-        sums, counts = self._by_task(batch, index, each)
-        if not task_losses.graph:
-            by_task = task_losses.losses(sums, scale)
-            by_task = torch.cat([by_task[:-1], by_task[-1:] + weighted.detach()])
+        total, sums, counts, by_task = task_losses.sum(batch, heads, goals, weighted)
         return Losses(total, sums, counts, ctc.detach(), aligned, by_task)
 
     def _ctc_weight(self, progress: float) -> float:
@@ -208,13 +191,3 @@ class Objective(nn.Module):
         heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]
         words = alignment_loss(logits[:, :first], frames, spelt)
         return features, self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)
-
-    def _by_task(self, batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[Tensor, Tensor]:
-        streams = len(index)
-        sums = each.new_zeros(len(TASKS) * streams)
-        counts = each.new_zeros(len(TASKS) * streams)
-        task = batch.task.reshape(-1)
-        cell = torch.cat([task[at] * streams + k for k, at in enumerate(index)])
-        sums.index_add_(0, cell, each.detach())
-        counts.index_add_(0, cell, torch.ones_like(each))
-        return sums.view(-1, streams), counts.view(-1, streams)

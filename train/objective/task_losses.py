@@ -1,7 +1,7 @@
-"""Losses of balanced tasks: assigns every target of a step to one, and weighs each task in a forward pass.
+"""How a forward pass weighs the tasks: all alike (`PlainLosses`), or balanced ones each with a weight (`TaskLosses`).
 
-The objective is a sum over targets. A task's loss is its part of that sum: the sum of all tasks at weight 1 and of the rest,
-which belongs to no balanced task, is the plain objective.
+The objective is a sum over targets. A balanced task's loss is its part of that sum: the sum of all tasks at weight 1 and of the
+rest, which belongs to no balanced task, is the plain objective.
 
 Dimensions: T tasks of the task table, K streams, M balanced tasks, N features or positions with a target.
 """
@@ -9,10 +9,13 @@ Dimensions: T tasks of the task table, K streams, M balanced tasks, N features o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from omni.tasks import TASKS
+from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy, task_cross_entropy
 
 if TYPE_CHECKING:
     from train.balance.feature_hook import FeatureHook
@@ -43,17 +46,63 @@ def mean_factors(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
     return factor.gather(0, cell).float()
 
 
-class TaskLosses:
-    """Weights of the tasks in one forward pass. A plain class: Fabric converts the tensors of other containers.
+class Summed(NamedTuple):
+    """Losses of a pass as `Losses` has them: `total` with its graph, `sums` and `counts` [T, K], `by_task` [M + 1] or None."""
+
+    total: Tensor
+    sums: Tensor
+    counts: Tensor
+    by_task: Tensor | None
+
+
+class PlainLosses:
+    """All targets at weight 1. A plain class, as those below: Fabric converts the tensors of other containers.
+
+    Attributes:
+        aligned: the alignment loss takes part.
+        alignment_only: and nothing else does.
+    """
+
+    aligned = True
+    alignment_only = False
+
+    def at_features(self, batch: Batch, features: Tensor) -> Tensor:
+        """Called between encoder and decoder; returns the features [N, C]."""
+        return features
+
+    def split(self, batch: Batch, index: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        """Select the targets that take part, and their factors (None for 1 each): [N] for each stream.
+
+        Args:
+            index: flat positions of all targets.
+        """
+        return index, None
+
+    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
+        """Sum the losses of a batch.
+
+        Args:
+            targets: those of `split`.
+            alignment: the weighted alignment loss.
+        """
+        total, each = linear_cross_entropy(heads, targets)
+        return Summed(total + alignment, *sums_by_task(batch, targets.index, each), None)
+
+    def silent(self, alignment: Tensor) -> Tensor | None:
+        """`by_task` of a pass of the alignment loss only."""
+        return None
+
+
+class TaskLosses(PlainLosses):
+    """Balanced tasks, each with its weight.
 
     Args:
         cell: [T, K], see `cells_by_task`.
         weights: weight of each task's loss in the total, and last that of the rest, [M + 1] on the CPU. Targets of weight 0
             are left out altogether, and so is the alignment loss where the last is 0.
         ratio: factor of a target in its task's loss, [T, K], beside the objective's weights; 1 by default.
-        graph: return losses with their graph, and multiply them by the weights (`task_cross_entropy`).
         hook: called between encoder and decoder.
-        silent: compute the alignment loss only.
+        alignment_only: compute the alignment loss only.
     """
 
     def __init__(
@@ -62,38 +111,43 @@ class TaskLosses:
         weights: Tensor,
         ratio: Tensor | None = None,
         *,
-        graph: bool = False,
         hook: FeatureHook | None = None,
         alignment_only: bool = False,
     ) -> None:
         self.cell, self.weights, self.ratio = cell, weights.float(), ratio
-        self.graph, self.hook, self.alignment_only = graph, hook, alignment_only
+        self.hook, self.alignment_only, self.aligned = hook, alignment_only, bool(self.weights[-1] != 0)
 
     def __len__(self) -> int:
         """Number of balanced tasks, M."""
         return len(self.weights) - 1
 
-    def split(self, batch: Batch, index: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
-        """Select the targets that take part, their factors (None for 1 each) and their balanced tasks: [N] for each stream.
+    def at_features(self, batch: Batch, features: Tensor) -> Tensor:
+        return features if self.hook is None else self.hook(features, self.tasks_of_features(batch, len(features)))
 
-        Args:
-            index: flat positions of all targets.
-        """
-        task, device = batch.task.reshape(-1), batch.task.device
-        cell = self.cell.to(device, non_blocking=True)
-        ratio = torch.ones(self.cell.shape) if self.ratio is None else self.ratio
-        counts = ratio if self.graph else ratio * self.weights[self.cell]
-        table = counts.to(device, non_blocking=True)
-        some = not self.graph and bool((counts == 0).any())
-        kept, factors, places = [], [], []
-        for k, at in enumerate(index):
-            if some:
-                at = at[table[task[at], k] != 0]
-            kept.append(at)
-            factors.append(table[task[at], k])
-            places.append(cell[task[at], k])
-        plain = not self.graph and bool((counts[counts != 0] == 1).all())
-        return kept, None if plain else factors, places
+    def split(self, batch: Batch, index: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        return self._select(batch, index, self._ratios() * self.weights[self.cell])
+
+    def _ratios(self) -> Tensor:
+        return torch.ones(self.cell.shape) if self.ratio is None else self.ratio
+
+    def _select(
+        self, batch: Batch, index: Sequence[Tensor], factors: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        """Select the targets whose factor, of [T, K], is not 0."""
+        task, table = batch.task.reshape(-1), factors.to(batch.task.device, non_blocking=True)
+        if bool((factors == 0).any()):
+            index = [at[table[task[at], k] != 0] for k, at in enumerate(index)]
+        if bool((factors[factors != 0] == 1).all()):
+            return index, None
+        return index, [table[task[at], k] for k, at in enumerate(index)]
+
+    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
+        found = super().sum(batch, heads, targets, alignment)
+        by_task = self.losses(found.sums, targets.scale)
+        return found._replace(by_task=torch.cat([by_task[:-1], by_task[-1:] + alignment.detach()]))
+
+    def silent(self, alignment: Tensor) -> Tensor | None:
+        return torch.cat([alignment.new_zeros(len(self)), alignment.detach()[None]])
 
     def losses(self, sums: Tensor, scale: Tensor) -> Tensor:
         """Losses of the tasks before their weights, and last that of the rest, [M + 1].
@@ -111,6 +165,39 @@ class TaskLosses:
         own = self.cell[:, 0].to(batch.task.device, non_blocking=True)
         task = feature_tasks(batch, features)
         return torch.where((task < 0) | (own[task] == len(self)), -1, own[task])
+
+
+class GraphLosses(TaskLosses):
+    """Balanced tasks whose losses keep their graphs (`task_cross_entropy`), and are multiplied by the weights after that."""
+
+    def split(self, batch: Batch, index: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        task, table = batch.task.reshape(-1), self._ratios().to(batch.task.device, non_blocking=True)
+        return index, [table[task[at], k] for k, at in enumerate(index)]
+
+    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
+        task, cell = batch.task.reshape(-1), self.cell.to(batch.task.device, non_blocking=True)
+        place = [cell[task[at], k] for k, at in enumerate(targets.index)]
+        by_task, each = task_cross_entropy(heads, targets, place, len(self) + 1)
+        by_task = torch.cat([by_task[:-1], by_task[-1:] + alignment])
+        total = (by_task * self.weights.to(by_task)).sum()
+        return Summed(total, *sums_by_task(batch, targets.index, each), by_task)
+
+
+def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the losses of all targets, and count them, by task and stream, [T, K].
+
+    Args:
+        index: positions with a target, [N] per stream.
+        each: their losses, streams one after another, [sum of N].
+    """
+    streams = len(index)
+    sums = each.new_zeros(len(TASKS) * streams)
+    counts = each.new_zeros(len(TASKS) * streams)
+    task = batch.task.reshape(-1)
+    cell = torch.cat([task[at] * streams + k for k, at in enumerate(index)])
+    sums.index_add_(0, cell, each.detach())
+    counts.index_add_(0, cell, torch.ones_like(each))
+    return sums.view(-1, streams), counts.view(-1, streams)
 
 
 def feature_tasks(batch: Batch, features: int) -> Tensor:

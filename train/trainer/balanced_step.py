@@ -31,7 +31,7 @@ from train.balance.feature_hook import FeatureHook
 from train.balance.section import BalanceSection, spelt
 from train.distributed.fabric import ProcessGroup, accumulating, reshard
 from train.objective.objective import Losses
-from train.objective.task_losses import TaskLosses, cells_by_stream, cells_by_task, mean_factors
+from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
 from train.trainer.feed import Batch, CountedStep
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
@@ -195,10 +195,12 @@ class Balancing:
         """Number of targets of each balanced task, and of the rest, [M + 1]."""
         return torch.zeros(len(self.names) + 1, dtype=cells.dtype).index_add_(0, self.cell.flatten(), cells.flatten())
 
-    def _task_losses(self, now: _StepState, weights: Tensor | None = None, **options: Any) -> TaskLosses:
+    def _task_losses(self, now: _StepState, weights: Tensor | None = None, graph: bool = False, **options: Any) -> TaskLosses:
+        """How a pass of this step weighs the tasks; `graph` keeps the graph of each loss."""
         m = len(self.names)
         ratio = mean_factors(self.cell, now.cells, m) if self.section.losses == "mean" else None
-        return TaskLosses(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
+        kind = GraphLosses if graph else TaskLosses
+        return kind(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
 
     def _with_rest(self, weights: Tensor) -> Tensor:
         return torch.cat([weights.float(), torch.ones(1)])
