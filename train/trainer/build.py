@@ -58,10 +58,13 @@ from train.trainer.validation import build_validator
 MODEL = "model"
 
 
-def fit(config: FitConfig) -> Outcome | None:
+def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None:
     """Trains as configured, in all processes of the run; returns None in all but the first.
 
     A folder that has an earlier start of the run is gone on with; see `resume`.
+
+    Args:
+        callbacks: called as the run goes on, in the first process only; an exception in one ends the run.
 
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
@@ -81,7 +84,7 @@ def fit(config: FitConfig) -> Outcome | None:
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
-            loop = prepare(config, fabric, folder, group)
+            loop = prepare(config, fabric, folder, group, callbacks)
             group.run_on_first(lambda: _synthesise_ahead(config))
             outcome = loop.run()
         return outcome if group.first else None
@@ -89,7 +92,9 @@ def fit(config: FitConfig) -> Outcome | None:
         leave()
 
 
-def prepare(config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Loop:
+def prepare(
+    config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None, callbacks: Sequence[Callback] = ()
+) -> Loop:
     """Build everything a run needs, in every process alike."""
     say = announce.speaker(config, fabric.global_rank == 0)
     for line in announce.start_lines(config, fabric):
@@ -97,7 +102,7 @@ def prepare(config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup
     initial = build_initial(with_alignment(config).model, config.seed)
     say(announce.parameters_line("model", initial.model.parameters()))
     plain = plain_config(config)
-    loop = build_loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group)
+    loop = build_loop(config, plain, build_parts(config, initial, fabric, folder), fabric, folder, group, callbacks)
     loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, _yaml(plain)))
     for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
         say(line)
@@ -118,7 +123,7 @@ def build_loop(
     Args:
         plain: the configuration as plain data, to be stored and compared.
         folder: where everything of the run is written.
-        callbacks: called as the run goes on, in the first process only; an exception in one ends the run.
+        callbacks: see `fit`.
     """
     group, objective = group or ProcessGroup(fabric), parts.objective
     shards = process_shards(parts.micro_batches, group.rank, group.world)
