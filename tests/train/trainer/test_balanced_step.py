@@ -150,6 +150,13 @@ def test_accumulated_it_is_the_slow_one(
     compare(config, 2e-3)
 
 
+def test_a_method_gets_the_losses_that_its_settings_need(tmp_path: Path) -> None:
+    """At level features too, where they are summed over micro-batches and processes for those alone that need them."""
+    section = BalanceSection("mgda", "features", {"normalize": "loss"}, names=("A1T1", "A1A2"))
+    data = replace(balanced_config(tmp_path, None).data, micro_batches=1)
+    compare(balanced_config(tmp_path, section, data=data), 2e-3)
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("ctc", [False, True])
 def test_equal_weights_are_the_plain_run(tmp_path: Path, micro: int, ctc: bool) -> None:
