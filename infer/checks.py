@@ -32,7 +32,6 @@ BENCH = {
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     """Checks the options of `ask`; returns each question's task and its answer's file. UserError for the first bad option."""
-    _check_paths(options)
     _check_numbers(options, {**BOUNDS, **{f"text_{name}": BOUNDS[name] for name in SAMPLED}})
     check_device(options.device)
     check_dtype(options.dtype)
@@ -45,20 +44,12 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
 
 def check_bench(options: BenchOptions) -> None:
     """Checks the options of `bench`. UserError for the first bad option."""
-    _check_paths(options)
     _check_numbers(options, BENCH)
     check_device(options.device)
     if options.question is not None:
         check_file(options.question)
     if options.model is not None:
         check_model(options.model)
-
-
-def _check_paths(options: AskOptions | BenchOptions) -> None:
-    """UserError for an option that names a file or folder by an empty text."""
-    for name in ("model", "codec_folder", "adapter", "edits", "out", "question"):
-        if getattr(options, name, None) == "":
-            raise UserError(f"--{name} is empty; give a path, or leave it out")
 
 
 def _check_numbers(options: AskOptions | BenchOptions, bounds: Mapping[str, Bound]) -> None:

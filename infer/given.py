@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import typing
 from collections.abc import Sequence
 from typing import Any
 
-SOUND, TEXT = "s", "t"
+from omni.arguments import is_option
 
-_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+SOUND, TEXT = "s", "t"
 
 
 def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
@@ -41,7 +40,7 @@ def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tu
         if word == "--":  # files whose names start with a dash
             found += [(SOUND, name) for name in words[at + 1 :]]
             break
-        if _is_option(word):
+        if is_option(word):
             _close(option, values, rest)
             option, values = word, 0
             if word.startswith("--text="):
@@ -69,11 +68,6 @@ def _close(option: str, values: int, rest: list[str]) -> None:
     """Passes a `--text` without a text on to the parser, which refuses it."""
     if option == "--text" and not values:
         rest.append(option)
-
-
-def _is_option(word: str) -> bool:
-    """Whether a word is an option by argparse's rule: it starts with a dash, is no number, no lone dash and has no space."""
-    return word.startswith("-") and word != "-" and " " not in word and not _NUMBER.fullmatch(word)
 
 
 def _is_file(word: str) -> bool:

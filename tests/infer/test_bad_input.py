@@ -61,7 +61,7 @@ WORDS = {
     "unknown option": (["ask", "q.wav", "--modle", "x"], "--modle", "did you mean --model?"),
     "dashes": (["ask", "q.wav", "--text-assist"], "--text-assist", "did you mean --text_assist?"),
     "abbreviation": (["ask", "q.wav", "--temp", "1"], "--temp", "did you mean --temperature?"),
-    "wrong type": (["ask", "q.wav", "--top_k", "many"], "--top_k", "'many'"),
+    "wrong type": (["ask", "q.wav", "--top_k", "many"], '"top_k"', "int", "many"),
     "no value": (["ask", "q.wav", "--top_k"], "--top_k", "expected one argument"),
     "unknown task": (["ask", "q.wav", "--task", "A1A3"], "--task 'A1A3'", "did you mean 'A1A2'?"),
     "task of the other kind": (["ask", "q.wav", "--task", "T1A2"], "T1A2", "sound was given"),
@@ -95,12 +95,12 @@ WORDS = {
         ".wav, .flac, .ogg, .mp3",
     ),
     "out of another format": (["ask", "q.wav", "--out", "a.aac", "--model", "no"], "'a.aac': the suffix says"),
-    "out of no name": (["ask", "q.wav", "--out", ""], "--out is empty; give a path, or leave it out"),
+    "out of no name": (["ask", "q.wav", "--out", ""], "option --out is empty; give a value, or leave it out"),
     **{
         f"no name of {name}": (["ask", "q.wav", f"--{name}", ""], f"--{name} is empty")
         for name in ("model", "adapter", "edits")
     },
-    "bench without a name": (["bench", "--model", ""], "--model is empty; give a path, or leave it out"),
+    "bench without a name": (["bench", "--model", ""], "option --model is empty; give a value, or leave it out"),
     "no adapter": (["ask", "q.wav", "--adapter", "nope"], "adapter nope does not exist"),
     "no edits": (["ask", "q.wav", "--edits", "nope"], "nope does not exist; give the folder of edits"),
     "out where no file can be": (["ask", "q.wav", "--out", "/proc/x.wav", "--model", "no"], "'/proc/x.wav' cannot be written"),
@@ -123,7 +123,7 @@ WORDS = {
     "context beyond": (["ask", "q.wav", "--context", "1" + "0" * 30], "--context"),
     "top_k beyond": (["ask", "q.wav", "--top_k", "1" + "0" * 30], "--top_k"),
     "seed beyond": (["ask", "q.wav", "--seed", str(2**64)], "--seed is 18446744073709551616", "64 bits"),
-    "bench seconds": (["bench", "--seconds", "nan"], "--seconds is", "nan"),
+    "bench seconds": (["bench", "--seconds", "nan"], '"seconds"', "nan"),
     "device of many digits": (["ask", "q.wav", "--device", "cuda:" + "9" * 30], "--device", "unknown"),
     "bench repeat": (["bench", "--repeat", "0"], "--repeat is 0"),
 }

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import jsonargparse
 
 from omni.errors import UserError
 from omni.files import write_json
@@ -24,6 +23,7 @@ from omni.tasks import find_task
 from train.balance.section import BalanceSection, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
+from train.console.options import Parser
 from train.console.progress import percent
 
 if TYPE_CHECKING:
@@ -210,17 +210,14 @@ def shown(found: ExperimentCounts) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = jsonargparse.ArgumentParser(prog="omni-train balance", description=__doc__, exit_on_error=False)
+    parser = Parser(prog="omni-train balance", description=__doc__)
     parser.add_argument("config", type=str, help="YAML file of a run, or a recipe such as nano-balance")
     parser.add_argument("--methods", type=str, default="equal,upgrad:parameters", help="METHOD or METHOD:LEVEL, with commas")
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first_seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of each run; the configuration's own by default")
     parser.add_argument("--out", type=str, default="runs/balance", help="folder of the runs, figures and picture")
-    try:
-        options = parser.parse_args(list(argv))
-    except jsonargparse.ArgumentError as error:
-        raise UserError(f"balance: {' '.join(str(error).split())}; see omni-train balance --help") from error
+    options = Namespace(**parser.read(argv))
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
     if not methods or options.seeds < 1:
         raise UserError(f"balance: {options.methods!r} with {options.seeds} seeds; name methods, and at least one seed")

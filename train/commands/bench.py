@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Literal
-
-import jsonargparse
 
 from omni.errors import UserError
 from omni.process import importing
 from train.bench.names import BALANCED, OF_RECIPE, SECTIONS
 from train.console.command import check_config, find_config
+from train.console.options import Parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = jsonargparse.ArgumentParser(prog="omni-train bench", description=__doc__, exit_on_error=False)
+    parser = Parser(prog="omni-train bench", description=__doc__)
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--only",
@@ -38,10 +38,7 @@ def main(argv: Sequence[str]) -> int:
         "--gpu", action="store_true", help="instead of tables: ten checks of what differs on a GPU, in 8 minutes"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a table, or a check, instead of text")
-    try:
-        options = parser.parse_args(list(argv))
-    except jsonargparse.ArgumentError as error:
-        raise UserError(f"bench: {' '.join(str(error).split())}; see omni-train bench --help") from error
+    options = Namespace(**parser.read(argv))
     if not options.gpu and set(OF_RECIPE) & set(options.only):
         check_config(find_config(options.config))
     with importing():

@@ -7,12 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jsonargparse
-
 from omni.convert.kinds import KINDS
-from omni.errors import UserError, closest
 from omni.process import importing
-from train.console.options import given_path
+from train.console.options import Parser, given_path
 from train.console.progress import Bar, duration
 from train.convert.options import ConvertOptions
 from train.convert.target import check
@@ -43,23 +40,13 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
     """Parses source, target and options; UserError where they are not valid."""
     formats = ", ".join(f"{name} ({what})" for name, what in KINDS.items())
-    parser = jsonargparse.ArgumentParser(
-        prog="omni-train convert", description=f"{__doc__} Kinds: {formats}.", exit_on_error=False, default_env=False
-    )
+    parser = Parser(prog="omni-train convert", description=f"{__doc__} Kinds: {formats}.")
     parser.add_argument("source", type=given_path, help="a file or folder of weights")
     parser.add_argument("target", type=given_path, help="the folder to write")
     for flag, text in _FLAGS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=text)
     parser.add_class_arguments(ConvertOptions, None, skip=set(_FLAGS))
-    known = {name.strip("-").replace("-", "_") for name in parser._option_string_actions}
-    for argument in argv:
-        name = argument.split("=")[0]
-        if name.startswith("--") and name[2:].split(".help")[0] not in known:
-            raise UserError(f"unknown option {name}; {closest(name[2:], sorted(known - {'h', 'help'}))}")
-    try:
-        values = vars(parser.instantiate(parser.parse_args(list(argv))))
-    except jsonargparse.ArgumentError as error:
-        raise UserError(" ".join(str(error).split())) from error
+    values = parser.read(argv)
     source, target = values.pop("source"), values.pop("target")
     return source, target, ConvertOptions(**values)
 

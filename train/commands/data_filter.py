@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import DataParser, given_path
+from train.console.options import Parser, add_progress, given_path
 from train.console.tables import print_table
 from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
 from train.data.inspect.rules import read_rules
@@ -16,9 +16,9 @@ from train.data.prepare.report import REPORT
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; prints how many rows are kept, and how many each rule has dropped."""
-    parser = DataParser(
-        "filter",
-        "Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
+    parser = Parser(
+        prog="omni-train data filter",
+        description="Keep the rows that all rules allow, in their order, in a new folder that appears when it is whole; "
         f"its {REPORT} counts what each rule dropped and its {DROPPED} says why for each row.",
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="cpu", help="where the Whisper computes")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, to hear answers that are codes only")
     parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
-    parser.progress()
-    chosen = parser.values(argv)
+    add_progress(parser)
+    chosen = parser.read(argv)
     if chosen["shard_mb"] < 1:
         raise UserError(f"shard_mb is {chosen['shard_mb']}; it must be at least 1")
     rules = read_rules(chosen["rules"])

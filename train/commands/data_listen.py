@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import DataParser, given_path
+from train.console.options import Parser, given_path
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
 from train.data.inspect.scan import Scan
 from train.data.inspect.target import add_options, chosen_target, own_codec
@@ -15,10 +15,10 @@ from train.data.prepare.codecs import Codecs
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; writes WAV files and prints what the row holds."""
-    parser = DataParser(
-        "listen",
-        "Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at hand, and "
-        "draw its prompt and targets as a model is shown them: `*` marks targets, `~` what is heard, `.` is pad.",
+    parser = Parser(
+        prog="omni-train data listen",
+        description="Write a row's question and answer as WAV files, the answer also as its codes sound where the codec is at "
+        "hand, and draw its prompt and targets as a model is shown them: `*` marks targets, `~` what is heard, `.` is pad.",
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
     parser.add_argument("row", type=str, help="its number in the data, FILE:ROW with the number in that file, or its id")
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
     parser.add_argument("--columns", type=int, default=24, help="time steps that are drawn at either end of a long example")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec; by default those in the model's folder")
-    chosen = parser.values(argv)
+    chosen = parser.read(argv)
     if chosen["columns"] < 1:
         raise UserError(f"columns is {chosen['columns']}; it must be at least 1")
     scan, codecs = Scan(chosen["data"]), Codecs(own_codec(chosen))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from omni.errors import UserError
 from omni.process import importing
 from omni.tasks import find_task
-from train.console.options import DataParser, given_path
+from train.console.options import Parser, add_progress, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table
 from train.data.inspect.display import make_folder, save_report
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; prints tables, and writes pictures and a report where a folder is given."""
-    parser = DataParser(
-        "stats",
-        "Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for a model "
-        "also tokens and the columns of its examples. Recordings are not decoded: their headers say how long they are.",
+    parser = Parser(
+        prog="omni-train data stats",
+        description="Count rows, turns, hours and lengths, by source, language, speaker and task, and how codes are used; for "
+        "a model also tokens and the columns of its examples. Recordings are not decoded: their headers say how long they are.",
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
     parser.add_argument("--out", type=given_path, help=f"write {STATS} and the pictures to this folder")
     add_options(parser)
     parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
-    parser.progress()
-    chosen = parser.values(argv)
+    add_progress(parser)
+    chosen = parser.read(argv)
     scan, target = Scan(chosen["data"]), chosen_target(chosen)
     with importing():
         from train.data.inspect.pictures import draw_all

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from omni.errors import UserError
-from train.console.options import DataParser, given_path
+from train.console.options import Parser, add_progress, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table
 from train.data.inspect.checks import Bounds
@@ -20,9 +20,9 @@ from train.data.prepare.codecs import Codecs
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 1 where an error was found, 0 where at most warnings were."""
-    parser = DataParser(
-        "validate",
-        "Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
+    parser = Parser(
+        prog="omni-train data validate",
+        description="Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
         "Exit code 1 where there are errors; warnings do not count.",
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--findings", type=given_path, help="write every finding to this JSON lines file")
     parser.add_argument("--examples", type=int, default=3, help="how many of a kind are shown")
     parser.add_class_arguments(Bounds, None)
-    parser.progress()
-    chosen = parser.values(argv)
+    add_progress(parser)
+    chosen = parser.read(argv)
     bounds = Bounds(*(chosen[name] for name in Bounds.__dataclass_fields__))
     if chosen["examples"] < 0:
         raise UserError(f"examples is {chosen['examples']}; it must be at least 0")

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.process import end_by_signal, importing
-from train.config.parse import read_fit_config
+from train.config.parse import read_with_options
 from train.config.run import FitConfig
-from train.console.command import take_options
 
 if TYPE_CHECKING:
     from omni.diagnostics import Finding
@@ -39,11 +38,10 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
-    options, rest = take_options(argv, {"steps": int})
+    config, name, options = read_with_options(argv, {"steps": int})
     steps = options.get("steps", STEPS)
     if steps < 1:
         raise UserError(f"--steps is {steps}; give a number of at least 1")
-    config, name = read_fit_config(rest)
     with importing():
         from omni.diagnostics import report
 

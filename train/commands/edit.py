@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from omni.checkpoint.places import check_folder
 from omni.process import importing, say
-from train.config.options import check_inputs, read_command
+from omni.remote import check_there
+from train.config.parse import ConfigParser, file_first
 from train.console.command import check_command
+from train.console.options import given_path
 from train.console.progress import counted
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
 
@@ -36,11 +41,36 @@ def main(argv: Sequence[str]) -> int:
     return COMMANDS[name](rest)
 
 
+def read_command(
+    argv: Sequence[str], name: str, what: str, places: Mapping[str, str], kind: type | None = None
+) -> tuple[list[Path], Any]:
+    """Reads the words of a command: its paths, and its configuration, or whether to overwrite.
+
+    Args:
+        places: the paths that it takes, with their help. Those to read are refused (UserError) where they do not exist.
+        kind: dataclass of its configuration; None for a command without one.
+    """
+    parser = ConfigParser(prog=f"omni-train edit {name}", description=what)
+    for place, text in places.items():
+        parser.add_argument(place, type=given_path, help=text)
+    if kind is not None:
+        parser.add_config(kind)
+    else:
+        parser.add_argument("--overwrite", type=bool, default=False, help="replace a folder of that name")
+        pairs = zip(argv, [*argv[1:], ""], strict=True)  # it may be given without a value
+        argv = [f"{word}=true" if word == "--overwrite" and after not in ("true", "false") else word for word, after in pairs]
+    values = parser.read(argv)
+    for place in places:
+        if place == "model":
+            check_folder(values[place])
+        elif place != "out":
+            check_there(values[place], place, f"{values[place]} does not exist; give {places[place]}")
+    return [values[place] for place in places], values["overwrite"] if kind is None else parser.configuration(values)
+
+
 def _apply(argv: Sequence[str]) -> int:
     places = {"model": MODEL, "facts": FACTS, "out": OUT}
-    (model, facts, out), config, _ = read_command(argv, "apply", "Teach a model facts.", places, ApplyConfig)
-    assert config is not None
-    check_inputs(places, (model, facts, out))
+    (model, facts, out), config = read_command(argv, "apply", "Teach a model facts.", places, ApplyConfig)
     with importing():
         from train.edit.apply import apply
 
@@ -58,9 +88,7 @@ def _apply(argv: Sequence[str]) -> int:
 
 def _eval(argv: Sequence[str]) -> int:
     places = {"model": MODEL, "edits": EDITS, "facts": FACTS, "out": "folder for report, answers and picture"}
-    (model, edits, facts, out), config, _ = read_command(argv, "eval", "Judge edits.", places, EditEvalConfig)
-    assert config is not None
-    check_inputs(places, (model, edits, facts, out))
+    (model, edits, facts, out), config = read_command(argv, "eval", "Judge edits.", places, EditEvalConfig)
     with importing():
         from train.edit.judge import PLOT, REPORT, check_figures, judge
 
@@ -72,34 +100,28 @@ def _eval(argv: Sequence[str]) -> int:
 
 def _merge(argv: Sequence[str]) -> int:
     places = {"model": MODEL, "edits": EDITS, "out": OUT}
-    (model, edits, out), _, values = read_command(argv, "merge", "Put edits into the weights of a model.", places)
-    check_inputs(places, (model, edits, out))
+    (model, edits, out), overwrite = read_command(argv, "merge", "Put edits into the weights of a model.", places)
     with importing():
         from train.edit.merge import merge_folder
 
-    names = merge_folder(model, edits, out, values["overwrite"])
+    names = merge_folder(model, edits, out, overwrite)
     print(f"{out}: {model} with the edits of {edits} in {counted(len(names), 'linear')}")
     return 0
 
 
 def _revert(argv: Sequence[str]) -> int:
     places = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
-    (model, edits, out), _, values = read_command(argv, "revert", "Take merged edits out again, bit for bit.", places)
-    check_inputs(places, (model, edits, out))
+    (model, edits, out), overwrite = read_command(argv, "revert", "Take merged edits out again, bit for bit.", places)
     with importing():
         from train.edit.merge import revert_folder
 
-    names = revert_folder(model, edits, out, values["overwrite"])
+    names = revert_folder(model, edits, out, overwrite)
     print(f"{out}: {model} without the edits of {edits}; {len(names)} linears are as they were")
     return 0
 
 
 def _fit(argv: Sequence[str]) -> int:
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        words = ["--config", *words]
-    _, config, _ = read_command(words, "fit", "Learn an editor (MEND) on rows of data.", {}, EditFitConfig)
-    assert config is not None
+    _, config = read_command(file_first(argv), "fit", "Learn an editor (MEND) on rows of data.", {}, EditFitConfig)
     with importing():
         from train.edit.fit import fit
 

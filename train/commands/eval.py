@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonargparse
-
-from omni import old_names
-from omni.errors import UserError
 from omni.process import importing
-from train.console.command import check_given_config
-from train.console.options import given_path
+from train.config.parse import ConfigParser
+from train.console.options import Listing, Parser, add_progress, given_path
 from train.data.readers import READERS
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.questions import OWN
 from train.eval.run import evaluate
 
@@ -31,11 +24,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; prints the figures and where the files are."""
     if any(argument == "--compare" or argument.startswith("--compare=") for argument in argv):
         return _compare(argv)
-    check_given_config(argv)
-    values = vars(_parse(argv))
-    model, data, out, progress = (values.pop(name) for name in ("model", "data", "out", "progress"))
-    values.pop("config", None)
-    run, figures = evaluate(Path(model), Path(data), Path(out), EvalConfig(**values), progress)
+    parser = _parser()
+    chosen = parser.read(argv)
+    config = parser.configuration(chosen)
+    run, figures = evaluate(chosen["model"], chosen["data"], chosen["out"], config, chosen["progress"])
     _show_figures(run, figures)
     return 0
 
@@ -43,61 +35,39 @@ def main(argv: Sequence[str]) -> int:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-class _Help(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Leaves the list of formats as it is."""
-
-
-class _Parser(jsonargparse.ArgumentParser):
-    """A parser whose errors are one line each (UserError)."""
-
-    def error(self, message: str, ex: BaseException | None = None) -> None:  # type: ignore[override]
-        text = " ".join(str(message).split())
-        old_names.check_options("eval", re.findall(r"Option '(\w+)' is not accepted", text))  # a key of the file
-        raise UserError(f"eval: {text}; see omni-train eval --help") from ex
-
-
-def _parse(argv: Sequence[str]) -> Any:
+def _parser() -> ConfigParser:
     known: Mapping[str, Any] = {**OWN, **READERS}
     formats = "\n".join(f"  {name:<18} {reader.summary}" for name, reader in known.items())
-    parser = _Parser(
+    parser = ConfigParser(
         prog="omni-train eval",
         description="Ask a model the questions of a data set, and report figures with intervals, a picture and every answer.\n"
         "The same command goes on with what was interrupted.\n\n"
         "Two runs side by side: eval --compare OUT_A OUT_B [--out FOLDER]\n\n"
         f"formats:\n{formats}",
-        formatter_class=_Help,
-        exit_on_error=False,
-        default_env=False,
+        formatter_class=Listing,
     )
     parser.add_argument("model", type=given_path, help="a model folder")
     parser.add_argument("data", type=given_path, help="file or folder of the questions")
     parser.add_argument("--out", type=given_path, required=True, help="folder for the report and the answers")
-    parser.add_argument("--config", action="config", help="YAML file with any of the following")
-    parser.add_class_arguments(EvalConfig, None, skip={"text"})
+    parser.add_config(EvalConfig, skip={"text"})
     parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
-    parser.add_argument("--progress", type=Progress, default="auto", help="what is shown")
-    return parser.instantiate(parser.parse_args(list(argv)))
+    add_progress(parser)
+    return parser
 
 
 def _compare(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="omni-train eval --compare", description="Compare two output folders.", exit_on_error=False
-    )
+    parser = Parser(prog="omni-train eval", description="Compare two output folders.")
     parser.add_argument(
         "--compare", nargs=2, type=given_path, metavar=("OUT_A", "OUT_B"), help="two output folders", required=True
     )
     parser.add_argument("--out", type=given_path, help="folder for table and picture (default: compared_with_A in OUT_B)")
-    try:
-        chosen, unknown = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise UserError(f"eval --compare: {error}; give two output folders") from error
-    if unknown:
-        raise UserError(f"eval --compare takes two output folders and --out, not {' '.join(unknown)}")
+    chosen = parser.read(argv)
     with importing():
         from train.eval.compare import compare, write_comparison
 
-    found = compare(*chosen.compare)
-    out = chosen.out or chosen.compare[1] / f"compared_with_{chosen.compare[0].resolve().name}"
+    before, after = chosen["compare"]
+    found = compare(before, after)
+    out = chosen["out"] or after / f"compared_with_{before.resolve().name}"
     write_comparison(found, out)
     _show_comparison(found)
     print(f"table and picture: {out}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from omni.process import importing
-from train.config.parse import read_run
+from train.config.parse import in_folder, read_with_options
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
@@ -18,12 +18,12 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str]) -> int:
     """Runs the command, given a YAML file and dotted overrides; returns 0, or 128 + the signal that stopped the run."""
     _end_with_parent()
-    dry = "--dry_run" in argv
-    config = read_run([arg for arg in argv if arg != "--dry_run"])
+    read, name, options = read_with_options(argv, {"dry_run": bool})
+    config = in_folder(read, name)
     with importing():
         from train.trainer.build import dry_run, fit
 
-    if dry:
+    if options:
         print(dry_run(config))
         return 0
     outcome = fit(config)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omni.checkpoint.places import check_folder
 from omni.process import importing
-from train.config.parse import read_fit_config
-from train.console.command import take_options
+from train.config.parse import read_with_options
 from train.plan.options import check_options
 
 HELP = """usage: omni-train plan CONFIG.yaml [--any.key value ...] [options]
@@ -23,8 +23,7 @@ keys of the configuration are overridden as for `fit`.
   --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
   --try           take two steps of the worst batch here, and show what was measured beside the estimate
   --json          one JSON object instead of tables"""
-_VALUES: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float}
-_FLAGS = ("try", "json")
+_OPTIONS: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float, "try": bool, "json": bool}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,10 +31,8 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
-    options, rest = take_options(argv, _VALUES, _FLAGS)
+    config, name, options = read_with_options(argv, _OPTIONS, _check)
     options["attempted"] = options.pop("try", False)
-    check_options(**{key: options[key] for key in ("devices", "gpu_gib", "mfu") if key in options})
-    config, name = read_fit_config(rest)
     if config.model.init_from is not None:
         check_folder(Path(config.model.init_from))
     with importing():
@@ -48,3 +45,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         show(plan, name)
     return 1 if plan.fits is False else 0
+
+
+def _check(given: dict[str, Any]) -> None:
+    check_options(**{key: given[key] for key in ("devices", "gpu_gib", "mfu") if key in given})

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.process import importing, say
 from omni.tasks import find_task
 from train.config.parse import read_fit_config
-from train.console.options import given_path
+from train.console.options import Parser, given_path
 from train.console.progress import shown
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line each (UserError)."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"validate: {message}; see omni-train validate --help")
 
 
 def main(argv: Sequence[str]) -> int:
     """Asks a finished model the validation questions of its run, whose `config.yaml` is beside the model folder."""
-    parser = _Parser(prog="omni-train validate", description=main.__doc__)
+    parser = Parser(prog="omni-train validate", description=main.__doc__)
     parser.add_argument("model", type=given_path, help="a model folder")
     parser.add_argument("--config", type=given_path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
-    parser.add_argument("--tasks", nargs="+", help="what they are asked as, such as A1A2 A1T1")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tasks", type=str, nargs="+", help="what they are asked as, such as A1A2 A1T1")
+    parser.add_argument("--device", type=str, default="cpu")
     parser.add_argument("--answers", type=given_path, help="write every answer to this JSON lines file")
-    chosen = parser.parse_args(argv)
+    chosen = Namespace(**parser.read(argv))
     if chosen.limit is not None and chosen.limit < 1:
         raise UserError(f"validate: --limit is {chosen.limit}; ask at least 1, or leave it out to ask all")
     check_folder(chosen.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -86,46 +86,8 @@ def read_config(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def check_given_config(argv: Sequence[str]) -> None:
-    """Refuses the YAML files after `--config` among the words of a command, where `read_config` does."""
-    for word, after in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        if name == "--config":
-            read_config(Path(value if equals else after))
-
-
 def check_folder_to_be(folder: Path, key: str) -> None:
     """Refuse a folder that cannot be made because a file is in its place (UserError); `key` names the option."""
     taken = next((place for place in (folder, *folder.parents) if place.exists()), None)
     if taken is not None and not taken.is_dir():
         raise UserError(f"{key} {folder}: {taken} is a file where a folder belongs; name another folder")
-
-
-def take_options(
-    argv: Sequence[str], values: Mapping[str, type], flags: Iterable[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
-    """Separate a command's own options from the words that belong to the configuration.
-
-    Args:
-        values: options with a number or a text: name and type.
-        flags: options without a value, True where they are given.
-
-    Raises:
-        UserError: a value is missing or no number.
-    """
-    found: dict[str, Any] = {}
-    rest: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and name in flags:
-            found[name] = True
-        elif argument.startswith("--") and name in values:
-            given = value if equals else next(arguments, "")
-            try:
-                found[name] = values[name](given)
-            except ValueError as error:
-                raise UserError(f"--{name} is {given!r}; it must be a number") from error
-        else:
-            rest.append(argument)
-    return found, rest

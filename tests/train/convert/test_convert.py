@@ -219,7 +219,7 @@ def test_a_codec_goes_into_the_model_folder(lm, tmp_path):
         (["--encoder", "nano", "--codec", "mimi", "--layout", "codec2"], "has codebooks"),
         (["--encoder", "nano", "--layout", "omni-mini"], "omni-mini"),
         ([*GROW, "--dtype", "float8"], "--dtype 'float8' is unknown"),
-        ([*GROW, "--projektor", "mlp"], "unknown option --projektor; did you mean 'projector'?"),
+        ([*GROW, "--projektor", "mlp"], "unknown option --projektor; did you mean --projector"),
         ([*GROW, "--projector", "ml"], "projector"),
         ([*GROW, "--seed", "x"], "seed"),
         ([*GROW, "--kind", "gguf"], "--kind 'gguf' is unknown"),

@@ -20,8 +20,7 @@ from tests.edit.test_foreign import their_state
 from tests.edit.test_foreign import write as archive_of
 from tests.train.edit.test_edit import QUICK, VOICE, write
 from tests.train.eval.toys import save_model
-from train.commands.edit import main
-from train.config.options import read_command
+from train.commands.edit import main, read_command
 from train.edit.apply import STRENGTHS, _correction, choose_linears
 from train.edit.config import ApplyConfig, EditFitConfig, SpeakConfig
 from train.edit.facts import read_facts
@@ -154,7 +153,7 @@ def test_an_editor_of_others_edits(place, tmp_path):
 
 def test_several_corrections_act_together(place, tmp_path):
     words = ["--config", str(place / "fit.yaml"), "--together", "3", "--others", "4", "--tasks", "[A1T2, T1T2]"]
-    _, config, _ = read_command(words, "fit", "", {}, EditFitConfig)
+    _, config = read_command(words, "fit", "", {}, EditFitConfig)
     lm = SpeechLM.from_pretrained(config.model)
     corrections = Corrections(lm, EditObjective(lm, choose_linears(lm.model, config.linears)), config)
     asked, sizes = [], set()

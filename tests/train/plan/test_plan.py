@@ -364,7 +364,7 @@ def test_hours_follow_from_the_peak(file: str) -> None:
     ("arguments", "message"),
     [
         (["--devices", "0"], "--devices is 0"),
-        (["--devices", "many"], "--devices is 'many'"),
+        (["--devices", "many"], '"devices": Expected .*int.*many'),
         (["--devices", "3"], "2 micro-batches a step cannot be shared by 3"),
         (["--gpu_gib", "-1"], "--gpu_gib is -1"),
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; known: H200"),
