@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,10 +24,10 @@ from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.console.options import Parser
 from train.console.progress import percent
+from train.console.tables import print_table
 
 if TYPE_CHECKING:
     import numpy as np
-    from rich.table import Table
 
     from train.eval.measures import Figure
 
@@ -190,22 +189,18 @@ def draw(found: ExperimentCounts, file: Path) -> Path:
     return save_figure(figure_, file)
 
 
-def shown(found: ExperimentCounts) -> Table:
-    """The figures as a table."""
-    from rich.table import Table
-
-    first = found.methods[0]
-    table = Table(box=None, title=f"exact match, held out, {len(found.seeds)} seeds", title_justify="left")
-    for name in ("task", "method", "exact match", "95 % by seeds", f"more than {first}", "95 %, paired"):
-        table.add_column(name)
+def shown(found: ExperimentCounts) -> tuple[str, tuple[str, ...], list[list[str]]]:
+    """The figures as a table: title, columns, rows."""
+    first, rows = found.methods[0], []
     for task in found.tasks:
         for method in found.methods:
             own, more = found.share(method, task), found.gain(method, task)
             row = [task, method, percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
             points = f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"
             row += ["", ""] if method == first else [f"{100 * more.value:+.1f} points", points]
-            table.add_row(*row)
-    return table
+            rows.append(row)
+    columns = ("task", "method", "exact match", "95 % by seeds", f"more than {first}", "95 %, paired")
+    return f"exact match, held out, {len(found.seeds)} seeds", columns, rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -232,13 +227,11 @@ def main(argv: Sequence[str]) -> int:
             "answer in writing as validation.tasks"
         )
     with importing():
-        from rich.console import Console
-
         from train.trainer.build import fit
 
     out = Path(options.out)
     found = compare(config, methods, range(options.first_seed, options.first_seed + options.seeds), out, fit)
     write(found, out)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(shown(found))
+    print_table(*shown(found))
     print(f"{out / JSON}\n{out / PICTURE}")
     return 0

@@ -7,7 +7,6 @@ Every ratio compares two ways of doing the same work in one run, on one machine.
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Literal
@@ -17,6 +16,7 @@ from omni.process import importing
 from train.bench.names import BALANCED, OF_RECIPE, SECTIONS
 from train.console.command import check_config, find_config
 from train.console.options import Parser
+from train.console.tables import print_table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,8 +43,6 @@ def main(argv: Sequence[str]) -> int:
         check_config(find_config(options.config))
     with importing():
         import torch
-        from rich.console import Console
-        from rich.table import Table
 
         from train.bench.child import check_gpu
         from train.bench.tables import sections
@@ -55,13 +53,9 @@ def main(argv: Sequence[str]) -> int:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but this machine has no GPU that PyTorch can use; leave it out")
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     for title, rows in sections(device, options.only, options.positions, options.config, options.methods):
         if options.json:
             print(json.dumps({"table": title, "rows": {row.name: row.value for row in rows}}), flush=True)
             continue
-        table = Table(title=title, title_justify="left", box=None, show_header=False)
-        for row in rows:
-            table.add_row(row.name, f"{row.value:.4g}", row.unit)
-        console.print(table)
+        print_table(title, ("", "", ""), [(row.name, f"{row.value:.4g}", row.unit) for row in rows])
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from train.config.parse import ConfigParser, file_first
 from train.console.command import check_command
 from train.console.options import given_path
 from train.console.progress import counted
+from train.console.tables import print_table
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
 
 HELP = """usage: omni-train edit COMMAND [options]
@@ -93,7 +93,7 @@ def _eval(argv: Sequence[str]) -> int:
         from train.edit.judge import PLOT, REPORT, check_figures, judge
 
     figures = judge(model, edits, facts, out, config)
-    _print_table(("figure", "value", "95 % interval", "questions"), check_figures(figures))
+    print_table("", ("figure", "value", "95 % interval", "questions"), check_figures(figures))
     print(f"report, answers and picture: {out} ({REPORT}, {PLOT})")
     return 0
 
@@ -127,19 +127,6 @@ def _fit(argv: Sequence[str]) -> int:
 
     print(f"editor: {fit(config)}")
     return 0
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

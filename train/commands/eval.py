@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omni.process import importing
 from train.config.parse import ConfigParser
 from train.console.options import Listing, Parser, add_progress, given_path
+from train.console.tables import print_table
 from train.data.readers import READERS
 from train.eval.config import EvalConfig
 from train.eval.questions import OWN
@@ -79,7 +79,7 @@ def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
     from train.eval.report import REPORT
 
     rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
-    _print_table(
+    print_table(
         f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
     )
     if run.broken:
@@ -103,19 +103,6 @@ def _show_comparison(found: Comparison) -> None:
         for n, c in found.changes.items()
     ]
     title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions"
-    _print_table(title, ("figure", "A", "B", "B - A, 95 % interval", ""), rows)
+    print_table(title, ("figure", "A", "B", "B - A, 95 % interval", ""), rows)
     for note in found.notes:
         print(note)
-
-
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, title_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from train.console.progress import duration, short
+from train.console.tables import new_table, show_table
 from train.plan.trial import KEPT
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from train.plan.plan import Plan
 
 GIB = float(1 << 30)
@@ -31,20 +31,14 @@ WORDS = {
 
 def show(plan: Plan, name: str) -> None:
     """Prints a plan; `name` is the run's, for the first title."""
-    console = Console(soft_wrap=True)
-    if not console.is_terminal:  # a file has no terminal's width
-        console = Console(soft_wrap=True, width=160)
     for table in (_parameters(plan, name), _memory(plan), _pace(plan)):
-        console.print(table)
-        console.print()
-    _verdict(plan, console)
+        show_table(table)
+        print()
+    _verdict(plan)
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, show_header=any(columns))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    return table
+    return new_table(title, columns, range(1, len(columns)))
 
 
 def _parameters(plan: Plan, name: str) -> Table:
@@ -88,35 +82,32 @@ def _pace(plan: Plan) -> Table:
     return table
 
 
-def _verdict(plan: Plan, console: Console) -> None:
-    console.print(f"tokens, targets and examples: {plan.pace.source}", markup=False)
-    console.print(
-        "a token is one time step of all streams, as in the log's tokens/s; a target is an id that a loss is over", markup=False
-    )
-    console.print(f"time: {plan.pace.clock}", markup=False)
+def _verdict(plan: Plan) -> None:
+    print(f"tokens, targets and examples: {plan.pace.source}")
+    print("a token is one time step of all streams, as in the log's tokens/s; a target is an id that a loss is over")
+    print(f"time: {plan.pace.clock}")
     if plan.untried:
-        console.print(f"not tried: {plan.untried}", markup=False)
+        print(f"not tried: {plan.untried}")
     if plan.process:
-        console.print(
+        print(
             f"on a CPU the process itself takes {plan.process / GIB:.2f} GiB besides, and the C library keeps freed blocks; "
             "MALLOC_MMAP_THRESHOLD_=131072 in the environment makes it return them",
-            markup=False,
         )
     if plan.limit is None:
-        console.print(f"device: {plan.device}", markup=False)
+        print(f"device: {plan.device}")
         return
-    console.print(f"device: {plan.device}: {'it fits' if plan.fits else 'IT DOES NOT FIT'}", markup=False)
+    print(f"device: {plan.device}: {'it fits' if plan.fits else 'IT DOES NOT FIT'}")
     if plan.fits:
         return
     enough = [one for one in plan.knobs if one.fits]
     table = _table("what makes it fit" if enough else "what saves memory; none is enough alone", "", "GiB", "saves", "price")
     for one in enough or plan.knobs:
         table.add_row(one.knob.keys, f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}", one.knob.price)
-    console.print(table)
+    show_table(table)
     if plan.row:
         table = _table("one after another", "", "GiB", "saves")
         for one in plan.row:
             table.add_row(f"and {one.knob.keys}", f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}")
-        console.print(table)
+        show_table(table)
     elif not enough:
-        console.print("no row of knobs makes it fit: take a smaller model, shorter rows or larger devices")
+        print("no row of knobs makes it fit: take a smaller model, shorter rows or larger devices")
