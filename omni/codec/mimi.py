@@ -25,7 +25,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
 from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
-from omni.codec.mimi_stream import run
+from omni.codec.streaming import run
 from omni.errors import UserError
 
 CODEBOOKS = 8

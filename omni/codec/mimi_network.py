@@ -24,11 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.mimi_stream import Elu, MimiBlock, MimiConv, MimiLayer, MimiResidual, MimiUpsample, Transformer
+from omni.codec.mimi_transformer import MimiBlock, Transformer
+from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample
 from omni.errors import UserError
 
 SMALLEST_USAGE = 1e-5
 """Least usage that a codebook's sums are divided by, for codes that training never used."""
+
+ELU = Activation(F.elu)
 
 
 class Take(Protocol):
@@ -83,62 +86,62 @@ def quantizer(config: MimiConfig, take: Take, codebooks: int) -> Quantizer:
     return Quantizer(tuple(_codebooks(config, take, name, count) for name, count in counts.items() if count))
 
 
-def encoder(config: MimiConfig, take: Take, chunk: int) -> list[MimiLayer]:
+def encoder(config: MimiConfig, take: Take, chunk: int) -> list[Layer]:
     """Layers from sound `[S, 1]` to latents `[F, D]`; `chunk` is the largest number of frames of one call."""
     filters = config.num_filters
-    layers: list[MimiLayer] = [_conv(config, take, "encoder.layers.0", 1, filters, config.kernel_size)]
+    layers: list[Layer] = [_conv(config, take, "encoder.layers.0", 1, filters, config.kernel_size)]
     for ratio in reversed(config.upsampling_ratios):
         for depth in range(config.num_residual_layers):
             layers.append(_residual(config, take, f"encoder.layers.{len(layers)}", filters, depth))
-        layers.append(Elu())
+        layers.append(ELU)
         layers.append(_conv(config, take, f"encoder.layers.{len(layers)}", filters, 2 * filters, 2 * ratio, stride=ratio))
         filters *= 2
-    layers.append(Elu())
+    layers.append(ELU)
     size = config.hidden_size
     layers.append(_conv(config, take, f"encoder.layers.{len(layers)}", filters, size, config.last_kernel_size))
     layers.append(_transformer(config, take, "encoder_transformer", chunk))
     stride = config.latent_stride
     weight = take("downsample.conv.weight", size, size, 2 * stride)
-    layers.append(MimiConv.of(weight, None, stride, replicate=True))
+    layers.append(Conv.of(weight, None, stride, replicate=True))
     return layers
 
 
-def decoder(config: MimiConfig, take: Take) -> list[MimiLayer]:
+def decoder(config: MimiConfig, take: Take) -> list[Layer]:
     """Layers from latents `[F, D]` to sound `[S, 1]`, one frame a call."""
     size, stride = config.hidden_size, config.latent_stride
     weight = take("upsample.conv.weight", size, size // config.upsample_groups, 2 * stride)
-    before: list[MimiLayer] = [
-        MimiUpsample.of(weight, None, config.upsample_groups),
+    before: list[Layer] = [
+        Upsample.of(weight, None, config.upsample_groups),
         _transformer(config, take, "decoder_transformer", 1),
     ]
     filters = config.num_filters * 2 ** len(config.upsampling_ratios)
-    layers: list[MimiLayer] = [_conv(config, take, "decoder.layers.0", size, filters, config.kernel_size)]
+    layers: list[Layer] = [_conv(config, take, "decoder.layers.0", size, filters, config.kernel_size)]
     for ratio in config.upsampling_ratios:
-        layers.append(Elu())
+        layers.append(ELU)
         name = f"decoder.layers.{len(layers)}.conv"
         weight, bias = take(f"{name}.weight", filters, filters // 2, 2 * ratio), take(f"{name}.bias", filters // 2)
-        layers.append(MimiUpsample.of(weight, bias))
+        layers.append(Upsample.of(weight, bias))
         filters //= 2
         for depth in range(config.num_residual_layers):
             layers.append(_residual(config, take, f"decoder.layers.{len(layers)}", filters, depth))
-    layers.append(Elu())
+    layers.append(ELU)
     layers.append(_conv(config, take, f"decoder.layers.{len(layers)}", filters, 1, config.last_kernel_size))
     return before + layers
 
 
 def _conv(
     config: MimiConfig, take: Take, name: str, inputs: int, outputs: int, kernel: int, stride: int = 1, dilation: int = 1
-) -> MimiConv:
+) -> Conv:
     weight, bias = take(f"{name}.conv.weight", outputs, inputs, kernel), take(f"{name}.conv.bias", outputs)
-    return MimiConv.of(weight, bias, stride, dilation, replicate=config.pad_mode == "replicate")
+    return Conv.of(weight, bias, stride, dilation, replicate=config.pad_mode == "replicate")
 
 
-def _residual(config: MimiConfig, take: Take, name: str, size: int, depth: int) -> MimiResidual:
+def _residual(config: MimiConfig, take: Take, name: str, size: int, depth: int) -> Residual:
     inside, kernel, dilation = size // config.compress, config.residual_kernel_size, config.dilation_growth_rate**depth
     wide = _conv(config, take, f"{name}.block.1", size, inside, kernel, dilation=dilation)
     narrow = _conv(config, take, f"{name}.block.3", inside, size, 1)
     shortcut = _conv(config, take, f"{name}.shortcut", size, size, 1) if config.use_conv_shortcut else None
-    return MimiResidual((Elu(), wide, Elu(), narrow), shortcut)
+    return Residual((ELU, wide, ELU, narrow), shortcut)
 
 
 def _transformer(config: MimiConfig, take: Take, name: str, frames: int) -> Transformer:

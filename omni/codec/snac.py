@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from omni.codec.base import AudioCodec, CodecStream
-from omni.codec.snac_decoder import SnacDecoder, run
+from omni.codec.snac_decoder import decoder
+from omni.codec.streaming import ready, run
 from omni.errors import UserError, closest
 
 SNAC_24KHZ: dict[str, Any] = {
@@ -72,7 +73,7 @@ class SnacCodec(AudioCodec):
             if parametrize.is_parametrized(module, "weight"):
                 parametrize.remove_parametrizations(module, "weight")
         self._model = model.eval().requires_grad_(False).to(device, torch.float32)
-        self._decoder = SnacDecoder(self._model.decoder)
+        self._decoder = decoder(self._model.decoder.model)
         del self._model.decoder
         self.device = torch.device(device)
         self.sample_rate = int(self._model.sampling_rate)
@@ -109,7 +110,7 @@ class SnacCodec(AudioCodec):
             return cls(_build({**SNAC_24KHZ, **config}), device)
 
     def exact_samples(self, frames: int) -> int:
-        return self._decoder.ready(frames * self.strides[0])
+        return max(0, ready(self._decoder, frames * self.strides[0]))
 
     def stream(self, seed: int = 0) -> CodecStream:
         return _SnacStream(self, seed)
@@ -136,16 +137,16 @@ class _SnacStream(CodecStream):
     def __init__(self, codec: SnacCodec, seed: int) -> None:
         super().__init__(codec)
         self._latents = codec.latents
-        self._steps = codec._decoder.steps(seed)
+        self._steps = [layer.step(seed) for layer in codec._decoder]
 
     def _push(self, codes: Tensor) -> Tensor:
         # Frame by frame: in other sizes the same kernels round differently, and on CPUs they are no faster.
-        return torch.cat([run(self._steps, self._latents(frame)) for frame in codes.split(1, dim=1)])
+        return torch.cat([run(self._steps, self._latents(frame)) for frame in codes.split(1, dim=1)])[:, 0]
 
     def _finish(self) -> Tensor:
         no_codes = torch.empty(len(self.codec.codebook_sizes), 0, dtype=torch.long, device=self.codec.device)
         steps, self._steps = self._steps, []
-        return run(steps, self._latents(no_codes), last=True)
+        return run(steps, self._latents(no_codes), last=True)[:, 0]
 
 
 def stream_levels(strides: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MimiModel
 
 from omni.codec.mimi import ENCODE_FRAMES, MimiCodec
-from omni.codec.mimi_stream import run
+from omni.codec.streaming import run
 from omni.errors import UserError
 from omni.layout import Layout
 from tests.codec.mimi_toys import ODD, PLAIN, random_codes, random_sound, save

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ, SnacCodec, from_levels, stream_levels, to_levels
-from omni.codec.snac_decoder import run
-from omni.codec.snac_stream import KeyedNoise, Noise, mix32
+from omni.codec.snac_decoder import KeyedNoise, Noise, mix32
+from omni.codec.streaming import run
 from omni.errors import UserError
 
 MINI_OMNI = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50)
@@ -108,7 +108,7 @@ def test_decoding_equals_the_packages_without_noise(config: dict[str, Any], fram
 def test_decoding_equals_the_packages_with_the_same_noise(config: dict[str, Any]) -> None:
     model, codec = pair(config)
     codes = random_codes(codec, 9)
-    keys = iter([layer.number for layer in codec._decoder._layers if isinstance(layer, Noise)])
+    keys = iter([layer.number for layer in codec._decoder if isinstance(layer, Noise)])
 
     def give_noise(block: NoiseBlock, key: int) -> None:
         def forward(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_nothing_is_left_on_another_device(config: dict[str, Any]) -> None:
     """On the meta device every mixture of devices is an error, as it would be on a GPU."""
     codec = SnacCodec(package_model(config).to("meta"), "meta")
     codes = torch.zeros(len(codec.codebook_sizes), 6, dtype=torch.long, device="meta")
-    steps = codec._decoder.steps(seed=0)
+    steps = [layer.step() for layer in codec._decoder]
     samples = run(steps, codec.latents(codes)), run(steps, codec.latents(codes[:, :0]), last=True)
     assert sum(len(part) for part in samples) == 6 * codec.frame_samples
     assert {part.device.type for part in samples} == {"meta"}
