@@ -1,19 +1,18 @@
 """Checks of a model folder before memory is taken for it: the depth of its JSON, the tensors in the weights' header against the
 configuration, paths of listed files (inside of the folder), and finite weights.
-
-A header of safetensors: https://github.com/huggingface/safetensors#format (8 bytes of length, then JSON).
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from omni.checkpoint.places import is_pickle
 from omni.config import ModelConfig
 from omni.errors import UserError
 
@@ -62,8 +61,8 @@ def check_header(config: ModelConfig, path: Path) -> None:
         UserError: the header cannot be read, or has other layers, tables or widths than the configuration.
     """
     stacks = _stacks(config)
-    _, entries = read_header(path, most=1_000_000 + 16_000 * sum(stacks.values()))
-    shapes = {name: shape for name, (_, shape, _) in entries.items()}
+    file = open_safetensors(path, most=1_000_000 + 16_000 * sum(stacks.values()))
+    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     for prefix, count in stacks.items():
         found = {name.removeprefix(prefix).partition(".")[0] for name in shapes if name.startswith(prefix)}
         if len(found) != count:
@@ -102,39 +101,32 @@ def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
     }
 
 
-def read_header(path: Path, most: int = LONGEST) -> tuple[int, dict[str, tuple[str, Any, Any]]]:
-    """Size in bytes of the header of a safetensors file, and type, shape and place of each tensor as the header states them.
+def open_safetensors(path: Path, most: int = LONGEST) -> Any:
+    """Opens a safetensors file, whose header is checked and whose tensors are mapped, not read.
 
     Args:
         most: most bytes that a header with the expected tensors can have.
 
     Raises:
-        UserError: the file is missing, truncated, a pickle, or its header is none.
+        UserError: the file is missing, truncated, a pickle, or its header contradicts itself.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; {AGAIN}")
+    if is_pickle(path):
+        raise UserError(f"{path} is a pickle, which could run code; fetch the safetensors of this model")
     size = path.stat().st_size
     with path.open("rb") as handle:
-        start = handle.read(9)
-        length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
-        if start[8:] != b"{" and (start[:2] == b"PK" or start[:1] == b"\x80"):
-            raise UserError(f"{path} is a pickle, which could run code; fetch the safetensors of this model")
-        if not 2 <= length <= min(LONGEST, size - 8):
-            raise UserError(f"{path} is no safetensors file, or truncated ({size} bytes); {AGAIN}")
-        if length > most:
-            raise UserError(
-                f"{path}: its header of {length} bytes lists far more tensors than the configuration asks for; the weights "
-                "belong to another configuration"
-            )
-        data = start[8:] + handle.read(length - 1)
+        length = int.from_bytes(handle.read(8), "little")
+    if most < length <= min(LONGEST, size):
+        raise UserError(
+            f"{path}: its header of {length} bytes lists far more tensors than the configuration asks for; the weights "
+            "belong to another configuration"
+        )
     try:
-        header = json.loads(data)
-        header.pop("__metadata__", None)
-        return length, {name: (e["dtype"], e["shape"], e["data_offsets"]) for name, e in header.items()}
-    except KeyError as error:
-        raise UserError(f"{path}: a tensor's header has no known {error}; {AGAIN}") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} has a broken header ({error}); {AGAIN}") from error
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise UserError(f"{path} is truncated or no safetensors file ({size} bytes; {reason}); {AGAIN}") from error
 
 
 def check_inside(folder: Path, name: str, where: Path) -> None:

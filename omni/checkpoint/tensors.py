@@ -1,7 +1,7 @@
 """Reads weights lazily and writes them as a stream; no code in a file is ever run.
 
-Reading: safetensors (one file, or shards listed in an index) row by row with plain reads, so that memory is used only for the
-rows that are asked for; files of `torch.save` mapped into memory under `weights_only`, which refuses whatever could run code.
+Reading: safetensors (one file, or shards listed in an index) and files of `torch.save` mapped into memory, so that only the
+rows that are asked for are read; the latter under `weights_only`, which refuses whatever could run code.
 
 Writing: header first, then each tensor in pieces of a few megabytes, its CRC-32 taken on the way. Files are written into a
 folder beside the wanted one, which is renamed when everything is on the disk.
@@ -18,15 +18,15 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from omni.checkpoint.bounds import finite, load_json, read_header
+from omni.checkpoint.bounds import finite, load_json, open_safetensors
 from omni.convert.lazy import Lazy, WriteCallback
 from omni.errors import UserError
 
@@ -48,64 +48,21 @@ def read_safetensors(path: Path) -> dict[str, Lazy]:
     """The tensors of one file, none of them read yet.
 
     Raises:
-        UserError: the file is missing, truncated, a pickle, or its header contradicts itself.
+        UserError: the file is missing, truncated, a pickle, its header contradicts itself, or a tensor's type is not known.
     """
-    length, header = read_header(path)
-    size = path.stat().st_size
-    try:
-        entries = {name: (DTYPES[code], shape, place) for name, (code, shape, place) in header.items()}
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: a tensor's header has no known {error}; fetch the file again") from error
-    for name, (_, shape, place) in entries.items():
-        _check_place(path, name, shape, place)
-    end = max((place[1] for _, _, place in entries.values()), default=0)
-    if 8 + length + end != size:
-        kind = "truncated" if 8 + length + end > size else "longer than its header says"
-        raise UserError(f"{path} is {kind}: {size} bytes of {8 + length + end}; fetch it again")
-    handle = path.open("rb", buffering=0)  # closed when the last tensor that reads from it is gone
+    file = open_safetensors(path)
     out = {}
-    for name, (dtype, shape, (low, high)) in entries.items():
-        if high - low != prod(shape) * dtype.itemsize:
-            raise UserError(f"{path}: tensor {name} {shape} does not fill its {high - low} bytes; fetch the file again")
-        out[name] = _from_file(handle, path, 8 + length + low, tuple(shape), dtype)
+    for name in file.offset_keys():
+        rows = file.get_slice(name)
+        code, shape = rows.get_dtype(), tuple(rows.get_shape())
+        if code not in DTYPES:
+            raise UserError(f"{path}: tensor {name} is {code}; known are {', '.join(DTYPES)}: fetch the original model")
+        out[name] = Lazy(shape, DTYPES[code], partial(_rows, rows, bool(shape)))
     return out
 
 
-def _check_place(path: Path, name: str, shape: Any, place: Any) -> None:
-    """Refuse a shape or a place in the file that are no lists of whole numbers (UserError)."""
-    for key, value, wanted in (("shape", shape, "list"), ("data_offsets", place, "list two")):
-        whole = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
-        if not whole or (key == "data_offsets" and len(value) != 2):
-            raise UserError(f"{path}: tensor {name}: {key} is {value!r}; it must {wanted} whole numbers; fetch the file again")
-
-
-def _from_file(handle: BinaryIO, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Lazy:
-    row = prod(shape[1:]) * dtype.itemsize
-
-    def read(start: int, stop: int) -> Tensor:
-        wanted = (stop - start) * row
-        shape_read = (stop - start, *shape[1:]) if shape else ()
-        if not wanted:
-            return torch.empty(shape_read, dtype=dtype)
-        data = _read(handle, offset + start * row, wanted)
-        if len(data) != wanted:
-            raise UserError(f"{path} was cut while it was read; fetch it again")
-        return torch.frombuffer(data, dtype=dtype).reshape(shape_read)
-
-    return Lazy(shape, dtype, read)
-
-
-def _read(handle: BinaryIO, offset: int, count: int) -> bytearray:
-    """`count` bytes from `offset` on, fewer only where the file ends."""
-    data = bytearray(count)
-    view, done = memoryview(data), 0
-    handle.seek(offset)
-    while done < count:
-        got = handle.readinto(view[done : done + (1 << 30)])  # type: ignore[attr-defined]
-        if not got:
-            break
-        done += got
-    return data if done == count else data[:done]
+def _rows(tensor: Any, sliced: bool, start: int, stop: int) -> Tensor:
+    return tensor[start:stop] if sliced else tensor[...]
 
 
 def read_torch(path: Path) -> Any:

@@ -155,7 +155,7 @@ def test_more_tensors_than_a_model_has_are_not_read(place: Path, monkeypatch: py
 def test_a_header_that_is_none_is_refused(place: Path, header: bytes) -> None:
     forge(place, struct.pack("<Q", len(header)) + header)
     for read in (load_folder, streamed.read, lambda folder: read_safetensors(folder / WEIGHTS)):
-        with pytest.raises(UserError, match="cannot be read|broken header|no known|no safetensors|shape"):
+        with pytest.raises(UserError, match="is truncated or no safetensors file"):
             read(place)  # type: ignore[operator]
 
 
