@@ -16,13 +16,14 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from omni.checkpoint.bounds import open_safetensors
 from omni.checkpoint.tensors import FileStamp, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.convert.contract import Foreign, TextConfig
@@ -98,19 +99,14 @@ def save_adapter(
         UserError: a linear has no name at transformers, or the place cannot be written; nothing half-written is left.
     """
     target, theirs = Path(folder), names == "transformers"
-    rows = weights.text_rows if theirs else None
-    pairs = {
-        (_theirs(name, target) if theirs else name): (a, b[:rows] if name == TEXT_HEAD else b, scale)
-        for name, (a, b, scale) in weights.pairs.items()
-    }
-    tensors, modules = dict[str, Tensor](), set[str]()
+    rows, named = (weights.text_rows, partial(_theirs, target)) if theirs else (None, str)
+    pairs = {named(name): (a, b[:rows] if name == TEXT_HEAD else b, scale) for name, (a, b, scale) in weights.pairs.items()}
+    tensors = dict[str, Tensor]()
     for name, tensor in weights.whole.items():
         ours, _, last = name.rpartition(".")
-        module = _theirs(ours, target) if theirs else ours
-        if name not in weights.partial | weights.copies:
-            modules.add(module)
         inside = ".base_layer" if ours in weights.pairs else ""
-        tensors[f"{PREFIX}{module}{inside}.{last}"] = tensor[:rows] if ours in (TEXT_HEAD, TEXT_TABLE) else tensor
+        tensors[f"{PREFIX}{named(ours)}{inside}.{last}"] = tensor[:rows] if ours in (TEXT_HEAD, TEXT_TABLE) else tensor
+    modules = {named(name.rpartition(".")[0]) for name in weights.whole.keys() - weights.partial - weights.copies}
     for name, (a, b, _) in pairs.items():
         tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
@@ -132,7 +128,7 @@ def rows_left_out(weights: AdapterWeights) -> str:
     return f"{rows} rows of the text head or table, those of our own ids" if rows > 0 else ""
 
 
-def _theirs(name: str, target: Path) -> str:
+def _theirs(target: Path, name: str) -> str:
     theirs = their_name(f"{name}.").removesuffix(".")
     if not theirs.startswith(("model.", "lm_head")):
         raise UserError(
@@ -146,11 +142,7 @@ def _settings(
     config: LoRAConfig, pairs: Mapping[str, tuple[Tensor, Tensor, float]], modules: list[str], base: str | None
 ) -> dict[str, Any]:
     ranks = {name: a.shape[0] for name, (a, _, _) in pairs.items() if a.shape[0] != config.rank}
-    alphas = {}
-    for name, (a, _, scale) in pairs.items():
-        alpha = scale * (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
-        if not math.isclose(alpha, config.alpha, rel_tol=1e-9):
-            alphas[name] = alpha
+    alphas = {name: scale * _divisor(config, a) for name, (a, _, scale) in pairs.items()}
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -162,12 +154,17 @@ def _settings(
         "target_modules": list(pairs),
         "modules_to_save": modules or None,
         "rank_pattern": ranks,
-        "alpha_pattern": alphas,
+        "alpha_pattern": {n: alpha for n, alpha in alphas.items() if not math.isclose(alpha, config.alpha, rel_tol=1e-9)},
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _divisor(config: LoRAConfig, a: Tensor) -> float:
+    """What alpha is divided by for the scale of a pair, of A [r, in]."""
+    return math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0]
 
 
 # --- in ---------------------------------------------------------------------------------------------------------------
@@ -205,12 +202,12 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
             raise UserError(f"{path / WEIGHTS}: {name} has {what}; make the adapter again")
     pairs, whole, copies = _sort(tensors, config, settings, path)
     modules = settings.get("modules_to_save") or ()
-    partial = frozenset(
+    unnamed = frozenset(
         n for n in whole if not any(_matches(re.escape(new_name(our_name(m))), n.rpartition(".")[0]) for m in modules)
     )
-    kept = _stored(path / WEIGHTS)
-    config = replace(config, targets=tuple(pairs))
-    return AdapterWeights(pairs, config, whole, kept.get(CHECKSUM), kept.get(TEXT_ROWS), partial, copies)
+    notes = open_safetensors(path / WEIGHTS).metadata() or {}
+    base, rows = (int(notes[key]) if notes.get(key, "").isdigit() else None for key in (CHECKSUM, TEXT_ROWS))
+    return AdapterWeights(pairs, replace(config, targets=tuple(pairs)), whole, base, rows, unnamed, copies)
 
 
 def _config(settings: Mapping[str, Any], where: Path) -> LoRAConfig:
@@ -255,47 +252,39 @@ def _sort(
                 copies.add(name)
     pairs = {}
     for name, half in halves.items():
-        if half.keys() != {"A", "B"}:
-            missing = "A" if "B" in half else "B"
+        for missing in {"A", "B"} - half.keys():
             raise UserError(f"{path / WEIGHTS}: {PREFIX}{name}.lora_{missing}.weight is missing; fetch the folder again")
         a, b = half["A"], half["B"]
         if a.ndim != 2 or b.ndim != 2 or not a.shape[0] or a.shape[0] != b.shape[1]:
             raise UserError(
                 f"{path / WEIGHTS}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {name} do not fit each other"
             )
-        rank, alpha = (_own(settings, key, name, path / CONFIG) for key in ("rank_pattern", "alpha_pattern"))
-        if a.shape[0] != (config.rank if rank is None else rank):
-            said = config.rank if rank is None else rank
-            raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {said}")
-        alpha = config.alpha if alpha is None else alpha
-        scale = alpha / (math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0])
-        pairs[new_name(our_name(f"{name}.")).removesuffix(".")] = (a, b, scale)
+        rank, alpha = (
+            _own(settings, key, name, path / CONFIG, default)
+            for key, default in (("rank_pattern", config.rank), ("alpha_pattern", config.alpha))
+        )
+        if a.shape[0] != rank:
+            raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {rank}")
+        pairs[new_name(our_name(f"{name}.")).removesuffix(".")] = (a, b, alpha / _divisor(config, a))
     if not pairs:
         raise UserError(f"{path / WEIGHTS} holds no lora_A and lora_B; it is no adapter")
     return pairs, whole, frozenset(copies)
 
 
-def _own(settings: Mapping[str, Any], key: str, name: str, where: Path) -> Any:
-    """The value that a pattern under `key` in the settings gives a linear; None where no pattern matches it."""
+def _own(settings: Mapping[str, Any], key: str, name: str, where: Path, default: float) -> Any:
+    """The value that a pattern under `key` in the settings gives a linear; `default` where no pattern matches it."""
     for pattern, value in (settings.get(key) or {}).items():
         try:
             if _matches(pattern, name):
                 return value
         except re.error as error:
             raise UserError(f"{where}: {key} has {pattern!r}, which is not a regular expression ({error})") from error
-    return None
+    return default
 
 
 def _matches(key: str, name: str) -> bool:
     """Whether a pattern matches a module's name, by PEFT's rule."""
     return re.match(rf"(.*\.)?({key})$", name) is not None
-
-
-def _stored(path: Path) -> dict[str, int]:
-    """Our own entries in the metadata of an adapter's file."""
-    with safe_open(path, "pt") as file:
-        notes = file.metadata() or {}
-    return {key: int(notes[key]) for key in (CHECKSUM, TEXT_ROWS) if notes.get(key, "").isdigit()}
 
 
 def check_base(weights: AdapterWeights, read: Callable[[str], Tensor | int], where: str) -> None:
