@@ -239,23 +239,30 @@ class ProcessGroup:
 
 @torch.no_grad()
 def full_state(
-    module: nn.Module, replace: Mapping[str, Tensor] | None, group: ProcessGroup, prefix: str = ""
+    module: nn.Module,
+    replace: Mapping[str, Tensor] | None,
+    group: ProcessGroup,
+    prefix: str = "",
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """The whole state dict on the CPU, on the first process (empty on the others); all processes must call it.
+    """The whole state dict, on the first process (empty on the others); all processes must call it.
+
+    Values that are whole and on `device` already share memory with the module (or with `replace`).
 
     Args:
         replace: values that replace the module's own, such as the running average; converted to its dtypes.
         prefix: only names that start with it are kept, without it.
+        device: of the result; sharded values come to the CPU.
     """
     whole: dict[str, Tensor] = {}
     for name, own in module.state_dict().items():
         if not name.startswith(prefix):
             continue
-        value = own if replace is None else replace.get(name, own)
+        value, place = own if replace is None else replace.get(name, own), device
         if isinstance(value, DTensor):
-            value = value.full_tensor()
+            value, place = value.full_tensor(), "cpu"
         if group.first:
-            whole[name[len(prefix) :]] = value.detach().to("cpu", own.dtype, copy=True)
+            whole[name[len(prefix) :]] = value.detach().to(place, own.dtype)
     return whole
 
 

@@ -234,7 +234,8 @@ class Loop:
         losses = held_out_loss(
             self.module, self.objective, batches, parts.tasks, parts.streams, self.fabric.device, self.average, self.group
         )
-        weights, validate = self._weights() if asked else {}, parts.validate
+        device = self.fabric.device if self.config.lora is None else "cpu"  # adapters are merged into copies
+        weights, validate = self._weights(device) if asked else {}, parts.validate
         figures = self.group.run_on_first(lambda: validate(weights, position.step) if validate is not None else None)
         position.figures = self.group.broadcast({**(figures or {}), **losses})
         self.group.run_on_first(self._show_validation)
@@ -259,9 +260,9 @@ class Loop:
         self.progress.say(f"validation at step {position.step}: {figures_line(shown)}")
         self._draw()
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The model's weights, or their running average, whole, on the CPU of the first process."""
-        return full_state(self.objective, self.average.values if self.average else None, self.group, prefix="model.")
+    def _weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The model's weights, or their running average, whole, in the first process; see `full_state`."""
+        return full_state(self.objective, self.average.values if self.average else None, self.group, "model.", device)
 
     def _draw(self) -> None:
         if self.parts.draw is not None and self.logs is not None:

@@ -33,7 +33,7 @@ class Parts:
         rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages: a run
             resumes with the same ones only.
         held_out: the batches that a validation measures the loss on.
-        validate: figures of the model with these weights after so many steps.
+        validate: figures of the model with these weights after so many steps; they may be those in training: only read them.
         export: writes the finished model and says where it is.
         draw: refreshes the pictures in the run folder; their names and files. These three are needed and called in the
             first process only.

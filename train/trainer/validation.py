@@ -24,11 +24,11 @@ ANSWERS = "validation"
 
 @dataclass
 class Validator:
-    """Evaluates a copy of the model, so that generation does not affect the model in training.
+    """Evaluates a second model over the given weights, so that generation does not affect the model in training.
 
     Attributes:
         items: the questions.
-        device, dtype: device and precision of the copy.
+        device, dtype: device and precision of the second model; weights that have both already are not copied.
         folder: of the run; answers and a spectrogram go there.
     """
 
@@ -43,8 +43,8 @@ class Validator:
 
     def __call__(self, weights: dict[str, Tensor], step: int) -> dict[str, float]:
         """Evaluates weights after `step` steps; returns the figures."""
-        copy = SpeechModel.from_state(self.model, weights).to(self.device, self.dtype).eval()
-        lm = SpeechLM(copy, self.tokenizer, self.codec)
+        model = SpeechModel.from_state(self.model, weights).to(self.device, self.dtype).eval()
+        lm = SpeechLM(model, self.tokenizer, self.codec)
         with torch.no_grad():
             report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)
         self._show(report, step)

@@ -109,7 +109,7 @@ def test_validation_and_export_see_the_average_if_there_is_one(tmp_path: Path, e
     exported: list[dict[str, Tensor]] = []
 
     def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
-        seen.append((step, weights))
+        seen.append((step, {name: t.clone() for name, t in weights.items()}))
         return {"exact_match": 0.1 * step}
 
     def export(weights: dict[str, Tensor]) -> Path:
