@@ -6,13 +6,16 @@ RUN := $(VENV)/bin/python
 TESTERS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-long lint clean
 
 demo: $(READY)
 	$(RUN) -m train demo
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS)
+
+test-long: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) -m long
 
 lint: $(READY)
 	$(RUN) -m ruff check .

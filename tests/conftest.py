@@ -5,6 +5,7 @@ And `--guard`: the graph guard looks on while tests train (tests/guarded.py).
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for the disk; a real one is waited for in tests/checkpoint/test_tensors.py."""
     monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be spawned is forked from a process that has done its imports."""
+    from tests.processes import FORKS
+
+    monkeypatch.setitem(multiprocessing.context._concrete_contexts, "spawn", FORKS)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.train.distributed.test_fabric import environment
+from tests.processes import environment
 from train.objective.objective import Objective
 from train.trainer.step import PlainStep
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.diagnostics.sharded import MOMENTS
-from tests.train.distributed.test_fabric import environment, free_port
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +19,9 @@ def said() -> dict[str, list[Any]]:
 
 def two(program: str, *arguments: str) -> dict[str, Any]:
     """What a program says on two processes."""
-    main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
-            env=environment(**main, RANK=rank, LOCAL_RANK=rank, TORCHELASTIC_RUN_ID="x", GROUP_RANK="0"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    assert [process.returncode for process in both] == [0, 0], outputs
-    return json.loads(outputs[0][0].splitlines()[-1])
+    both = processes.two(program, *arguments)
+    assert [ended.code for ended in both] == [0, 0], both
+    return json.loads(both[0].out.splitlines()[-1])
 
 
 def test_functional_call_is_reported_exactly_where_it_is_ignored(said: dict[str, list[Any]]) -> None:

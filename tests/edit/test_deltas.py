@@ -5,10 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +19,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, loss_of, says, set_checkpointing, some_edits
+from tests.processes import two
 
 FORMS = {"low rank": 3, "dense": None}
 
@@ -274,32 +271,19 @@ def test_an_edited_model_answers_as_one_with_edited_weights():
     assert got == wanted != plain
 
 
-@pytest.fixture(scope="module", params=["llama", "speech"])
-def sharded(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
-    """What a model says that two gloo processes share (FSDP2)."""
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two models say that two gloo processes share (FSDP2)."""
     folder = tmp_path_factory.mktemp("sharded")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.edit.toys", str(folder), request.param]
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(command, env={**env, "RANK": rank}, cwd=root, stderr=subprocess.PIPE, text=True) for rank in "01"
-    ]
-    try:
-        said = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], said
-    return request.param, torch.load(folder / f"{request.param}.pt", weights_only=True)
+    both = two("tests.edit.toys", str(folder), "llama", "speech")
+    assert [ended.code for ended in both] == [0, 0], both
+    return folder
 
 
-def test_two_processes_that_share_a_model_say_what_one_says(sharded):
+@pytest.mark.parametrize("name", ["llama", "speech"])
+def test_two_processes_that_share_a_model_say_what_one_says(sharded, name):
     """Logits, gradients of the edits, a step of MEND, the edit it makes, and the checksums of the base."""
-    name, got = sharded
-    model = build(name)
+    model, got = build(name), torch.load(sharded / f"{name}.pt", weights_only=True)
     wanted = says(model, name)
     wanted["merged"], wanted["reverted"] = wanted["logits"], wanted["base"]
     assert got.keys() == wanted.keys()

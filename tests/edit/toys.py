@@ -155,8 +155,8 @@ def says(model: nn.Module, name: str) -> dict[str, Tensor]:
     return out
 
 
-def main(folder: Path, name: str) -> None:
-    """Shard a model with FSDP2, let it speak, merge and revert."""
+def main(folder: Path, names: list[str]) -> None:
+    """Shard models with FSDP2, let them speak, merge and revert."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -166,25 +166,26 @@ def main(folder: Path, name: str) -> None:
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = build(name)
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList):
-            for block in part:
-                fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    out = says(model, name)
-    with torch.no_grad():
-        merged = merge(model, some_edits(model).signed(model))
-        out["merged"] = all_logits(model, batch_of(name, 1))
-        revert(model, merged)
-        out["reverted"] = torch.tensor(list((some_edits(model).signed(model).base or {}).values()))
-    if dist.get_rank() == 0:
-        torch.save(out, folder / f"{name}.pt")
-    dist.barrier()
+    for name in names:
+        model = build(name)
+        for part in model.modules():
+            if isinstance(part, nn.ModuleList):
+                for block in part:
+                    fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        out = says(model, name)
+        with torch.no_grad():
+            merged = merge(model, some_edits(model).signed(model))
+            out["merged"] = all_logits(model, batch_of(name, 1))
+            revert(model, merged)
+            out["reverted"] = torch.tensor(list((some_edits(model).signed(model).base or {}).values()))
+        if dist.get_rank() == 0:
+            torch.save(out, folder / f"{name}.pt")
+        dist.barrier()
     leave()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with child():
-        main(Path(sys.argv[1]), sys.argv[2])
+        main(Path(sys.argv[1]), sys.argv[2:])

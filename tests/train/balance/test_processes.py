@@ -1,13 +1,10 @@
 """Two gloo processes choose and learn what one does: plain, DDP, FSDP2 and with a feature hook.
 
-`python -m tests.train.balance.test_processes RANK PORT` is one of the two.
+`python -m tests.train.balance.test_processes` is one of the two.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import torch
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.close import assert_near
+from tests.processes import two
 from train.balance.balancer import Balancer
 from train.balance.config import BalanceConfig
 from train.balance.feature_hook import FeatureHook
@@ -122,30 +120,15 @@ def check(rank: int) -> None:
 
 
 def main() -> None:
-    rank, port = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    check(rank)
+    dist.init_process_group("gloo")
+    check(dist.get_rank())
     leave()
 
 
 def test_two_processes_are_one() -> None:
-    from tests.train.distributed.test_fabric import environment, free_port
-
-    port = free_port()
-    command = [sys.executable, "-m", "tests.train.balance.test_processes"]
-    both = [
-        subprocess.Popen([*command, rank, port], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in ("0", "1")
-    ]
-    try:
-        said = [process.communicate(timeout=240)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    assert [process.returncode for process in both] == [0, 0], said
+    both = two("tests.train.balance.test_processes")
+    assert [ended.code for ended in both] == [0, 0], both
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

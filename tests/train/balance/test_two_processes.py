@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from omni.errors import UserError
 from tests.close import assert_near
+from tests.processes import two
 from tests.train.balance.toys import MIX, balanced_config, balanced_fit, balanced_parts
-from tests.train.distributed.test_fabric import environment, free_port
 from tests.train.toys import final_tensors
 from train.balance.section import BalanceSection
 from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, LogConfig, LoRASection
@@ -44,48 +42,60 @@ RUNS: dict[str, dict[str, Any]] = {
 THREE = ("sdmgrad", "modo")
 """Methods that take three batches a step in each process."""
 STRATEGIES = ("ddp", "fsdp")
-PAIRS = [(name, strategy) for name in RUNS for strategy in STRATEGIES]
+SHARDED = ("uncertainty", "famo, look same", "features", "parameters", "remembered", "bilevel", "bilevel rows", "sdmgrad")
+"""Of each kind of method at least one; the others are replicated. `make test-long` has all with both."""
+PAIRS = [(name, "fsdp" if name in SHARDED else "ddp") for name in RUNS] + [
+    ("features", "ddp"),
+    ("parameters", "ddp"),
+    ("remembered", "ddp"),
+]
+OTHERS = [(name, strategy) for name in RUNS for strategy in STRATEGIES if (name, strategy) not in PAIRS]
 LINES = {"log": LogConfig(every=1, progress="off")}
 OPTIONS: dict[str, Any] = {"ctc": True, "outers": 1}
 
 
-def launch(runs: list[dict[str, Any]], seconds: float = 600) -> list[tuple[int, str]]:
-    """Make runs in two processes, one after another; exit codes and what was said."""
-    port, started = free_port(), []
-    for rank in ("0", "1"):
-        variables = {
-            "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.train.balance.toys", json.dumps({"runs": runs})]
-        started.append(subprocess.Popen(command, env=environment(**variables), stderr=subprocess.PIPE, text=True))
-    try:
-        said = [process.communicate(timeout=seconds)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, words) for process, words in zip(started, said, strict=True)]
+def run_of(top: Path, name: str, strategy: str) -> dict[str, Any]:
+    """Three steps in two processes."""
+    fabric, micro = {"devices": 2, "strategy": strategy}, 6 if name in THREE else 2
+    return {"folder": str(top / strategy / name), "balance": RUNS[name], "fabric": fabric, "micro": micro, **OPTIONS}
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of three steps in two processes; those that remember gradients also stopped after two and gone on with."""
+    """Runs in two processes; those that remember gradients also stopped after two steps and gone on with."""
     top = tmp_path_factory.mktemp("together")
-    runs: list[dict[str, Any]] = []
+    runs = [run_of(top, name, strategy) for name, strategy in PAIRS]
     for strategy in STRATEGIES:
-        fabric = {"devices": 2, "strategy": strategy}
-        for name, section in RUNS.items():
-            micro = 6 if name in THREE else 2
-            runs.append({"folder": str(top / strategy / name), "balance": section, "fabric": fabric, "micro": micro, **OPTIONS})
-        halted = {"folder": str(top / strategy / "halted"), "balance": RUNS["remembered"], "fabric": fabric, **OPTIONS}
+        halted = {**run_of(top, "remembered", strategy), "folder": str(top / strategy / "halted")}
         runs += [{**halted, "steps": 2}, {**halted, "resume": "force"}]
-    for code, said in launch(runs):
-        assert code == 0, said[-3000:]
+    make_together(runs)
     return top
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("others")
+    make_together([run_of(top, name, strategy) for name, strategy in OTHERS])
+    return top
+
+
+def make_together(runs: list[dict[str, Any]]) -> None:
+    for ended in two("tests.train.balance.toys", json.dumps({"runs": runs}), seconds=600):
+        assert ended.code == 0, ended.said[-3000:]
 
 
 @pytest.mark.parametrize(("name", "strategy"), PAIRS)
 def test_two_processes_are_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None:
+    assert_one(tmp_path, together, name, strategy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "strategy"), OTHERS)
+def test_two_processes_are_one_replicated_and_sharded(tmp_path: Path, others: Path, name: str, strategy: str) -> None:
+    assert_one(tmp_path, others, name, strategy)
+
+
+def assert_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None:
     """The one process has both's micro-batches as one: at level features it must see all rows at once, as the two do."""
     count = 3 if name in THREE else 1
     data = DataConfig(sources=(SourceConfig(tasks=dict(MIX)),), micro_batches=count)

@@ -54,7 +54,8 @@ PACKING = PackingConfig(rows=2, length=110, buffer=4)
 def tiny(ctc: bool = False, **projector: Any) -> ModelConfig:
     config = MODELS["codec2"]
     alignment = Alignment("letters" if ctc else "none")
-    return replace(config, ctc=alignment.size, projector=replace(config.projector, **projector))
+    decoder, projector = replace(config.decoder, layers=1), replace(config.projector, **projector)
+    return replace(config, ctc=alignment.size, decoder=decoder, projector=projector)
 
 
 def tiny_pipeline(config: ModelConfig, tasks: Mapping[str, float] = MIX, seed: int = 3) -> Pipeline:

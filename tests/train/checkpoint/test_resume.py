@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from omni.errors import UserError
+from tests.processes import Program
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train.checkpoint import config_diff, retention
 from train.config.sections import (
@@ -86,9 +85,8 @@ def test_stopped_by_a_signal_at_any_step(
 def test_killed_and_started_again(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
     """kill -9 in step 5, two steps after the last checkpoint; a half-written one lies about."""
     options = {"folder": str(tmp_path), "every": 3, "kill": ["SIGKILL", 5]}
-    command = [sys.executable, "-m", "tests.train.toys", json.dumps(options)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    ended = Program("tests.train.toys", json.dumps(options)).end()
+    assert ended.code == -signal.SIGKILL, ended.said
     place = tmp_path / "checkpoints"
     assert retention.newest(place) == place / "step-00000003"
     assert read_table(tmp_path / METRICS)[-1]["step"] == 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from _thread import start_new_thread
@@ -18,6 +17,7 @@ import torch
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
+from tests.processes import environment, two
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
@@ -33,45 +33,15 @@ LINES = {
 VALIDATED = ValidationConfig(every_steps=2, at_end=False)
 
 
-def environment(**variables: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC", "LOCAL_", "MASTER_"))}
-    return {**clean, "OMP_NUM_THREADS": "1", **variables}
+def two_processes(options: dict[str, Any], **more: Any) -> list[int]:
+    """Run it in two processes; both exit codes."""
+    return [ended.code for ended in two("tests.train.toys", json.dumps(options), **more)]
 
 
-def start(options: dict[str, Any], env: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.train.toys", json.dumps(options)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def two_processes(options: dict[str, Any], launcher: str, seconds: float = 120) -> list[int]:
-    """Run it as torchrun or srun would start it; both exit codes. What takes longer hangs, and is ended."""
-    main = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    processes = []
-    for rank in ("0", "1"):
-        if launcher == "torchrun":
-            variables = {
-                "TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2",
-                "GROUP_RANK": "0",
-            }  # fmt: skip
-        else:
-            variables = {
-                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
-                "SLURM_JOB_ID": "7", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0",
-            }  # fmt: skip
-        processes.append(start(options, environment(**main, **variables)))
-    try:
-        for process in processes:
-            process.communicate(timeout=seconds)
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes]
+def make_together(runs: list[dict[str, Any]]) -> None:
+    """Make runs in two processes, one after another."""
+    for ended in two("tests.train.toys", json.dumps({"runs": runs})):
+        assert ended.code == 0, ended.said
 
 
 def losses(folder: Path, *names: str) -> torch.Tensor:
@@ -83,7 +53,7 @@ def losses(folder: Path, *names: str) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs of eight steps; those that are stopped, and the one of one process, validate every two. Most
-    are in one launch of two processes (by Fabric's own launcher)."""
+    are in one launch of two processes."""
     top = tmp_path_factory.mktemp("runs")
     toy_fit(toy_config(top / "one", **LINES, validation=VALIDATED))
     stop, validated = {"kill": ["SIGTERM", 3]}, {"validate": VALIDATED.every_steps}
@@ -118,9 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"folder": str(top / "lora-fsdp"), "fabric": fsdp, "lora": True, **stop},
         {"folder": str(top / "lora-fsdp"), "fabric": fsdp, "lora": True},
     ]
-    process = start({"runs": together}, environment())
-    _, said = process.communicate(timeout=180)
-    assert process.returncode == 0, said
+    make_together(together)
     toy_fit(toy_config(top / "sharded-then-one", **LINES))
     return top
 
@@ -187,21 +155,19 @@ def test_a_run_goes_on_with_another_number_of_processes(runs: Path, name: str) -
 
 
 def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
+    """Its two processes are started by Fabric's own launcher."""
     strategies = ("ddp", "fsdp")
-    process = start(
-        {
-            "runs": [
-                {"folder": str(tmp_path / f"{strategy}-{guard}"), "fabric": {"devices": 2, "strategy": strategy}, "steps": 3}
-                | ({"guard": True} if guard else {})
-                for strategy in strategies
-                for guard in (0, 1)
-            ]
-        },
-        environment(),
-    )
-    out, said = process.communicate(timeout=180)
-    assert process.returncode == 0, said
-    assert (out + said).count("finished: 3 steps") == 4 and "guard, step" not in out + said
+    runs = [
+        {"folder": str(tmp_path / f"{strategy}-{guard}"), "fabric": {"devices": 2, "strategy": strategy}, "steps": 3}
+        | ({"guard": True} if guard else {})
+        for strategy in strategies
+        for guard in (0, 1)
+    ]
+    command = [sys.executable, "-m", "tests.train.toys", json.dumps({"runs": runs})]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("finished: 3 steps") == 4 and "guard, step" not in said
     for strategy in strategies:
         guarded = final_tensors(tmp_path / f"{strategy}-1")
         for name, tensor in final_tensors(tmp_path / f"{strategy}-0").items():
@@ -211,10 +177,10 @@ def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
 def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> None:
     """kill -9 of one in step 5: the other notices. Started under torchrun, gone on with under srun."""
     options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}}
-    codes = two_processes({**options, "kill": ["SIGKILL", 5]}, "torchrun")
+    codes = two_processes({**options, "kill": ["SIGKILL", 5]})
     assert codes[0] == -signal.SIGKILL and codes[1] not in (0, -signal.SIGKILL)
     assert retention.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
-    assert two_processes(options, "srun") == [0, 0]
+    assert two_processes(options, launcher="srun") == [0, 0]
     resumed, whole = final_tensors(tmp_path), final_tensors(runs / "ddp")
     for name, tensor in whole.items():
         assert tensor.equal(resumed[name]), name
@@ -224,7 +190,7 @@ def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path) -> N
 def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, block: str) -> None:
     """At its beginning or at its end, where only the first process writes: the other must not wait for hours."""
     options = {"folder": str(tmp_path), "fabric": {"strategy": "ddp"}, "block": [block, 4]}
-    assert two_processes(options, "torchrun", seconds=60) == [2, 2]
+    assert two_processes(options, seconds=60) == [2, 2]
     newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and retention.read_state(newest)["step"] == int(newest.name[5:])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.distributed.test_fabric import LINES, environment, losses, start
+from tests.train.distributed.test_fabric import LINES, losses, make_together
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora
 
 KINDS = ("nf4", "int8")
@@ -22,9 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         toy_fit(toy_config(top / f"{kind}-one", lora=toy_lora(kind), **LINES), adapted_parts(toy_lora(kind)))
         for name, kills in (("fsdp", [None]), ("stopped", [["SIGTERM", 3], None])):
             together += [{"folder": str(top / f"{kind}-{name}"), "fabric": fsdp, "lora": kind, "kill": kill} for kill in kills]
-    process = start({"runs": together}, environment())
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    make_together(together)
     return top
 
 

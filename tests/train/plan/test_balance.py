@@ -26,6 +26,7 @@ from train.plan.step import build_workbench, take_step
 from train.plan.trial import attempt
 from train.plan.worst_batch import worst_batch
 
+pytestmark = pytest.mark.usefixtures("forked")
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
 
 

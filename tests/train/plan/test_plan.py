@@ -29,6 +29,7 @@ from train.plan.trace import trace
 from train.plan.trial import attempt
 from train.plan.worst_batch import worst_batch
 
+pytestmark = pytest.mark.usefixtures("forked")
 MIB = float(1 << 20)
 
 

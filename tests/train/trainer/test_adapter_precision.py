@@ -13,7 +13,7 @@ import torch
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
 from omni.model.quantize import quantize
-from tests.train.distributed.test_fabric import environment, losses, start
+from tests.train.distributed.test_fabric import losses, make_together
 from tests.train.distributed.test_precision import real_parts
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train.config.sections import CheckpointConfig, FabricConfig, LoRASection, OptimizerConfig, ScheduleConfig
@@ -68,9 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             together.append(
                 {"folder": str(top / f"{base}-{name}"), "fabric": fabric, "lora": base, "optimizer": SMALL, "kill": kill}
             )
-    process = start({"runs": together}, environment())
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    make_together(together)
     return top
 
 

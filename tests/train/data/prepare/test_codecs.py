@@ -25,6 +25,7 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.rows.parquet import StoredRows
 
+pytestmark = pytest.mark.usefixtures("forked")
 RATE = 24000
 ROWS = 34  # more than a block, so that two processes have work
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])

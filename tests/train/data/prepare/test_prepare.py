@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from omni.codec.registry import load_codec
 from omni.errors import UserError
 from omni.files import locked
+from tests.processes import Program
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
 from train.data.prepare import shards
 from train.data.prepare import worker as blocks
@@ -27,7 +26,7 @@ from train.data.prepare.rows import PrepareTally
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes
 
-ROOT = Path(__file__).parents[4]
+pytestmark = pytest.mark.usefixtures("forked")
 HERE = Path(__file__)
 
 
@@ -53,16 +52,16 @@ def test_the_number_of_processes_changes_no_byte(kind, workers, tmp_path):
 def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
     """Killed with a process at work, gone on with without."""
     out, work = tmp_path / "out", tmp_path / "out.preparing"
-    process = subprocess.Popen([sys.executable, "-m", "tests.train.data.prepare.toys", str(HERE), str(out), "1"], cwd=ROOT)
+    program = Program("tests.train.data.prepare.toys", str(HERE), str(out), "1")
     try:
         while not list(work.glob("notes/00000.json")):
-            assert process.poll() is None, "it ended before it could be killed"
+            assert program.process.is_alive(), "it ended before it could be killed"
             time.sleep(0.01)
-        with pytest.raises(UserError, match=f"in use: process {process.pid} on .* wait for it"):
+        with pytest.raises(UserError, match=f"in use: process {program.process.pid} on .* wait for it"):
             made(out, ToySource(200))
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        program.process.kill()
+        program.end()
     assert not out.exists() and (work / ".lock").is_file()
     with pytest.raises(UserError, match=r"was started with other settings: codec was 'codec2' and is now ''"):
         made(out, ToySource(200), codec="")
