@@ -9,12 +9,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omni.codec.registry import register_codec
+    from omni.encoder.base import register_encoder
     from omni.errors import SoundWarning, UserError
     from omni.generate.messages import Message
     from omni.generate.results import Answer, AudioChunk, Ended, TextDelta, Timings
     from omni.generate.sampling_config import Sampling
     from omni.generate.session import Session
     from omni.generate.speech_lm import SpeechLM
+    from omni.tasks import register_task
 
 _PLACES = {
     "Answer": "omni.generate.results",
@@ -28,11 +31,14 @@ _PLACES = {
     "TextDelta": "omni.generate.results",
     "Timings": "omni.generate.results",
     "UserError": "omni.errors",
+    "register_codec": "omni.codec.registry",
+    "register_encoder": "omni.encoder.base",
+    "register_task": "omni.tasks",
 }
 
 __all__ = [
     "Answer", "AudioChunk", "Ended", "Message", "Sampling", "Session", "SoundWarning", "SpeechLM", "TextDelta", "Timings",
-    "UserError",
+    "UserError", "register_codec", "register_encoder", "register_task",
 ]  # fmt: skip
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

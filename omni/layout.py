@@ -37,7 +37,7 @@ Dimensions: B batch, K streams, A audio streams (K - 1), C columns, F frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -184,6 +184,13 @@ class Layout:
         if name == "codec2":
             return cls.build([512, 512, 16, 64], text_size or 256, specials=8)
         raise UserError(f"layout preset {name!r} is unknown; known: mini-omni, snac, mimi, codec2")
+
+    def with_codebooks(self, sizes: Sequence[int]) -> Layout:
+        """The layout with other audio streams, one a codebook, each delayed by one more; unchanged where it has these sizes."""
+        if tuple(sizes) == self.codebook_sizes:
+            return self
+        audio = [Stream("audio", size, self.audio[0].specials, i + 1) for i, size in enumerate(sizes)]
+        return replace(self, streams=(*audio, self.text))
 
     # --- what the streams are -------------------------------------------------------------------------------------
 

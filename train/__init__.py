@@ -5,7 +5,8 @@
     outcome = fit(recipe("nano", budget={"minutes": 3}, run_folder="runs/mine"))
     outcome.figures, outcome.model  # of the last validation; the finished model's folder
 
-`FitConfig` is the configuration itself, all of whose keys `omni-train fit --help` lists.
+`FitConfig` is the configuration itself, all of whose keys `omni-train fit --help` lists. The decorators `register_...` and the
+classes beside them are for plug-ins (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -13,14 +14,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from train.balance.registry import register_method as register_method
     from train.config.parse import recipe as recipe
     from train.config.run import FitConfig as FitConfig
+    from train.data.readers import register_reader as register_reader
+    from train.data.tts.voices import register_voice as register_voice
+    from train.eval.metrics import register_metric as register_metric
     from train.trainer.build import fit as fit
+    from train.trainer.callbacks import Callback as Callback
+    from train.trainer.callbacks import register_callback as register_callback
     from train.trainer.parts import Outcome as Outcome
 
-__all__ = ["FitConfig", "Outcome", "fit", "recipe"]
+_MODULES = {
+    "Callback": "trainer.callbacks",
+    "FitConfig": "config.run",
+    "Outcome": "trainer.parts",
+    "fit": "trainer.build",
+    "recipe": "config.parse",
+    "register_callback": "trainer.callbacks",
+    "register_method": "balance.registry",
+    "register_metric": "eval.metrics",
+    "register_reader": "data.readers",
+    "register_voice": "data.tts.voices",
+}
 
-_MODULES = {"FitConfig": "config.run", "Outcome": "trainer.parts", "fit": "trainer.build", "recipe": "config.parse"}
+__all__ = [
+    "Callback", "FitConfig", "Outcome", "fit", "recipe", "register_callback", "register_method", "register_metric",
+    "register_reader", "register_voice",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

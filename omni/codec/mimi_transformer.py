@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.streaming import Step
+from omni.codec.streaming import StreamStep
 from omni.kv_cache import KVCache
 
 
@@ -47,7 +47,7 @@ class Transformer(NamedTuple):
     eps: float
     inverse_frequencies: Tensor
 
-    def step(self, seed: int = 0) -> Step:
+    def step(self, seed: int = 0) -> StreamStep:
         return _TransformerStep(self)
 
     def ready(self, positions: int) -> int:

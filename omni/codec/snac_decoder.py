@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from omni.codec.streaming import Activation, Conv, Layer, Residual, Step, Upsample
+from omni.codec.streaming import Activation, Conv, Layer, Residual, StreamStep, Upsample
 from omni.errors import UserError
 
 
@@ -77,7 +77,7 @@ class Noise(NamedTuple):
     linear: Conv
     number: int
 
-    def step(self, seed: int = 0) -> Step:
+    def step(self, seed: int = 0) -> StreamStep:
         return _NoiseStep(self, seed)
 
     def ready(self, positions: int) -> int:

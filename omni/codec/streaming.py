@@ -26,7 +26,7 @@ SLICE = 2**18
 """Numbers in one slice of a matrix: slices that fit a core's cache make products with few positions faster."""
 
 
-class Step(Protocol):
+class StreamStep(Protocol):
     """One layer within one stream."""
 
     def __call__(self, x: Tensor, last: bool = False) -> Tensor:
@@ -36,14 +36,14 @@ class Step(Protocol):
 class Layer(Protocol):
     """The weights of one layer."""
 
-    def step(self, seed: int = 0) -> Step:
+    def step(self, seed: int = 0) -> StreamStep:
         """Starts this layer in a new stream; `seed` keys its noise, where it has some."""
 
     def ready(self, positions: int) -> int:
         """Number of outputs in all that are exact after `positions` inputs, without a flush (below 0: none)."""
 
 
-def run(steps: Sequence[Step], x: Tensor, last: bool = False) -> Tensor:
+def run(steps: Sequence[StreamStep], x: Tensor, last: bool = False) -> Tensor:
     """Passes the next inputs through the steps."""
     for step in steps:
         x = step(x, last)
@@ -62,7 +62,7 @@ class Activation(NamedTuple):
 
     function: Callable[[Tensor], Tensor]
 
-    def step(self, seed: int = 0) -> Step:
+    def step(self, seed: int = 0) -> StreamStep:
         return self
 
     def __call__(self, x: Tensor, last: bool = False) -> Tensor:
@@ -112,7 +112,7 @@ class Conv(NamedTuple):
         """Positions that one output sees."""
         return (self.kernel - 1) * self.dilation + 1
 
-    def step(self, seed: int = 0) -> Step:
+    def step(self, seed: int = 0) -> StreamStep:
         return _ConvStep(self) if self.span > self.stride else self
 
     def __call__(self, x: Tensor, last: bool = False) -> Tensor:
@@ -178,7 +178,7 @@ class Upsample(NamedTuple):
         bias = matrix.new_zeros(matrix.shape[0]) if bias is None else bias.repeat(rate)
         return cls(matrix.unflatten(0, (slices, -1)).contiguous(), bias.view(slices, 1, -1), rate, cut)
 
-    def step(self, seed: int = 0) -> Step:
+    def step(self, seed: int = 0) -> StreamStep:
         return _UpsampleStep(self)
 
     def ready(self, positions: int) -> int:
@@ -215,7 +215,7 @@ class Residual(NamedTuple):
     inner: tuple[Layer, ...]
     shortcut: Conv | None = None
 
-    def step(self, seed: int = 0) -> Step:
+    def step(self, seed: int = 0) -> StreamStep:
         return _ResidualStep(self, seed)
 
     def ready(self, positions: int) -> int:

@@ -69,9 +69,7 @@ class EncoderConfig(ABC):
 
     def frames_of(self, features: int) -> int:
         """Frames T of F feature frames whose number augmentation has changed (not asked where `fixed_length`)."""
-        raise UserError(
-            f"data.augment changes the number of features, not for encoder {self.kind!r}: leave it out"
-        )
+        raise UserError(f"data.augment changes the number of features, not for encoder {self.kind!r}: leave it out")
 
     # --- what follows from it -----------------------------------------------------------------------------------------
 

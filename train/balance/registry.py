@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from omni.errors import UserError
+from omni.plugins import Registry
 
 Values = Mapping[str, Any]
 """All settings of a method, defaults included."""
@@ -78,7 +78,7 @@ class Method:
         return 1 if self.bilevel else self.batches
 
 
-METHODS: dict[str, Method] = {}
+METHODS: Registry[Method] = Registry("balance method")
 """The methods registered so far; `train.balance.methods` has the package's own."""
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
@@ -88,13 +88,11 @@ def register_method(name: str, *levels: str, **needs: Any) -> Callable[[Rule], R
     """Decorator that makes a function a balance method of that name; see `Method` for the levels and what it may need.
 
     Raises:
-        UserError: there is a method of that name.
+        UserError: another module has a method of that name.
     """
 
     def register(rule: Rule) -> Rule:
-        if name in METHODS:
-            raise UserError(f"balance method {name} exists already, in {METHODS[name].rule.__module__}; choose another name")
-        METHODS[name] = Method(rule, levels, **needs)
+        METHODS.add(name, Method(rule, levels, **needs))
         return rule
 
     return register

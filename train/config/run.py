@@ -48,6 +48,7 @@ class FitConfig:
         ema: decay of a running average of the weights, which is then validated and exported.
         clip: largest norm of the gradients; null for no clipping.
         guard: watch every step for mistakes with graphs and gradients (docs/gradients.md): for a model or data of your own.
+        callbacks: names of registered callbacks, which are called after steps, validations and checkpoints, and at the end.
         plugins: modules of one's own that register codecs, encoders, tasks and the like (docs/extending.md); no stored
             configuration names them.
     """
@@ -71,6 +72,7 @@ class FitConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    callbacks: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from omni.codec.registry import CODECS
 from omni.config import preset
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
@@ -108,7 +109,8 @@ class ModelSection:
         tokenizer: a `tokenizer.json`; by default the folder's, or one id per byte where the text stream has 256 ids.
         codec_folder: weights of the codec, where it has any; by default the folder's.
         layout, encoder, projector, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
-        codec: name of the audio codec.
+        codec: name of the audio codec; where it is not the preset's, and no `layout.streams` are given, the audio streams are
+            its codebooks.
         ctc, ctc_sounds: ids of the alignment head on the encoder, each with its blank; 0 for none.
     """
 
@@ -138,6 +140,8 @@ class ModelSection:
         given = self.layout.get("streams")
         if isinstance(given, (list, tuple)):
             return len(given)
+        if self.codec is not None:
+            return len(CODECS.find(self.codec, "model.codec").codebook_sizes) + 1
         return None if self.preset is None else len(preset(self.preset).layout)
 
 

@@ -40,7 +40,7 @@ from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer import lora as adapters
 from train.trainer.balanced_step import Balanced, Balancing
-from train.trainer.callbacks import Callback, Callbacks
+from train.trainer.callbacks import CALLBACKS, Callback, Callbacks
 from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
 from train.trainer.held_out_batches import outer_batches
@@ -64,7 +64,8 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     A folder that has an earlier start of the run is gone on with; see `resume`.
 
     Args:
-        callbacks: called as the run goes on, in the first process only; an exception in one ends the run.
+        callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an
+            exception in one ends the run.
 
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
@@ -72,6 +73,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     if not config.run_folder:
         raise UserError("run_folder is missing: name a folder for the run")
     refuse_remote(config.run_folder, "run_folder", write=True)
+    kinds = [CALLBACKS.find(name, "callbacks") for name in config.callbacks]
     check_resume(config)
     notes = check_start(with_alignment(config))
     check_devices(config.fabric)
@@ -84,7 +86,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
-            loop = prepare(config, fabric, folder, group, callbacks)
+            loop = prepare(config, fabric, folder, group, [*callbacks, *(kind(folder) for kind in kinds)])
             group.run_on_first(lambda: _synthesise_ahead(config))
             outcome = loop.run()
         return outcome if group.first else None

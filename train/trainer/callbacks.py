@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from omni.errors import UserError, closest
+from omni.errors import UserError
+from omni.plugins import Registry
 from train.distributed.fabric import ProcessGroup
 from train.trainer.parts import Outcome
 
@@ -44,29 +45,19 @@ class Callback:
 
 Kind = TypeVar("Kind", bound=type[Callback])
 
-_callbacks: dict[str, type[Callback]] = {}
+CALLBACKS: Registry[type[Callback]] = Registry("callback")
+"""Callbacks by name."""
 
 
 def register_callback(name: str) -> Callable[[Kind], Kind]:
-    """Decorator that makes a subclass of `Callback` known by a name; a later registration of a name replaces an earlier one."""
+    """A decorator for a subclass of `Callback`; a run takes it by `callbacks: [name]`."""
 
     def register(kind: Kind) -> Kind:
+        CALLBACKS.add(name, kind)
         kind.name = name
-        _callbacks[name] = kind
         return kind
 
     return register
-
-
-def build_callback(name: str, folder: Path) -> Callback:
-    """Builds the callback of that name for the run in a folder.
-
-    Raises:
-        UserError: none of that name is registered; with the closest names.
-    """
-    if name not in _callbacks:
-        raise UserError(f"callbacks has {name!r}, which is not registered: {closest(name, sorted(_callbacks))}")
-    return _callbacks[name](folder)
 
 
 class Callbacks:

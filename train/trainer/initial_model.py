@@ -12,7 +12,7 @@ import torch
 from omni.checkpoint.folder import load_folder, read_config
 from omni.checkpoint.places import CODEC
 from omni.codec.base import AudioCodec
-from omni.codec.registry import load_if_given
+from omni.codec.registry import CODECS, load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
@@ -96,6 +96,9 @@ def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
 
 def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
     """A configuration with the fields that the section gives; an unknown one is a UserError that names the closest."""
+    if section.codec not in (None, base.codec) and "streams" not in section.layout:
+        sizes = CODECS.find(str(section.codec), "model.codec").codebook_sizes
+        base = replace(base, layout=base.layout.with_codebooks(sizes))
     data = to_dict(base)
     if "kind" in section.encoder and section.encoder["kind"] != base.encoder.kind:
         data["encoder"] = {}

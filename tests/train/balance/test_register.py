@@ -106,8 +106,8 @@ def test_the_configuration_knows_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(UserError, match="balance method inverse exists already, in tests.train.balance.test_register"):
-        register_method("inverse", "loss")(lambda given: MethodChoice(given.losses))
+    with pytest.raises(UserError, match="balance method 'dwa' is registered twice, first by train.balance.by_losses"):
+        register_method("dwa", "loss")(lambda given: MethodChoice(given.losses))
 
 
 def test_without_it_the_name_is_unknown() -> None:

@@ -16,7 +16,7 @@ from train.checkpoint import retention
 from train.config.parse import read_fit_config
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
 from train.trainer.build import fit
-from train.trainer.callbacks import Callback, Callbacks, build_callback, register_callback
+from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
 from train.trainer.parts import Outcome, Parts
 
 FIGURES = {"exact_match": 0.5}
@@ -66,7 +66,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 
 def test_all_are_called_in_order(tmp_path: Path) -> None:
-    notes = build_callback("notes", tmp_path)
+    notes = CALLBACKS.find("notes")(tmp_path)
     assert isinstance(notes, Notes)
     parts = parts_of(export=lambda weights: tmp_path / "model")
     toy_fit(config_of(tmp_path), parts, [notes, Callback(tmp_path)])
@@ -121,11 +121,11 @@ def test_the_first_process_alone_calls_them() -> None:
 
 def test_all_processes_end_where_the_first_ones_callback_fails(tmp_path: Path) -> None:
     options = {"folder": str(tmp_path), "fabric": {"devices": 2, "strategy": "ddp"}, "callback": 5}
-    assert two_processes(options, "torchrun") == [2, 2]
+    assert two_processes(options) == [2, 2]
     newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and newest.name == "step-00000005"
 
 
 def test_an_unknown_name_is_refused_with_the_closest() -> None:
-    with pytest.raises(UserError, match="callbacks has 'note', which is not registered: did you mean 'notes'"):
-        build_callback("note", Path())
+    with pytest.raises(UserError, match="callbacks: callback 'note' is unknown; did you mean 'notes'"):
+        CALLBACKS.find("note", "callbacks")
