@@ -120,9 +120,9 @@ class FitConfig:
 
 
 def plain_config(config: FitConfig) -> dict[str, Any]:
-    """The configuration as plain data (mappings, lists, numbers and texts), without the names of plug-ins."""
+    """The configuration as plain data (mappings, lists, numbers and texts), without the names of plug-ins and callbacks."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    del plain["plugins"]
+    del plain["plugins"], plain["callbacks"]
     return plain
 
 
