@@ -20,6 +20,9 @@ from omni.errors import UserError, closest
 
 T = TypeVar("T")
 
+PLUGIN = "a plug-in's: name its module with --plugin"
+"""Hint of messages about a name that is not registered."""
+
 _loaded: list[str] = []
 
 
@@ -70,7 +73,7 @@ class Registry(dict[str, T]):
 
     def unknown(self, name: object) -> str:
         """The message for a name that is not registered."""
-        return f"{self.kind} {name!r} is unknown; {closest(name, self)} (a plug-in's: name its module with --plugin)"
+        return f"{self.kind} {name!r} is unknown; {closest(name, self)} ({PLUGIN})"
 
 
 def load_plugins(names: Sequence[str], where: str = "--plugin") -> None:

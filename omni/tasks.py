@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError, closest
 from omni.layout import IGNORE, SPECIALS, Layout
-from omni.plugins import Registry
+from omni.plugins import PLUGIN, Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +114,9 @@ def find_task(name: str | Task, where: str = "") -> Task:
     if isinstance(name, Task):
         return name
     if name not in TASKS:
-        raise UserError(f"{where}{': ' if where else ''}task {name!r} is unknown; {closest(str(name).upper(), TASKS)}")
+        raise UserError(
+            f"{where}{': ' if where else ''}task {name!r} is unknown; {closest(str(name).upper(), TASKS)} ({PLUGIN})"
+        )
     return TASKS[name]
 
 

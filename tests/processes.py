@@ -26,12 +26,14 @@ class Ended(NamedTuple):
 
 
 class Program:
-    """A running program. Its folder and environment are this process's, without what names a launcher, and with `variables`."""
+    """A running program. Its environment is this process's, without what names a launcher, and with `variables`; its folder is
+    this process's, or `folder`."""
 
-    def __init__(self, name: str, *arguments: str, **variables: str) -> None:
+    def __init__(self, name: str, *arguments: str, folder: str = "", **variables: str) -> None:
         self.files = [tempfile.NamedTemporaryFile("r") for _ in "12"]  # noqa: SIM115 (deleted with the program)
         places = [file.name for file in self.files]
-        self.process = FORKS.Process(target=_run, args=(name, arguments, environment(**variables), places), daemon=True)
+        given = name, arguments, environment(**variables), places, folder or os.getcwd()
+        self.process = FORKS.Process(target=_run, args=given, daemon=not folder)  # a daemon may have no children
         self.process.start()
 
     def end(self, seconds: float = 300) -> Ended:
@@ -42,7 +44,8 @@ class Program:
         return Ended(self.process.exitcode, *(file.read() for file in self.files))
 
 
-def _run(name: str, arguments: Sequence[str], variables: dict[str, str], places: Sequence[str]) -> None:
+def _run(name: str, arguments: Sequence[str], variables: dict[str, str], places: Sequence[str], folder: str) -> None:
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
     for number, place in enumerate(places, 1):
