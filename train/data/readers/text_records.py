@@ -1,6 +1,7 @@
 """Reads records of text files: JSON lines, JSON arrays and tables, plain or compressed by gzip.
 
-The offset of every 256th record is kept (found on first need), so that reading can start near any record.
+A file is read from its start; a range that follows the last one goes on there (see `record`), and skipped records are not
+parsed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import io
 import itertools
 import json
 import re
@@ -20,9 +22,6 @@ from typing import IO, Any, Literal
 from omni.errors import UserError
 from train.data.readers.record import Record, RecordReading, Records, keep, take
 
-STRIDE = 256
-"""Records between two offsets that are kept."""
-
 _CHUNK = 1 << 20
 _LONGEST = 64 << 20  # characters of one element of a JSON array; beyond it the array is taken to be damaged
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
@@ -33,61 +32,40 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 class TextRecords(Records):
-    """Records of a text file, each starting at a byte offset that can be sought."""
+    """Records of a text file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._anchors: list[tuple[int, int]] = []
         self._count = -1
 
     @abstractmethod
-    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
-        """From a record's start on, yield offset, number (of the line, or of the element) and raw form of each record."""
+    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+        """Yield number (of the line, or of the element) and raw form of each record."""
 
     @abstractmethod
     def _record(self, raw: Any, number: int) -> Record:
         """Parse a raw form into a record."""
 
-    def _from(self, offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
+    def _all(self) -> Iterator[tuple[int, Any]]:
         """Open the file and iterate as `_raw`; where the file is truncated, the last record is the error."""
+        number = 0
         try:
             with open_binary(self.path) as file:
-                if offset:
-                    file.seek(offset)
-                for item in self._raw(file, offset, number):
-                    yield item
-                    offset, number = item[:2]
+                for number, raw in self._raw(file):
+                    yield number, raw
         except (OSError, EOFError, zlib.error) as error:
-            yield offset, number, UserError(f"the file cannot be read from here on ({error}): download or copy it again")
-
-    def _index(self) -> None:
-        if self._count < 0:
-            count, anchors = 0, []
-            for offset, number, _ in self._from(0, 0):
-                if count % STRIDE == 0:
-                    anchors.append((offset, number))
-                count += 1
-            self._count, self._anchors = count, anchors
+            yield number, UserError(f"the file cannot be read from here on ({error}): download or copy it again")
 
     def __len__(self) -> int:
-        self._index()
+        if self._count < 0:
+            self._count = sum(1 for _ in self._all())
         return self._count
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
-        """Iterate over records `start` to `stop`, skipping fewer than 256 before `start`.
-
-        In a .gz all records before `start` are skipped, unless the range starts at or after the end of the last one.
-        """
-        packed = self.path.name.lower().endswith(".gz")
-        at, place = 0, (0, 0)
-        if start >= STRIDE and not packed:
-            self._index()
-            if start >= self._count:
-                return
-            at, place = start - start % STRIDE, self._anchors[start // STRIDE]
-        reading = (take(self, start) if packed else None) or _TextReading(self, at, self._from(*place))
+        """Iterate over records `start` to `stop`; all before `start` are skipped, unless the last range ended before it."""
+        reading = take(self, start) or _TextReading(self)
         yield from reading.read(start, stop)
-        if packed and stop is not None and not 0 <= self._count <= stop:
+        if stop is not None and not 0 <= self._count <= stop:
             keep(self, reading)
 
     def _made(self, raw: Any, number: int) -> Record:
@@ -98,29 +76,25 @@ class TextRecords(Records):
 
 
 class _TextReading(RecordReading):
-    """Reads raw records one after another from number `at` on; skipped ones are not parsed."""
+    """Reads raw records one after another; skipped ones are not parsed."""
 
-    def __init__(self, records: TextRecords, at: int, raw: Iterator[tuple[int, int, Any]]) -> None:
-        super().__init__(at)
-        self._records, self._raw = records, raw
+    def __init__(self, records: TextRecords) -> None:
+        super().__init__(0)
+        self._records, self._raw = records, records._all()
 
     def read(self, start: int, stop: int | None) -> Iterator[Record]:
         skip = start - self.at
         wanted = None if stop is None else skip + max(0, stop - start)
         self.at = start if stop is None else max(start, stop)
-        for _, number, raw in itertools.islice(self._raw, skip, wanted):
+        for number, raw in itertools.islice(self._raw, skip, wanted):
             yield self._records._made(raw, number)
 
 
 class JsonLines(TextRecords):
     """Records of JSON lines, an object each; empty lines are skipped."""
 
-    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, bytes]]:
-        for line in file:
-            if line.strip():
-                yield offset, number, line
-            offset += len(line)
-            number += 1
+    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        return ((number, line) for number, line in enumerate(file) if line.strip())
 
     def _record(self, raw: bytes, number: int) -> Record:
         where = f"{self.path} line {number + 1}"
@@ -141,17 +115,16 @@ def _object(where: str, data: Any) -> Record:
 class JsonArray(TextRecords):
     """Records of one JSON array, read element by element. An element that is no JSON is an error, and the last record."""
 
-    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
-        decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
-        opened, ended = offset > 0, False
-        text, at = "", 0  # the file's byte `offset` is character `at` of `text`
+    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+        decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
+        opened, ended = False, False
+        text, at, number = "", 0, 0
         while True:
-            skipped = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
-            offset, at = offset + skipped - at, skipped
+            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
             problem = "the array is not closed"
             if at < len(text):
                 if not opened:
-                    opened, offset, at = True, offset + 1, at + 1
+                    opened, at = True, at + 1
                     continue
                 if text[at] == "]":
                     return
@@ -161,20 +134,18 @@ class JsonArray(TextRecords):
                     problem = str(error)
                 else:
                     if end < len(text):  # complete only where text follows: a number may go on in the next chunk
-                        yield offset, number, element
-                        offset, at, number = offset + len(text[at:end].encode()), end, number + 1
+                        yield number, element
+                        at, number = end, number + 1
                         continue
             if ended or len(text) - at > _LONGEST:
-                yield offset, number, ValueError(problem)
+                yield number, ValueError(problem)
                 return
             chunk = file.read(max(_CHUNK, len(text) - at))
             ended = not chunk
-            if offset == 0 and chunk.startswith(codecs.BOM_UTF8):
-                chunk, offset = chunk[3:], 3
             try:
                 text, at = text[at:] + utf8.decode(chunk, final=ended), 0
             except UnicodeDecodeError as error:
-                yield offset, number, error
+                yield number, error
                 return
 
     def _record(self, raw: Any, number: int) -> Record:
@@ -198,22 +169,21 @@ class TableRecords(TextRecords):
         if self._header is None:
             try:
                 with open_binary(self.path) as file:
-                    self._header = next(self._reader(_Lines(file, 0, 0)), [])
+                    self._header = next(self._reader(file), [])
             except (OSError, EOFError, zlib.error, csv.Error):
                 self._header = []
         return self._header
 
-    def _reader(self, lines: Iterator[str]) -> Iterator[list[str]]:
+    def _reader(self, file: IO[bytes]) -> Any:
+        lines = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
         quoting: Literal[0, 3] = csv.QUOTE_NONE if self.delimiter == "\t" else csv.QUOTE_MINIMAL
         return csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True)
 
-    def _raw(self, file: IO[bytes], offset: int, number: int) -> Iterator[tuple[int, int, Any]]:
-        lines = _Lines(file, offset, number)
-        rows = self._reader(lines)
-        if offset == 0:
-            next(rows, None)
+    def _raw(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+        rows = self._reader(file)
+        next(rows, None)
         while True:
-            offset, number = lines.offset, lines.number
+            number = rows.line_num
             try:
                 row: list[str] | csv.Error = next(rows)
             except StopIteration:
@@ -221,7 +191,7 @@ class TableRecords(TextRecords):
             except csv.Error as error:
                 row = error
             if row:
-                yield offset, number, row
+                yield number, row
 
     def _record(self, raw: list[str] | csv.Error, number: int) -> Record:
         where = f"{self.path} line {number + 1}"
@@ -233,22 +203,3 @@ class TableRecords(TextRecords):
         if any("\udc80" <= character <= "\udcff" for value in raw for character in value):
             return Record(where, {}, "is not UTF-8: convert the file")
         return Record(where, dict(zip(self.header, raw, strict=True)))
-
-
-class _Lines:
-    """Iterates over the lines of a file as text, with the offset and number of the next one."""
-
-    def __init__(self, file: IO[bytes], offset: int, number: int) -> None:
-        self._file, self.offset, self.number = file, offset, number
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline()
-        if not line:
-            raise StopIteration
-        first = self.offset == 0
-        self.offset += len(line)
-        self.number += 1
-        return (line.removeprefix(codecs.BOM_UTF8) if first else line).decode("utf-8", "surrogateescape")
