@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +26,6 @@ _READERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Ways to read a matrix once. The fastest depends on the processor; each reads every element and writes next to
 none."""
-
-
-@dataclass(frozen=True)
-class WeightReading:
-    """The fastest plain reading: its name, and the seconds that it took over all tensors."""
-
-    how: str
-    seconds: float
 
 
 class WeightReader:
@@ -70,7 +61,7 @@ class WeightReader:
             self._seconds[how].append(seconds_of(way, self.device))
 
     @property
-    def fastest(self) -> WeightReading:
+    def fastest(self) -> tuple[str, float]:
+        """Name of the fastest way, and its median seconds over all matrices."""
         medians = {how: statistics.median(taken) for how, taken in self._seconds.items()}
-        how = min(medians, key=lambda h: medians[h])
-        return WeightReading(how, medians[how])
+        return min(medians.items(), key=lambda way: way[1])

@@ -25,7 +25,7 @@ from omni.generate.runner import Runner, Start
 from omni.generate.sampling import GREEDY
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
-from omni.profiling import seconds_of
+from omni.profiling import seconds_of, timed
 from omni.tasks import TASKS, Turn, prompt
 
 TASK = TASKS["A1A2"]
@@ -182,8 +182,8 @@ def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: 
             taken.append(seconds_of(lambda: _steps(runner, each), device) / each)
         else:
             taken += [seconds_of(lambda: _steps(runner, 1), device) for _ in range(each)]
-    fastest = reader.fastest
-    return Steps(statistics.median(taken), fastest.seconds, fastest.how, reader.bytes)
+    how, reading = reader.fastest
+    return Steps(statistics.median(taken), reading, how, reader.bytes)
 
 
 def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile: bool) -> tuple[dict[int, float], int]:
@@ -193,13 +193,11 @@ def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile
     assert codec is not None
     taken, fits = {}, 0
     for rows in sizes:
-        runner = _answering(lm, sound, rows, False, 3 + 8, compile)
+        runner = _answering(lm, sound, rows, False, 2 + 8, compile)
         streams = [codec.stream() for _ in range(rows)]
         frame = torch.zeros(lm.layout.n_audio, 1, dtype=torch.long)
-        work = partial(_step_aloud, runner, streams, frame)
-        for _ in range(3):
-            work()
-        taken[rows] = statistics.median(seconds_of(work, lm.model.device) for _ in range(8))
+        _step_aloud(runner, streams, frame)
+        taken[rows] = timed(partial(_step_aloud, runner, streams, frame), lm.model.device, 8)
         if taken[rows] > 1 / codec.frame_rate:
             break
         fits = rows

@@ -33,10 +33,9 @@ from omni.lora.config import LoRAConfig
 from omni.lora.weights import merge, unmerge
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
-from omni.profiling import seconds_of
+from omni.profiling import seconds_of, timed
 from omni.text import Tokenizer
 from train.bench.child import commands, repeat
-from train.bench.timing import timed
 from train.config.parse import read_fit_config
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 from train.objective.flops import StepFlops

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from omni.config import preset
 from omni.layout import IGNORE
-from omni.profiling import GIB, PeakMemory
-from train.bench.timing import TimingRow, timed
+from omni.profiling import GIB, PeakMemory, timed
+from train.bench.timing import TimingRow
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 
 

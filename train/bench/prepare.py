@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.errors import UserError
+from omni.profiling import ratio, seconds_of
 from train.bench.child import ResourceUse, run_apart
 from train.bench.timing import TimingRow
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
 
 MIB = 1 << 20
+CPU = torch.device("cpu")
 IMPORTS = ("torch", "torchaudio", "soundfile", "datasets", "pyarrow.parquet", "train.data.prepare.prepare", "omni.codec.codec2")
 """Modules that the command imports only after its start."""
 SHORT = 0.16
@@ -76,15 +78,13 @@ def _rates(
     prepared, bare = [], []
     for turn in range(rounds):
         out = folder / f"{kind}-{turn}"
-        taken = _seconds(lambda out=out: prepare_rows(data, out, config))  # type: ignore[misc]
-        prepared.append(clips * seconds / taken)
-        bare.append(clips * seconds / _seconds(alone))
+        prepared.append(clips * seconds / seconds_of(partial(prepare_rows, data, out, config), CPU))
+        bare.append(clips * seconds / seconds_of(alone, CPU))
     besides = ", questions read and stored besides" if asked else ""
-    ratio = statistics.median(a / b for a, b in zip(prepared, bare, strict=True))
     return [
         TimingRow(f"{name}: answers encoded by the codec alone, one core", statistics.median(bare), "s/s"),
         TimingRow(f"{name}: answers prepared, one core{besides}", statistics.median(prepared), "s/s"),
-        TimingRow(f"{name}: rate, prepared / codec alone", ratio, "x"),
+        TimingRow(f"{name}: rate, prepared / codec alone", ratio(prepared, bare), "x"),
     ]
 
 
@@ -153,12 +153,6 @@ def write_snac(folder: Path, config: Mapping[str, Any]) -> Path:
     torch.save(state, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(dict(config)))
     return folder
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from omni.config import preset
 from omni.hardware import peak_flops
 from omni.layout import Layout
 from omni.model.decoder import Decoder
-from train.bench.timing import TimingRow, timed
+from omni.profiling import timed
+from train.bench.timing import TimingRow
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 
 EXAMPLES = 4

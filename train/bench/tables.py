@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from train.bench.names import BALANCED
+from train.bench.names import BALANCED, OF_RECIPE
 from train.bench.objective import objective
-from train.bench.runs import data
 from train.bench.step import decoder_step
 from train.bench.timing import TimingRow
 
@@ -22,20 +22,21 @@ def sections(
         if device.type == "cuda":
             rows = decoder_step(device, "qwen2-0.5b-omni", 8, 2048, True)
             yield "training step: qwen2-0.5b-omni decoder, 8 x 2048 positions, bf16, compiled", rows
-    if "data" in only:
-        yield f"data: {config}", data(config, device)
-    if "balance" in only:
+    if set(OF_RECIPE) & set(only):
         from train.bench.balance import balance
-
-        yield f"balance of three tasks: {config}", balance(config, device, methods=methods)
-    if "guard" in only:
         from train.bench.guard import guard
-
-        yield f"graph guard: {config}", guard(config, device)
-    if "precision" in only:
         from train.bench.precision import precision
+        from train.bench.runs import data
 
-        yield f"precision: {config}", precision(config, device)
+        of_recipe: dict[str, tuple[str, Callable[..., list[TimingRow]]]] = {
+            "data": ("data", data),
+            "balance": ("balance of three tasks", partial(balance, methods=methods)),
+            "guard": ("graph guard", guard),
+            "precision": ("precision", precision),
+        }
+        for name, (title, table) in of_recipe.items():
+            if name in only:
+                yield f"{title}: {config}", table(config, device)
     if "objective" in only:
         for text, audio in ((0.2, 0.6), (1.0, 1.0)):
             title = f"objective: {positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised"

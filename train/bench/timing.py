@@ -1,15 +1,8 @@
-"""Times work on a device; rows of a table."""
+"""Rows of a table."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-
-from omni.profiling import seconds_of
 
 
 @dataclass(frozen=True)
@@ -19,8 +12,3 @@ class TimingRow:
     name: str
     value: float
     unit: str = ""
-
-
-def timed(work: Callable[[], Any], device: torch.device, repeat: int) -> float:
-    """Median seconds of `work` after one warm-up."""
-    return statistics.median([seconds_of(work, device) for _ in range(repeat + 1)][1:])
