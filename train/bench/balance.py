@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from omni.errors import UserError
-from omni.profiling import seconds_of
+from omni.profiling import in_turns, ratio
 from train.balance.section import BalanceSection, check_balance
 from train.bench.names import BALANCED
 from train.bench.runs import run_with_batches
 from train.bench.timing import TimingRow
 from train.config.parse import read_fit_config
 from train.trainer.build import build_balance
+from train.trainer.feed import StepBatches
 from train.trainer.step import BalancedStep, PlainStep, Step
 
 
@@ -46,14 +45,13 @@ def balance(
     if "famo, level loss" in sections:
         sections["famo, look same"] = BalanceSection("famo", settings={"look": "same"})
     judged = [section for section in sections.values() if section.kind.bilevel]  # these need held-out rows
-    with tempfile.TemporaryDirectory() as folder:
-        config = replace(
-            config,
-            balance=(judged or list(sections.values()))[0],
-            data=mixture,
-            objective=replace(config.objective, align_first=0.0),
-        )
-        loop, given = run_with_batches(config, device, Path(folder), steps)
+    config = replace(
+        config,
+        balance=(judged or list(sections.values()))[0],
+        data=mixture,
+        objective=replace(config.objective, align_first=0.0),
+    )
+    with run_with_batches(config, device, steps) as (loop, given):
         built = {field.name: getattr(loop.step, field.name) for field in fields(PlainStep)}
         variants: dict[str, Step] = {"plain": PlainStep(**built)}
         for name, section in sections.items():
@@ -62,19 +60,11 @@ def balance(
             )
             variants[name] = BalancedStep(**built, balance=tasks, start=0.0)
 
-        def slice_of(take: Step) -> None:
-            for step in given:
+        def slice_of(take: Step, steps: Sequence[StepBatches]) -> None:
+            for step in steps:
                 take(step, 0.0)
 
-        seconds: dict[str, list[float]] = {name: [] for name in variants}
-        for turn in range(rounds + 1):
-            for name, variant in variants.items() if turn % 2 else reversed(variants.items()):
-                spent = seconds_of(partial(slice_of, variant), device)
-                if turn:
-                    seconds[name].append(spent / steps)
-        if loop.logs is not None:
-            loop.logs.close()
-    plain = seconds.pop("plain")
-    ratios = {name: statistics.median(a / b for a, b in zip(own, plain, strict=True)) for name, own in seconds.items()}
-    out = [TimingRow("plain step", statistics.median(plain) * 1e3, "ms")]
-    return out + [TimingRow(f"{name}: balanced / plain step", ratio, "x") for name, ratio in ratios.items()]
+        spent = in_turns({name: partial(slice_of, take) for name, take in variants.items()}, [given], device, rounds)
+    plain = spent.pop("plain")
+    out = [TimingRow("plain step", statistics.median(plain) / steps * 1e3, "ms")]
+    return out + [TimingRow(f"{name}: balanced / plain step", ratio(own, plain), "x") for name, own in spent.items()]

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from omni.errors import UserError
-from omni.profiling import seconds_of
-from train.bench.runs import run_with_batches
+from omni.profiling import in_turns, ratio
+from train.bench.runs import run_with_batches, two_steps
 from train.bench.timing import TimingRow
-from train.config.parse import read_fit_config
-from train.config.sections import BudgetConfig
 from train.trainer.guard import StepGuard
-from train.trainer.step import GuardedStep, Step
-
-PHASES = {"aligning": 0.0, "all of the model": 0.5}
-"""Used shares of the budget: at the first, where the recipe has `objective.align_first`, the decoder does not run."""
+from train.trainer.step import GuardedStep
 
 
 def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, traced: int = 1) -> list[TimingRow]:
@@ -30,40 +22,27 @@ def guard(file: str, device: torch.device, steps: int = 4, rounds: int = 8, trac
     ratio is that of one such pair. A traced step is a watched one and its repetition under the trace.
 
     Args:
-        rounds: passes through the steps, after one that is not counted; `traced`: those of them in which they are traced too.
+        rounds: passes through the steps, after one that is not counted; `traced`: those in which they are traced.
 
     Raises:
         UserError: the guard found something in the recipe's own steps, so that they are no measure.
     """
-    config = replace(read_fit_config([file])[0], budget=BudgetConfig(steps=2), guard=False)
+    config, phases = two_steps(file)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        loop, given = run_with_batches(config, device, Path(folder), steps)
+    with run_with_batches(config, device, steps) as (loop, given):
         guarded = StepGuard(loop.objective, loop.optimizer, loop.parts.idle)
-        variants: dict[str, Step] = {
-            "plain": loop.step,
-            "watched": GuardedStep(loop.step, guarded),
-            "traced": GuardedStep(loop.step, guarded, trace=True),
-        }
-        for phase, share in PHASES.items():
-            if not share and not config.objective.align_first:
-                continue
-            plain, ratios = [], {"watched": list[float](), "traced": list[float]()}
-            for turn in range(rounds + 1):
-                pair = ["plain", "watched"] if turn % 2 else ["watched", "plain"]
-                for step in given:
-                    spent = {
-                        name: seconds_of(partial(variants[name], step, share), device)
-                        for name in pair + ["traced"] * (turn <= traced)
-                    }
-                    if turn:
-                        plain.append(spent.pop("plain"))
-                        for name, seconds in spent.items():
-                            ratios[name].append(seconds / plain[-1])
-            rows.append(TimingRow(f"plain step, {phase}", statistics.median(plain) * 1e3, "ms"))
-            rows += [TimingRow(f"{name} / plain step, {phase}", statistics.median(r), "x") for name, r in ratios.items() if r]
-        if loop.logs is not None:
-            loop.logs.close()
+        for phase, share in phases.items():
+            plain, watched, traces = (
+                partial(step, progress=share)
+                for step in (loop.step, GuardedStep(loop.step, guarded), GuardedStep(loop.step, guarded, trace=True))
+            )
+            spent = in_turns({"plain": plain, "watched": watched}, given, device, rounds)
+            trace = in_turns({"plain": plain, "traced": traces}, given, device, traced)
+            rows += [
+                TimingRow(f"plain step, {phase}", statistics.median(spent["plain"]) * 1e3, "ms"),
+                TimingRow(f"watched / plain step, {phase}", ratio(spent["watched"], spent["plain"]), "x"),
+                TimingRow(f"traced / plain step, {phase}", ratio(trace["traced"], trace["plain"]), "x"),
+            ]
     if guarded.guard.findings:
         raise UserError(f"the guard found something in the steps of {file}:\n{guarded.guard.report()}")
     return rows

@@ -143,7 +143,7 @@ def test_the_table_of_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     assert all(isinstance(row, TimingRow) and row.value > 0 for row in rows)
     quiet, looked, traced = (False, False), (True, False), (True, True)
-    turns = [looked, quiet, looked, traced], [quiet, looked, looked, traced]
+    turns = [looked, quiet], [quiet, looked], [looked, traced, quiet], [quiet, looked, traced]
     assert taken == [(used, *state) for used in (0.0, 0.5) for turn in turns for state in turn]
 
 
