@@ -9,8 +9,10 @@ from difflib import get_close_matches
 class UserError(ValueError):
     """Bad input that the user can fix: one line that names the value, its place and the way out.
 
-    The command lines print it without a traceback (unless `--debug`) and exit with code 2.
+    The command lines print it without a traceback (unless `--debug`) and exit with `code`.
     """
+
+    code = 2
 
 
 class SoundWarning(UserWarning):

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _helper():  # all processes of a run fail alike; the first one reports
             return 0
         say(f"error: {error}")
-        return 2
+        return error.code
     except BrokenPipeError:  # whoever read what is printed, such as `head`, has read enough
         forget(sys.stdout.fileno())
         return BROKEN_PIPE

@@ -50,7 +50,7 @@ from train.trainer.logs import LeftOut, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Outcome, Parts
-from train.trainer.preflight import check_devices, check_resume, check_start
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
 from train.trainer.signals import Stop
 from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
 from train.trainer.validation import build_validator
@@ -77,6 +77,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     check_resume(config)
     notes = check_start(with_alignment(config))
     check_devices(config.fabric)
+    check_packages(config)
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:

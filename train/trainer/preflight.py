@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -77,6 +78,15 @@ def check_resume(config: FitConfig) -> None:
     if found is not None and config.resume in ("auto", "extend"):
         before = completed(retention.read_state(found)["config"])
         config_diff.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
+
+
+def check_packages(config: FitConfig) -> None:
+    """Refuses (UserError) weights or an optimizer in 8 bits or less where bitsandbytes is not installed."""
+    rules = {config.optimizer.name, *(group.rule for group in config.optimizer.groups)}
+    wanted = {"optimizer paged_adamw_8bit": "paged_adamw_8bit" in rules}
+    wanted["a quantised base"] = config.lora is not None and config.lora.quantize is not None
+    for what in [what for what, needed in wanted.items() if needed and find_spec("bitsandbytes") is None]:
+        raise UserError(f"{what} needs the package bitsandbytes: pip install bitsandbytes")
 
 
 class _Problems:
