@@ -107,7 +107,6 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
             """Parser key "budget.steps": Does not validate against any of the Union subtypes""",
         ),
         (["fit", "FILE", "--run_folder", "FILE", "--dry_run"], "is a file where a folder belongs; name another folder"),
-        (["plan", "FILE", "--model.init_from", "TMP/nothing"], "nothing does not exist; give a folder with config.json"),
         (["validate", "TMP/nothing"], "nothing does not exist; give a folder with config.json"),
         (["validate", "TMP", "--limit", "0"], "validate: --limit is 0; ask at least 1"),
         (["eval", "TMP", "FILE", "--out", "FILE"], "is a file where a folder belongs; name another folder"),

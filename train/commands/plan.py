@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.places import check_folder
-from omni.process import importing
-from train.config.parse import read_with_options
+from omni.errors import UserError
+from omni.process import importing, say
+from train.config.parse import in_folder, read_with_options
 from train.plan.options import check_options
 
 HELP = """usage: omni-train plan CONFIG.yaml [--any.key value ...] [options]
@@ -22,29 +23,41 @@ keys of the configuration are overridden as for `fit`.
   --gpu NAME      plan for this GPU's speed, such as H100, to estimate hours
   --mfu SHARE     of the GPU's peak that the run reaches (default 0.35)
   --try           take two steps of the worst batch here, and show what was measured beside the estimate
-  --json          one JSON object instead of tables"""
+  --json          one JSON object instead of tables
+
+Exit code 1, with a line that says why: the run does not fit, or `fit` would refuse it. What this machine lacks for a run of
+another one (--devices, --gpu_gib, --gpu, an accelerator that is not here) is a note."""
 _OPTIONS: dict[str, type] = {"devices": int, "gpu_gib": float, "gpu": str, "mfu": float, "try": bool, "json": bool}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, or 1 where the run does not fit."""
+    """Runs the command; returns 0, or 1 (with a line that says why) where `fit` would refuse the run, or it does not fit."""
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
     config, name, options = read_with_options(argv, _OPTIONS, _check)
     options["attempted"] = options.pop("try", False)
-    if config.model.init_from is not None:
-        check_folder(Path(config.model.init_from))
+    config = in_folder(config, name)
     with importing():
+        from train.plan.pace import flops_of
         from train.plan.plan import make_plan, plain
         from train.plan.report import show
 
-    plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
+    flops_of(options.get("gpu", "H100"))  # refuses an unknown one
+    try:
+        if config.model.init_from is not None:
+            check_folder(Path(config.model.init_from))
+        plan = make_plan(config, **{key: value for key, value in options.items() if key != "json"})
+    except UserError as error:
+        error.code = 1
+        raise
     if options.get("json"):
         print(json.dumps(plain(plan)))
     else:
         show(plan, name)
-    return 1 if plan.fits is False else 0
+    for problem in plan.problems:
+        say(f"error: {problem}")
+    return 1 if plan.problems else 0
 
 
 def _check(given: dict[str, Any]) -> None:

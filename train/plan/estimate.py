@@ -10,20 +10,20 @@ from torch import nn
 
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.model.quantize import Kind, numels
 from omni.model.speech_model import SpeechModel
 from train.config.run import FitConfig
 from train.data.batching.loader import process_shards
 from train.plan.balanced import micro_batches_of
 from train.plan.parameters import meta_model
-from train.plan.quantized import QUANTISING_BYTES, FakeLinear, dense_bytes, packed_bytes
-from train.plan.trace import Snapshot, trace
+from train.plan.phases import OUTSIDE, STEADY, Outside
+from train.plan.quantized import packed_bytes
+from train.plan.trace import ANSWERS, Snapshot, trace
 from train.plan.worst_batch import worst_batch
 
 FEW = 2
 """Blocks that are traced of a deeper stack: each further block takes the difference between this many and one more."""
 
-PERSISTENT = ("weights", "gradients", "optimizer", "average")
+PERSISTENT = ("weights", "gradients", "optimizer", "average", "copies")
 
 KEPT_SHARE = {False: 0.2, True: 1.15}
 """Memory that glibc keeps in freed blocks as a process trains on a CPU, as a share of all that a step allocates and frees;
@@ -34,21 +34,42 @@ always given back."""
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak memory of a step on one device.
+    """Peak memory of a run on one device, and on its machine.
 
     Attributes:
-        parts: bytes by part; see `train.plan.trace.PARTS`, and `communication`, the buffers of gradients and gathered weights
-            that processes exchange.
-        phase: of the step, in which the peak is.
+        phases: bytes of a device by phase of the run and part; see `train.plan.trace.PARTS`, and `copies` of weights, and
+            `communication`, the buffers of gradients and gathered weights that processes exchange.
+        host, files: see `train.plan.phases.Outside`.
     """
 
-    parts: Snapshot
-    phase: str
+    phases: dict[str, Snapshot]
+    host: dict[str, float]
+    files: dict[str, float]
+
+    @property
+    def phase(self) -> str:
+        """The phase in which the peak is."""
+        return max(self.totals, key=self.totals.__getitem__)
+
+    @property
+    def parts(self) -> Snapshot:
+        """Bytes by part at the peak."""
+        return self.phases[self.phase]
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Bytes of a device by phase."""
+        return {name: sum(parts.values()) for name, parts in self.phases.items()}
 
     @property
     def total(self) -> float:
-        """Bytes."""
-        return sum(self.parts.values())
+        """Bytes of a device at the peak."""
+        return self.totals[self.phase]
+
+    @property
+    def step(self) -> float:
+        """Bytes of a device at the peak of a step."""
+        return max(size for name, size in self.totals.items() if name not in OUTSIDE)
 
     def kept(self, checkpointing: bool) -> float:
         """Estimates the bytes that a process on a CPU holds besides: freed blocks that the C library (glibc) keeps."""
@@ -71,7 +92,7 @@ def devices_of(config: FitConfig) -> int:
 
 
 def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estimate:
-    """Estimates the memory of the worst batch's step on each device, under the configuration's strategy and precision.
+    """Estimates the memory of a run of worst batches on each device, under the configuration's strategy and precision.
 
     Raises:
         UserError: settings that do not fit each other, such as Muon with fsdp.
@@ -87,19 +108,9 @@ def estimate(config: FitConfig, shape: ModelConfig, cuda: bool = False) -> Estim
         share = sharded if strategy == "fsdp" else replicated
         size, learning = _bytes_each(config)
         phases = {name: share(name, parts, model, world, size, learning) for name, parts in phases.items()}
-    if not cuda and config.lora is not None and config.lora.quantize is not None:
-        phases["loading"] = loading(config.lora.quantize, model, phases)
-    name, parts = max(phases.items(), key=lambda item: sum(item[1].values()))
-    return Estimate(parts, name)
-
-
-def loading(kind: Kind, model: SpeechModel, phases: Mapping[str, Snapshot]) -> Snapshot:
-    """Memory before the first step on a CPU: the weights of a base that is about to be quantised, whole in every process, and
-    the copies made of its largest matrix. For a GPU, that happens before anything else is in its memory."""
-    sizes, whole = numels(model), dense_bytes(model)
-    largest = max(sizes[f"{name}.weight"] for name, part in model.named_modules() if isinstance(part, FakeLinear))
-    empty = dict.fromkeys(next(iter(phases.values())), 0.0)
-    return {**empty, "weights": float(whole), "working": float(QUANTISING_BYTES[kind] * largest)}
+    steady = {part: size * (part in STEADY) for part, size in phases["optimizer"].items()}
+    around = Outside(config, shape, model, steady, world, cuda)
+    return Estimate(around.phases(phases), around.host(), around.files())
 
 
 def _bytes_each(config: FitConfig) -> tuple[int, int]:
@@ -188,7 +199,7 @@ def sharded(phase: str, parts: Mapping[str, float], model: SpeechModel, world: i
     sizes = [gathered(block) for block in blocks]
     root, largest = gathered(model) - sum(sizes), max(sizes)
     extra = 0.0
-    if phase not in ("optimizer", "average", "balance"):
+    if phase not in ("optimizer", "average", "balance", ANSWERS):
         extra = float(root + min(2 * largest, sum(sizes)))
     if phase.startswith("backward"):
         found = [gradients(block) for block in blocks]

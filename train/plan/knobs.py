@@ -61,6 +61,15 @@ def _rows(config: FitConfig) -> Knob | None:
     )
 
 
+def _asked(config: FitConfig) -> Knob | None:
+    plan = config.validation
+    if plan.rows == 1 or not plan.questions:
+        return None
+    rows = max(1, min(plan.rows, plan.questions * len(plan.tasks)) // 4)
+    changed = replace(config, validation=replace(plan, rows=rows))
+    return Knob(f"--validation.rows {rows}", "answers in smaller, less efficient pieces", changed)
+
+
 def _mixed(config: FitConfig) -> Knob | None:
     if config.fabric.precision != "32-true":
         return None
@@ -110,13 +119,13 @@ def try_knobs(config: FitConfig, shape: ModelConfig, limit: float, cuda: bool) -
     world = devices_of(config)
     many = [world] if world > 1 else []
     many += [n for n in MANY if n > world] if cuda else []
-    first = [_chunk, _rows, *([_mixed] if cuda else []), _checkpointing]
+    first = [_chunk, _asked, _rows, *([_mixed] if cuda else []), _checkpointing]
     alone = list(_alone(config, shape, limit, cuda, start, [*first, *map(_fsdp, many), _true]))
     if any(turned.fits for turned in alone):
         return alone, []
     row: list[KnobEffect] = []
     here, held = config, start
-    for turn in [*first, *[_rows] * 6, *map(_fsdp, many), _true]:
+    for turn in [*first, *[_rows, _asked] * 6, *map(_fsdp, many), _true]:
         for turned in _alone(here, shape, limit, cuda, held, [turn]):
             row.append(turned)
             here, held = turned.knob.config, turned.total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -9,16 +10,20 @@ import psutil
 import torch
 
 from omni.config import ModelConfig
+from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.config.run import FitConfig
+from train.distributed.fabric import build_fabric
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import KnobEffect, try_knobs
 from train.plan.options import check_options
 from train.plan.pace import Pace, flops_of, pace, sample
 from train.plan.parameters import Count, count_parameters, meta_model
+from train.plan.phases import workers_bytes
 from train.plan.trial import KEPT, RETURNED, Attempt, attempt
 from train.plan.worst_batch import worst_batch
 from train.trainer.initial_model import shape_of
+from train.trainer.preflight import check_devices, check_packages, check_resume, check_start
 
 GIB = float(1 << 30)
 
@@ -42,31 +47,58 @@ class Plan:
 
     Attributes:
         limit: bytes of a device that the run may fill; None where the device is not known.
+        host_limit: bytes of this machine's memory that are free; None where the device is a CPU, or not here.
         device: in words.
-        process: bytes that a CPU's process holds besides (Python and its libraries); not part of the estimate.
+        process: bytes that Python and its libraries take in each process of the machine; no part of the estimate.
+        workers: bytes of a machine's data workers, with the batches that they make ahead.
         kept: bytes that its C library keeps besides, about: freed blocks that it cannot use again; 0 on a GPU.
         attempts: measurements on this machine, by the way in which memory was measured.
         untried: why there are none.
         knobs: each alone; row: applied one after another.
+        refused: why `fit` would refuse the run besides; notes: what this machine lacks for a run of another one.
     """
 
     counts: list[Count]
     estimate: Estimate
     strategy: str
     world: int
+    nodes: int
     device: str
     limit: float | None
+    host_limit: float | None
     process: float
+    workers: float
     kept: float
     pace: Pace
     attempts: dict[str, Attempt]
     untried: str
     knobs: list[KnobEffect]
     row: list[KnobEffect]
+    refused: list[str]
+    notes: list[str]
 
     @property
     def fits(self) -> bool | None:
         return None if self.limit is None else self.estimate.total <= self.limit
+
+    @property
+    def local(self) -> int:
+        """Processes on one machine."""
+        return self.world // self.nodes
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the run cannot be: one line each."""
+        short = f"{self.estimate.phase} needs {self.estimate.total / GIB:.2f} GiB on each device"
+        host = max(self.estimate.host.values(), default=0.0) + self.local * self.process + self.workers
+        found = []
+        if self.limit is not None and not self.fits:
+            found.append(f"the run does not fit: {short}, of which {self.limit / GIB:.2f} GiB can be filled")
+        if self.host_limit is not None and host > self.host_limit:
+            found.append(
+                f"the run needs {host / GIB:.2f} GiB of the host's memory, of which {self.host_limit / GIB:.2f} GiB are free"
+            )
+        return [*found, *self.refused]
 
 
 def make_plan(
@@ -86,7 +118,7 @@ def make_plan(
 
     check_options(devices, gpu_gib, mfu)
     speed = flops_of(gpu) if gpu is not None else None
-    config = with_alignment(config)
+    given, config = config, with_alignment(config)
     shape = shape_of(config.model)
     place = place_of(config, gpu_gib is not None or gpu is not None)
     cuda = place == "cuda"
@@ -99,8 +131,12 @@ def make_plan(
     if speed is None and here:
         speed = peak_flops(torch.device("cuda"))
     measured = list(attempts.values())[-1].seconds if attempts else None  # the one with memory as a run has it
-    batch = worst_batch(config.data, shape)
-    run = pace(config, model, sample(config, shape), batch, world, measured, speed, mfu)
+    batch, found = worst_batch(config.data, shape), sample(config, shape)
+    run = pace(config, model, found, batch, world, measured, speed, mfu)
+    mine = (here or place == "cpu" or torch.backends.mps.is_available()) and devices is None and gpu_gib is None and gpu is None
+    refused, notes = _refused(given, config, mine)
+    if not found[0] and not refused:
+        refused = [found[1]]
     short = limit is not None and whole.total > limit
     knobs, row = try_knobs(config, shape, limit, cuda) if short and limit is not None else ([], [])
     strategy: str = config.fabric.strategy
@@ -111,16 +147,44 @@ def make_plan(
         estimate=whole,
         strategy=strategy,
         world=world,
+        nodes=config.fabric.num_nodes,
         device=words,
         limit=limit,
-        process=float(psutil.Process().memory_info().rss) if place == "cpu" else 0.0,
+        host_limit=float(psutil.virtual_memory().available) if here and mine else None,
+        process=float(psutil.Process().memory_info().rss),
+        workers=workers_bytes(config, shape, world),
         kept=whole.kept(config.fabric.checkpointing) if place == "cpu" else 0.0,
         pace=run,
         attempts=attempts,
         untried=untried,
         knobs=knobs,
         row=row,
+        refused=refused,
+        notes=notes,
     )
+
+
+def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:
+    """Why `fit` would refuse a run, by its own checks, and notes; what a machine must have is a note unless the run is `here`.
+
+    Args:
+        given: the configuration as it was given; config: with its alignment head and the plan's devices.
+    """
+    refused, notes = list[str](), list[str]()
+    lacking = refused if here else notes
+    checks: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: check_resume(given) if given.run_folder else None, refused),
+        (lambda: notes.extend(check_start(config)), refused),
+        (lambda: check_devices((given if here else config).fabric), lacking),
+        (lambda: check_packages(config), lacking),
+        (lambda: build_fabric(given.fabric) if here and not lacking else None, lacking),
+    ]
+    for check, lines in checks:
+        try:
+            check()
+        except UserError as error:
+            lines.append(str(error))
+    return refused, notes
 
 
 def place_of(config: FitConfig, described: bool) -> Place:
@@ -188,7 +252,15 @@ def plain(plan: Plan) -> dict[str, Any]:
 
     return {
         "parameters": [asdict(count) for count in plan.counts],
-        "memory": {"parts": plan.estimate.parts, "total": plan.estimate.total, "phase": plan.estimate.phase},
+        "memory": {
+            "parts": plan.estimate.parts,
+            "total": plan.estimate.total,
+            "phase": plan.estimate.phase,
+            "phases": plan.estimate.totals,
+            "host": plan.estimate.host,
+            "files": plan.estimate.files,
+            "workers": plan.workers,
+        },
         "strategy": plan.strategy,
         "devices": plan.world,
         "device": plan.device,
@@ -202,4 +274,6 @@ def plain(plan: Plan) -> dict[str, Any]:
         "to_budget": {"tokens": plan.pace.to_budget(plan.pace.columns), "targets": plan.pace.to_budget(plan.pace.targets)},
         "knobs": [turned(one) for one in plan.knobs],
         "together": [turned(one) for one in plan.row],
+        "problems": plan.problems,
+        "notes": plan.notes,
     }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from train.console.progress import duration, short
 from train.console.tables import new_table, show_table
+from train.plan.phases import OUTSIDE
 from train.plan.trial import KEPT
 
 if TYPE_CHECKING:
@@ -25,13 +26,14 @@ WORDS = {
     "working": "in work for a while",
     "balance": "gradients by task",
     "communication": "exchange between devices",
+    "copies": "copies of weights",
     "batch": "batches",
 }
 
 
 def show(plan: Plan, name: str) -> None:
     """Prints a plan; `name` is the run's, for the first title."""
-    for table in (_parameters(plan, name), _memory(plan), _pace(plan)):
+    for table in (_parameters(plan, name), _memory(plan), _phases(plan), _pace(plan)):
         show_table(table)
         print()
     _verdict(plan)
@@ -55,13 +57,25 @@ def _memory(plan: Plan) -> Table:
     for part, words in WORDS.items():
         if size := plan.estimate.parts.get(part, 0.0):
             table.add_row(words, f"{size / GIB:.3f}")
-    total, held = plan.estimate.total, plan.estimate.total + plan.kept
-    table.add_row("estimate", f"{total / GIB:.3f}")
+    table.add_row("estimate", f"{plan.estimate.total / GIB:.3f}")
     if plan.kept:
-        table.add_row("with freed blocks kept, about", f"{held / GIB:.3f}")
+        table.add_row("with freed blocks kept, about", f"{(plan.estimate.total + plan.kept) / GIB:.3f}")
     for how, one in plan.attempts.items():
-        apart = (held if how == KEPT else total) / one.peak - 1
-        table.add_row(f"measured ({how})", f"{one.peak / GIB:.3f}", f"the estimate is {apart:+.1%} from it")
+        apart = (plan.estimate.step + (plan.kept if how == KEPT else 0.0)) / one.peak - 1
+        table.add_row(f"a step, measured ({how})", f"{one.peak / GIB:.3f}", f"the estimate of it is {apart:+.1%} apart")
+    return table
+
+
+def _phases(plan: Plan) -> Table:
+    """A step, and what is outside of it; a machine's memory with Python and its libraries in every process."""
+    found, local = plan.estimate, plan.local
+    table = _table("memory by phase, GiB", "", "each device", "the machine", "of it mapped files")
+    on_host = found.host or {name: local * size for name, size in {"a step": found.step, **found.totals}.items()}
+    for name, size in {"a step": found.step, **{name: found.totals.get(name) for name in OUTSIDE}}.items():
+        if size is not None or name in on_host:
+            mapped = found.files.get(name, 0.0)
+            whole = on_host.get(name, 0.0) + local * plan.process + plan.workers * (name != "start") + mapped
+            table.add_row(name, *(f"{n / GIB:.3f}" if n else "" for n in (size, whole, mapped)))
     return table
 
 
@@ -88,11 +102,14 @@ def _verdict(plan: Plan) -> None:
     print(f"time: {plan.pace.clock}")
     if plan.untried:
         print(f"not tried: {plan.untried}")
-    if plan.process:
+    workers = f", all data workers {plan.workers / GIB:.2f} GiB" if plan.workers else ""
+    print(f"each process takes {plan.process / GIB:.2f} GiB for Python and its libraries{workers}")
+    if plan.kept:
         print(
-            f"on a CPU the process itself takes {plan.process / GIB:.2f} GiB besides, and the C library keeps freed blocks; "
-            "MALLOC_MMAP_THRESHOLD_=131072 in the environment makes it return them",
+            "on a CPU the C library keeps freed blocks; MALLOC_MMAP_THRESHOLD_=131072 in the environment makes it return them",
         )
+    for note in plan.notes:
+        print(f"note: {note}")
     if plan.limit is None:
         print(f"device: {plan.device}")
         return

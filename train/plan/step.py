@@ -18,9 +18,13 @@ from train.objective.objective import Objective
 from train.optim.ema import Average
 from train.optim.optimizer import RULES, Optimizers, build_optimizer, set_trainable
 from train.plan.quantized import adapt, fake_adamw_8bit
+from train.trainer.held_out_loss import evaluated
 
 Balance = Callable[[Sequence[Batch], Tensor, Callable[[Batch], Tensor], Callable[[Tensor], None]], None]
 """Runs all passes of a balanced step, given its batches, its counts of targets, a forward and a backward pass."""
+
+LOSS = "held-out loss"
+"""The phase of a validation's forward passes."""
 
 
 @dataclass
@@ -52,12 +56,7 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
     Raises:
         UserError: patterns that name nothing, or settings that do not fit each other.
     """
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if config.fabric.precision == "bf16-true" else usual)
-    try:
-        model = SpeechModel(shape)  # in its type from the start: fake tensors cannot be converted in place
-    finally:
-        torch.set_default_dtype(usual)
+    model = random_model(shape, torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32)
     adapt(model, config.lora, fake, quantized_type(config.fabric.precision))
     model.set_checkpointing(config.fabric.checkpointing)
     objective = Objective(model, config.objective)
@@ -71,6 +70,16 @@ def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device 
     rules = {**RULES, "paged_adamw_8bit": fake_adamw_8bit} if fake else RULES
     optimizer = build_optimizer(named, config.optimizer, config.fabric.precision, also, rules)
     return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config)
+
+
+def random_model(shape: ModelConfig, dtype: torch.dtype) -> SpeechModel:
+    """Builds a model in its type from the start: fake tensors cannot be converted in place."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return SpeechModel(shape)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _trainable_to_fp32(model: nn.Module) -> None:
@@ -120,3 +129,12 @@ def take_step(
     if bench.average is not None:
         enter("average")
         bench.average.update(number)
+
+
+@torch.no_grad()
+def measure_loss(bench: Workbench, batch: Batch, wanted: Tensor, enter: Callable[[str], None]) -> None:
+    """Measures the loss of a held-out batch as `train.trainer.held_out_loss` does."""
+    half = product_type(bench.config.fabric.precision, bench.config.lora is not None)
+    enter(LOSS)
+    with evaluated(bench.objective, bench.average), torch.autocast(wanted.device.type, half, enabled=half is not None):
+        bench.objective(batch, wanted, 1.0)

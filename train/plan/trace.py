@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.encoder import whisper as speech_encoder
+from omni.generate.options import AnswerOptions
 from omni.model import blocks
 from omni.model.blocks import Attention, RMSNorm
+from omni.model.decoder import Hidden
+from omni.model.speech_model import SpeechModel
+from omni.tasks import find_task
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.objective.objective import targets
 from train.plan.balanced import TracedBalance, add_feature_hook, micro_batches_of
 from train.plan.quantized import FakeLinear
-from train.plan.step import Workbench, build_workbench, take_step
+from train.plan.step import LOSS, Workbench, build_workbench, measure_loss, random_model, take_step
+from train.plan.worst_batch import PROMPT, clips_of
+from train.trainer.validation import answering_type
 
 PARTS = ("weights", "gradients", "optimizer", "average", "activations", "objective", "working", "balance", "batch")
 """Parts of the memory: `activations` are kept for the backward pass (and in use during the forward pass), under mixed precision
@@ -41,13 +48,22 @@ keeps."""
 Snapshot = dict[str, float]
 """Bytes by part."""
 
+ANSWERS = "validation's answers"
+"""The phase of a validation's free-running generation."""
+
 _MADE_IN = {
     "forward": "activations",
     "objective": "objective",
     "average": "working",
     "optimizer": "working",
     "balance": "balance",
+    LOSS: "activations",
+    ANSWERS: "activations",
 }
+
+
+CHUNK = 512
+"""Time steps of a question that are fed at once (`omni.generate.runner`)."""
 
 
 class Ledger(TorchDispatchMode):
@@ -67,8 +83,8 @@ class Ledger(TorchDispatchMode):
                 self.enter(leaf, self.part)
         return out
 
-    def enter(self, tensor: Tensor, part: str, move: bool = False) -> None:
-        """Counts a tensor's storage under a part; one that is counted already is moved there if `move`."""
+    def enter(self, tensor: Tensor, part: str, move: bool = False, free: bool = False) -> None:
+        """Counts a tensor's storage under a part (as nothing if `free`); one that is counted already is moved if `move`."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live:
@@ -78,7 +94,7 @@ class Ledger(TorchDispatchMode):
                 self.now[part] += size
                 self.live[key] = size, part
             return
-        size = storage.nbytes()
+        size = 0 if free else storage.nbytes()
         self.live[key] = size, part
         self.now[part] += size
         self.total += size
@@ -110,7 +126,8 @@ def _ctc(func: Any, args: Any) -> Any:
 
 
 def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: int, cuda: bool = False) -> dict[str, Snapshot]:
-    """Estimates the memory of a step after the first (the optimizer's state is there already): each phase's peak.
+    """Estimates the memory of a step after the first (the optimizer's state is there already), and of a validation after it
+    where questions are asked: each phase's peak. The weights of the model that answers are not among it.
 
     Args:
         shape: of the model, which may differ from the configuration's.
@@ -125,6 +142,7 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
             _as_on_cuda(bench.objective)
         given = [_faked(batch, fake) for _ in range(micro_batches_of(config, micro_batches))]
         wanted = fake.from_tensor(counts)
+        answering = _answering(config, shape, cuda)
     for tensor in [*bench.objective.parameters(), *bench.objective.buffers()]:
         ledger.enter(tensor, "weights")
     for tensor in bench.average.values.values() if bench.average is not None else ():
@@ -132,6 +150,8 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
     for one in given:
         for tensor in [*(getattr(one, name) for name in Batch.TENSORS), *one.supervised]:
             ledger.enter(tensor, "batch")
+    for tensor in [*answering.parameters(), *answering.buffers()]:
+        ledger.enter(tensor, "weights", free=True)
     _watch(bench, ledger)
     with fake, ledger, _real_packing(fake):
         _make_state(bench, ledger)
@@ -139,7 +159,45 @@ def trace(config: FitConfig, shape: ModelConfig, batch: Batch, micro_batches: in
             _balance(bench, ledger, len(shape.layout))
         ledger.peaks.clear()
         take_step(bench, given, wanted, 2, ledger.begin)
+        if config.validation.questions:
+            measure_loss(bench, given[0], wanted, ledger.begin)
+            ledger.begin(ANSWERS)
+            _answer(answering, config)
     return ledger.peaks
+
+
+def _answering(config: FitConfig, shape: ModelConfig, cuda: bool) -> SpeechModel:
+    """The second model of a validation (`train.trainer.validation`), in its precision."""
+    model = random_model(shape, answering_type("cuda" if cuda else "cpu", config.fabric.precision)).eval()
+    if cuda:
+        _as_on_cuda(model)
+    return model
+
+
+@torch.no_grad()
+def _answer(model: SpeechModel, config: FitConfig) -> None:
+    """Makes what the first time step of a validation's answers needs: the longest questions, side by side."""
+    plan, shape = config.validation, model.config
+    tasks = [find_task(name) for name in plan.tasks]
+    rows = min(plan.rows, plan.questions * len(tasks))
+    count = clips_of(config.data.packing.length, shape)[:1] if any(task.question == "audio" for task in tasks) else []
+    length = (count[0] if count else 0) + PROMPT
+    most, codec = AnswerOptions(max_seconds=plan.max_seconds), cast(Any, CODECS[shape.codec])  # which has a frame rate
+    columns = max(most.limits(task, codec, shape.layout.max_delay)[1] for task in tasks)
+    cache = model.make_cache(rows, min(length + columns, shape.decoder.context), dtype=model.decoder.norm.weight.dtype)
+    features, index = None, torch.full((rows, length), -1)
+    if count:
+        frames = min(count[0] * shape.projector.stack, shape.encoder.positions)
+        width = shape.encoder.feature_frames(frames)
+        mels = torch.zeros(rows, shape.encoder.bands, width)
+        spoken = next(task.name for task in tasks if task.question == "audio")
+        features = model.encode(mels, [width] * rows, [frames] * rows, [spoken] * rows)
+        index[:, 1 : 1 + count[0]] = 0
+    tokens = torch.zeros(rows, len(shape.layout), min(length, CHUNK), dtype=torch.long)
+    hidden = model(tokens, features, index[:, :CHUNK])
+    last = Hidden(hidden.text[:, -1:], hidden.audio[:, -1:])
+    model.decoder.audio_logits(last), model.decoder.text_logits(last)
+    del cache
 
 
 def _make_state(bench: Workbench, ledger: Ledger) -> None:
@@ -181,7 +239,7 @@ def _watch(bench: Workbench, ledger: Ledger) -> None:
             lambda p: ledger.enter(p.grad, "gradients", move=True) if p.grad is not None else None
         )
     model = bench.objective.model
-    model.decoder.register_forward_hook(lambda *_: ledger.begin("objective"))
+    model.decoder.register_forward_hook(lambda *_: ledger.begin("objective") if ledger.phase == "forward" else None)
     stacks = (("encoder", model.encoder.blocks), ("decoder", model.decoder.blocks), ("post", model.decoder.post_blocks))
     for name, stack in stacks:
         for number, block in enumerate(stack):

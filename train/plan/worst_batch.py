@@ -37,7 +37,7 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
     index = torch.full((rows, length), -1)
     segments = torch.zeros(rows, length, dtype=torch.long)
     frames: list[int] = []
-    heard = _clips(length, shape) if any(task.question == "audio" for task in tasks) else []
+    heard = clips_of(length, shape) if any(task.question == "audio" for task in tasks) else []
     features = 0
     for row in range(rows):
         start = 0
@@ -71,7 +71,7 @@ def _transcript(count: int, shape: ModelConfig) -> list[int]:
     return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
 
 
-def _clips(length: int, shape: ModelConfig) -> list[int]:
+def clips_of(length: int, shape: ModelConfig) -> list[int]:
     """Number of features of each clip of a full row."""
     longest = math.ceil(shape.encoder.positions / shape.projector.stack)
     each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.fixed_length else length, length)

@@ -152,7 +152,7 @@ def held_out_loss(
     cells = len(tasks) * len(streams)
     found = torch.zeros(2 * cells + 2, dtype=torch.float64)
     ones = torch.ones(len(streams) + 1, dtype=torch.long, device=device)
-    with _evaluated(objective, average):
+    with evaluated(objective, average):
         for batch in batches:
             losses = module(batch.to(device), ones, 1.0)
             parts = (losses.sums.flatten(), losses.counts.flatten(), losses.ctc_sum[None], losses.ctc_count[None])
@@ -165,7 +165,7 @@ def held_out_loss(
 
 
 @contextmanager
-def _evaluated(objective: nn.Module, average: Average | None) -> Iterator[None]:
+def evaluated(objective: nn.Module, average: Average | None) -> Iterator[None]:
     """A context in which the objective is in eval mode with the running average as weights; restores all after, to the bit."""
     modes = [(part, part.training) for part in objective.modules()]
     kept: dict[str, Tensor] = {}

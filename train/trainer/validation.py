@@ -84,7 +84,10 @@ def build_validator(
     """
     if config.questions == 0:
         return None
-    half = device.type != "cpu" and precision.startswith("bf16")
-    dtype = torch.bfloat16 if half else torch.float32
     items = items_of(rows, config.tasks, codec, model.encoder, broken)
-    return Validator(model, tokenizer, codec, items, config, device, dtype, folder)
+    return Validator(model, tokenizer, codec, items, config, device, answering_type(device.type, precision), folder)
+
+
+def answering_type(device: str, precision: str) -> torch.dtype:
+    """The precision in which a run's model answers on a kind of device."""
+    return torch.bfloat16 if device != "cpu" and precision.startswith("bf16") else torch.float32

@@ -78,6 +78,86 @@ def test_the_estimate_is_what_fit_takes(
     assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
 
 
+PHASES = """
+import json, sys
+from functools import wraps
+from train.commands.fit import main
+from train.checkpoint.checkpointer import Checkpointer
+from train.trainer import build, loop, validation
+
+def status(key):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+peaks = {}
+
+def measured(phase, place, name):
+    real = getattr(place, name)
+
+    @wraps(real)
+    def work(*args, **kwargs):
+        reset()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            peaks[phase] = max(peaks.get(phase, 0), status("VmHWM") - base)
+            reset()
+
+    setattr(place, name, work)
+
+def reset():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark starts again
+
+measured("start", build, "build_initial")
+measured("a step", loop.Loop, "train")
+measured("held-out loss", loop, "held_out_loss")
+measured("validation's answers", validation.Validator, "__call__")
+measured("checkpoint", Checkpointer, "save")
+measured("resume", Checkpointer, "resume")
+measured("end", loop.Loop, "_finish")
+file, folder, *options = sys.argv[1:]
+base = 0
+small = ["--model.decoder.layers", "1", "--data.packing.rows", "1"]
+assert main([file, *options, *small, "--run_folder", folder + "/warm"]) == 0
+base = status("VmRSS")
+peaks.clear()
+run = [file, *options, "--run_folder", folder + "/run"]
+assert main(run) == 0 and main([*run, "--budget.steps", "3", "--resume", "extend"]) == 0
+print(json.dumps(peaks))
+"""
+"""A run and its resumption, with the peak of each phase over the memory of a process that has run a smaller one."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's high-water mark")
+@pytest.mark.parametrize("options", [(), ("--ema", "0.9", "--trainable", "[decoder.*]")], ids=["plain", "average"])
+def test_every_phase_takes_what_is_said(
+    file: str, tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights of 160 MiB, so that a copy of them would be seen anywhere."""
+    width = ("width", "512"), ("layers", "10"), ("heads", "8"), ("kv_heads", "4"), ("mlp_width", "2048")
+    model = [word for name, value in width for word in (f"--model.decoder.{name}", value)]
+    asked = ["--validation.questions", "4", "--validation.tasks", "[A1T1]", "--validation.every_steps", "1"]
+    words = [*model, *asked, *options, "--data.packing.rows", "2", "--budget.steps", "2", "--checkpoint.keep_best", "0"]
+    changed = Path(file).read_text().replace("tasks: {A1T1: 1.0}", "held_out: 2, tasks: {A1T1: 1.0}")
+    Path(file).write_text(changed)
+    assert main([file, *words, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PHASES, file, str(tmp_path), *words]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    said, mapped = memory["phases"], memory["files"]
+    outside = {"start", "held-out loss", "validation's answers", "checkpoint", "export", "resume"}
+    wanted = {name: said[name] + mapped.get(name, 0.0) for name in outside - {"export"}}
+    wanted["a step"] = max(size for name, size in said.items() if name not in outside)
+    wanted["end"] = max(said[name] for name in ("held-out loss", "validation's answers", "export"))
+    found = {name: peaks[name] / MIB for name in wanted}
+    assert found == {name: pytest.approx(size / MIB, rel=0.1, abs=24) for name, size in wanted.items()}
+    assert memory["total"] + max(0.0, peaks["resume"] - peaks["a step"]) == pytest.approx(max(peaks.values()), rel=0.1)
+
+
 def test_a_step_that_is_tried_stands_beside_the_estimate(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([file, "--try", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

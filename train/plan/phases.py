@@ -1,0 +1,131 @@
+"""Memory of a run outside of its steps: at its start, while a validation answers, at a checkpoint and at the end.
+
+On a GPU a device's memory and that of the host are counted apart; on a CPU they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from omni.audio.io import SAMPLE_RATE
+from omni.checkpoint.places import WEIGHTS
+from omni.config import ModelConfig
+from omni.lora.attach import adapted
+from omni.model.quantize import numels
+from omni.model.speech_model import SpeechModel
+from train.config.run import FitConfig
+from train.data.batching.batch import Batch
+from train.plan.quantized import QUANTISING_BYTES, FakeLinear, dense_bytes
+from train.plan.step import LOSS
+from train.plan.trace import ANSWERS, Snapshot
+from train.plan.worst_batch import worst_batch
+from train.trainer.validation import answering_type
+
+START, CHECKPOINT, EXPORT, RESUME = "start", "checkpoint", "export", "resume"
+OUTSIDE = (START, LOSS, ANSWERS, CHECKPOINT, EXPORT, RESUME)
+"""Phases that are no part of a step."""
+
+STEADY = ("weights", "optimizer", "average", "balance")
+"""Parts that are held between two steps."""
+
+WORKER = 24.0 * (1 << 20)
+"""Bytes of a data worker beside its batches that it does not share with the process it was forked from (measured)."""
+
+
+class Outside:
+    """What a run holds outside of its steps.
+
+    Args:
+        model: without values.
+        steady: bytes by part that one device holds between two steps.
+        world: number of processes.
+    """
+
+    def __init__(
+        self, config: FitConfig, shape: ModelConfig, model: SpeechModel, steady: Mapping[str, float], world: int, cuda: bool
+    ) -> None:
+        self.config, self.cuda, self.steady = config, cuda, steady
+        self.spread, self.local = config.fabric.strategy == "fsdp" and world > 1, world // config.fabric.num_nodes
+        self.lora, self.share = config.lora is not None, world if self.spread else 1
+        sizes, quantized = numels(model), config.lora is not None and config.lora.quantize is not None
+        coded = {name for name, part in model.named_modules() if isinstance(part, FakeLinear)}
+        learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.own = 2 if config.fabric.precision == "bf16-true" else 4
+        self.plain = sum(size for name, size in sizes.items() if ".lora." not in name)
+        self.merged = (4 if quantized else self.own) * sum(sizes[f"{name}.weight"] for name in {*adapted(model), *coded})
+        self.averaged = self.own * sum(sizes[n] for n in learning) if config.ema is not None and self.own == 2 else 0
+        self.whole, self.largest = float(dense_bytes(model)), 4.0 * max(sizes.values())
+        self.coded = float(max((sizes[f"{name}.weight"] for name in coded), default=0))
+        weights = sum(p.numel() * 4 for p in learning.values()) / self.share if self.lora else steady["weights"]
+        self.stored = weights + steady["optimizer"] + steady["average"]
+        self.held = held_out_bytes(config, shape)
+
+    def phases(self, traced: Mapping[str, Mapping[str, float]]) -> dict[str, Snapshot]:
+        """Bytes of a device by phase and part, with the traced ones among them.
+
+        A checkpoint of shards copies them and puts them together into a file's bytes; a resumed run reads tensor by tensor.
+        """
+        empty, kind = dict.fromkeys(self.steady, 0.0), self.config.lora.quantize if self.config.lora is not None else None
+        dtype = answering_type("cuda" if self.cuda else "cpu", self.config.fabric.precision)
+        found = {name: dict(parts) for name, parts in traced.items()}
+        if ANSWERS in found:
+            found[ANSWERS]["copies"] = self._copied(torch.finfo(dtype).bits // 8)
+        found[RESUME] = {**self.steady, "working": self.largest / self.share}
+        if self.cuda:
+            return found
+        found[CHECKPOINT] = {**self.steady, "copies": self.stored if self.spread else 0.0}
+        found[EXPORT] = {**self.steady, "copies": self._copied(self.own)}
+        for parts in found.values():
+            parts["batch"] += self.held
+        quantising = QUANTISING_BYTES[kind] * self.coded if kind is not None else 0.0
+        return {START: {**empty, "weights": self.whole, "working": quantising}, **found}
+
+    def _copied(self, size: int) -> float:
+        """Bytes that a copy of the weights in values of so many bytes takes beside those in training; none where these serve
+        as they are (`train.distributed.fabric.full_state`, `omni.lora.weights.merged_state`)."""
+        if self.cuda and (self.spread or self.lora):
+            return float(size * self.plain)
+        first = self.own * self.plain if self.spread else self.averaged * (not self.lora) + self.merged
+        return float(first + size * self.plain * (size != self.own))
+
+    def host(self) -> dict[str, float]:
+        """Bytes of a machine's memory by phase, of all its processes, beside what Python and its libraries take; empty on a
+        CPU, where the devices' count."""
+        if not self.cuda:
+            return {}
+        gathered = float(self.own * self.plain + self.merged)
+        found = {
+            START: self.local * self.whole,
+            ANSWERS: gathered if self.spread or self.lora else 0.0,
+            CHECKPOINT: 2 * self.stored * self.local if self.spread else self.stored,
+            EXPORT: gathered,
+            RESUME: self.local * self.largest,
+        }
+        return {name: size + self.local * self.held for name, size in found.items()}
+
+    def files(self) -> dict[str, float]:
+        """Bytes of mapped files by phase, which count as memory of a process until the system takes them back."""
+        start = self.config.model.init_from
+        file = Path(start) / WEIGHTS if start is not None else None
+        weights = {START: float(file.stat().st_size)} if file is not None and file.is_file() else {}
+        return {**weights, RESUME: self.stored * self.share}
+
+
+def held_out_bytes(config: FitConfig, shape: ModelConfig) -> float:
+    """Most bytes that held-out batches and spoken questions take."""
+    batch = worst_batch(config.data, shape)
+    sound = 4 * SAMPLE_RATE / shape.encoder.frames_per_second * max(batch.frames, default=0)
+    return config.validation.questions * (_bytes_of(batch) / batch.examples + sound)
+
+
+def workers_bytes(config: FitConfig, shape: ModelConfig, world: int) -> float:
+    """Bytes of the data workers of a machine, with the batches of the steps that they work ahead."""
+    data, step = config.data, config.data.micro_batches // world * _bytes_of(worst_batch(config.data, shape))
+    return world // config.fabric.num_nodes * data.workers * (WORKER + data.prefetch * step)
+
+
+def _bytes_of(batch: Batch) -> float:
+    return float(sum(getattr(batch, name).nbytes for name in Batch.TENSORS))
