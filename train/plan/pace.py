@@ -57,13 +57,10 @@ class Pace:
 
 
 def sample(config: FitConfig, shape: ModelConfig, count: int = 2) -> tuple[list[Batch], str]:
-    """Makes the run's first micro-batches, and says where they are from; none, with the reason, where data cannot be read."""
-    try:
-        tokenizer, codec = _tools(config.model, shape)
-        shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
-        return [shard.batch() for _ in range(count)], f"{count} micro-batch{'' if count == 1 else 'es'} of the data"
-    except (UserError, OSError) as error:
-        return [], f"full rows, since the data cannot be read here ({error})"
+    """Makes the run's first micro-batches, and says where they are from; UserError or OSError where data cannot be read."""
+    tokenizer, codec = _tools(config.model, shape)
+    shard = PackerShard(build_pipeline(config.data, shape, tokenizer, codec), 0, 1)
+    return [shard.batch() for _ in range(count)], f"{count} micro-batch{'' if count == 1 else 'es'} of the data"
 
 
 def _tools(section: ModelSection, shape: ModelConfig) -> tuple[Tokenizer, AudioCodec | None]:
@@ -99,7 +96,7 @@ def pace(
     """Estimates the pace of a run.
 
     Args:
-        found: result of `sample`.
+        found: result of `sample`; no batches, and the reason, where there is none.
         measured: seconds of a step of worst batches on one device; those of the sample's are fewer in proportion to its work.
         speed: peak FLOP/s of a device, of which the run reaches the share `mfu`.
     """

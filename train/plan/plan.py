@@ -13,6 +13,7 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.hardware import peak_flops
 from train.config.run import FitConfig
+from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
 from train.plan.estimate import Estimate, devices_of, estimate
 from train.plan.knobs import KnobEffect, try_knobs
@@ -131,12 +132,16 @@ def make_plan(
     if speed is None and here:
         speed = peak_flops(torch.device("cuda"))
     measured = list(attempts.values())[-1].seconds if attempts else None  # the one with memory as a run has it
-    batch, found = worst_batch(config.data, shape), sample(config, shape)
-    run = pace(config, model, found, batch, world, measured, speed, mfu)
     mine = (here or place == "cpu" or torch.backends.mps.is_available()) and devices is None and gpu_gib is None and gpu is None
     refused, notes = _refused(given, config, mine)
-    if not found[0] and not refused:
-        refused = [found[1]]
+    batch = worst_batch(config.data, shape)
+    found: tuple[list[Batch], str]
+    try:
+        found = sample(config, shape)
+    except (UserError, OSError) as error:
+        found = [], f"full rows, since the data cannot be read here ({error})"
+        refused = refused or [str(error)]
+    run = pace(config, model, found, batch, world, measured, speed, mfu)
     short = limit is not None and whole.total > limit
     knobs, row = try_knobs(config, shape, limit, cuda) if short and limit is not None else ([], [])
     strategy: str = config.fabric.strategy

@@ -409,6 +409,7 @@ def test_hours_follow_from_the_peak(file: str) -> None:
         (["--model.codec_folder", "none"], "codec folder none does not exist", True),
         (["--optimizer.groups", "[{pattern: none.*}]"], "none.*", True),
         (["--run_folder", "FOLDER"], "holds", True),
+        (["--data.packing.length", "24", "--data.workers", "0", "--validation.questions", "0"], "a packed row holds 24", True),
         (["--optimizer.name", "paged_adamw_8bit"], "bitsandbytes", True),
         (["--optimizer.name", "paged_adamw_8bit", "--gpu_gib", "80"], "bitsandbytes", False),
     ],
