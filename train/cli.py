@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [a for a in arguments if a != "--debug"]
     if not debug:  # else PyTorch logs every connection that another process closes, with addresses in its code
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())))
-        return 0 if arguments else 2
     try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(HELP.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())), flush=True)
+            return 0 if arguments else 2
         arguments = take_plugins(arguments)
         check_command(arguments[0] if arguments else "", COMMANDS)
         old_names.check_options(arguments[0], arguments[1:], "--")
