@@ -21,11 +21,20 @@ from omni.encoder.config import EncoderConfig, encoder_kind
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
+from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
 
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
+
+
+MOST = {
+    "width": 1 << 20, "layers": 1000, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "mlp_width": 1 << 24,
+    "context": 1 << 31, "post_layers": 1000, "hidden": 1 << 24, "stack": 1000,
+}  # fmt: skip
+"""Largest sizes of a decoder and a projector: far beyond any model, yet small enough that a larger value is refused before
+memory is taken for it."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +44,13 @@ class RopeScaling:
     factor: float = 32.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context: int = 8192
+    original_context: int = ranged(8192, 1, MOST["context"])
 
     def __post_init__(self) -> None:
         for name, least in (("factor", 0.0), ("low_freq_factor", 0.0), ("high_freq_factor", self.low_freq_factor)):
             if not least < getattr(self, name) < math.inf:
                 raise UserError(f"decoder.rope_scaling.{name} is {getattr(self, name)}; it must be a number above {least:g}")
-        if not 1 <= self.original_context <= MOST["context"]:
-            raise UserError(
-                f"decoder.rope_scaling.original_context is {self.original_context}; it must lie from 1 to {MOST['context']}"
-            )
-
-
-MOST = {
-    "width": 1 << 20, "layers": 1000, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "mlp_width": 1 << 24,
-    "context": 1 << 31, "post_layers": 1000, "hidden": 1 << 24, "stack": 1000,
-}  # fmt: skip
-"""Largest sizes of a decoder and a projector: far beyond any model, yet small enough that a larger value is refused before
-memory is taken for it."""
+        check_fields(self, "decoder.rope_scaling")
 
 
 @dataclass(frozen=True)
@@ -71,55 +69,35 @@ class DecoderConfig:
         post_layers: blocks after the text head's branch, before the audio heads (mini-omni's TTS adapter).
     """
 
-    width: int = 256
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 4
-    head_dim: int = 0
-    mlp_width: int = 1024
-    context: int = 2048
-    rope_base: float = 10000.0
+    width: int = ranged(256, 1, MOST["width"])
+    layers: int = ranged(4, 1, MOST["layers"])
+    heads: int = ranged(4, 1, MOST["heads"])
+    kv_heads: int = ranged(4, 1, MOST["kv_heads"])
+    head_dim: int = ranged(0, 0, MOST["head_dim"])
+    mlp_width: int = ranged(1024, 1, MOST["mlp_width"])
+    context: int = ranged(2048, 1, MOST["context"])
+    rope_base: float = ranged(10000.0, 1, 1e15, way=", such as 10000")
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
-    window: int | None = None
-    norm_eps: float = 1e-6
+    window: int | None = ranged(None, 1, way=", or null for full attention")
+    norm_eps: float = ranged(1e-6, above=0, most=1, way=", such as 1e-6")
     tie_text: bool = False
     combine: Literal["mean", "sum"] = "mean"
-    post_layers: int = 0
+    post_layers: int = ranged(0, 0, MOST["post_layers"])
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "kv_heads", "mlp_width", "context"):
-            if getattr(self, name) < 1:
-                raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("head_dim", "post_layers"):
-            if getattr(self, name) < 0:
-                raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at least 0")
-        for name, most in MOST.items():
-            if getattr(self, name, 0) > most:
-                raise UserError(f"decoder.{name} is {getattr(self, name)}; it must be at most {most}")
-        if not 0 < self.norm_eps <= 1:
-            raise UserError(f"decoder.norm_eps is {self.norm_eps}; it must be above 0 and at most 1, such as 1e-6")
-        if not 1 <= self.rope_base <= 1e15:
-            raise UserError(f"decoder.rope_base is {self.rope_base}; it must lie from 1 to 1e15, such as 10000")
+        check_fields(self, "decoder")
         if self.heads % self.kv_heads:
             raise UserError(f"decoder.heads {self.heads} is not a multiple of decoder.kv_heads {self.kv_heads}")
         if not self.head_dim and self.width % self.heads:
             raise UserError(f"decoder.width {self.width} is not a multiple of decoder.heads {self.heads}; set head_dim")
         if self.head_size % 2:
             raise UserError(f"decoder: head size {self.head_size} is odd; rotary positions need an even one")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"decoder.window is {self.window}; it must be at least 1, or null for full attention")
-        if self.combine not in ("mean", "sum"):
-            raise UserError(f"decoder.combine {self.combine!r} is unknown; use 'mean' or 'sum'")
 
     @property
     def head_size(self) -> int:
         return self.head_dim or self.width // self.heads
-
-
-PROJECTORS = ("linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k")
-"""Kinds of projectors."""
 
 
 @dataclass(frozen=True)
@@ -138,20 +116,14 @@ class ProjectorConfig:
     """
 
     kind: Literal["linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k"] = "linear"
-    hidden: int = 1024
-    stack: int = 1
+    hidden: int = ranged(1024, 1, MOST["hidden"])
+    stack: int = ranged(1, 1, MOST["stack"])
     bias: bool = True
     tasks: tuple[str, ...] = ("A1T1", "A1T2", "A1A2")
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in PROJECTORS:
-            raise UserError(f"projector.kind {self.kind!r} is unknown; {closest(self.kind, PROJECTORS)}")
-        for name in ("hidden", "stack"):
-            if getattr(self, name) < 1:
-                raise UserError(f"projector.{name} is {getattr(self, name)}; it must be at least 1")
-            if getattr(self, name) > MOST[name]:
-                raise UserError(f"projector.{name} is {getattr(self, name)}; it must be at most {MOST[name]}")
+        check_fields(self, "projector")
         if self.kind in ("linear", "mlp", "gated"):
             if self.settings:
                 raise UserError(f"projector.settings are of kinds whose parts tasks share; {self.kind} has none: leave out")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 
 Sides = Literal["combined", "separate", "one_sided", "x_only", "delta_only"]
-SIDES: tuple[Sides, ...] = ("combined", "separate", "one_sided", "x_only", "delta_only")
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,13 @@ class TransformConfig:
     """
 
     sides: Sides = "combined"
-    hidden: int = 1
-    rank: int = 1920
+    hidden: int = ranged(1, 0)
+    rank: int = ranged(1920, 1)
     init: Literal["id", "xavier"] = "id"
     norm: bool = True
 
     def __post_init__(self) -> None:
-        if self.sides not in SIDES:
-            raise UserError(f"mend.sides {self.sides!r} is unknown; use one of {', '.join(SIDES)}")
-        if self.init not in ("id", "xavier"):
-            raise UserError(f"mend.init {self.init!r} is unknown; use id or xavier")
-        if self.hidden < 0 or self.rank < 1:
-            raise UserError(f"mend.hidden {self.hidden} and rank {self.rank} must be at least 0 and 1")
+        check_fields(self, "mend.transform")
 
     def side(self, inputs: int, outputs: int) -> Literal["combined", "separate", "x", "delta"]:
         """The side or sides that are transformed for a linear of this shape."""
@@ -61,15 +56,12 @@ class MendConfig:
     transform: TransformConfig = field(default_factory=TransformConfig)
     shared: bool = True
     split: bool = False
-    edit_lr: float = 1e-4
-    c_edit: float = 0.1
-    c_loc: float = 1.0
+    edit_lr: float = ranged(1e-4, above=-math.inf, below=math.inf)
+    c_edit: float = ranged(0.1, above=0, below=math.inf)
+    c_loc: float = ranged(1.0, 0, below=math.inf)
 
     def __post_init__(self) -> None:
-        if not (0 < self.c_edit < math.inf and 0 <= self.c_loc < math.inf):
-            raise UserError(f"mend.c_edit is {self.c_edit} and c_loc {self.c_loc}; they are numbers above 0 and at least 0")
-        if not math.isfinite(self.edit_lr):
-            raise UserError(f"mend.edit_lr is {self.edit_lr}; it must be a number")
+        check_fields(self, "mend")
 
 
 @dataclass(frozen=True)
@@ -84,19 +76,14 @@ class FinetuneConfig:
     """
 
     norm: Literal["linf", "l2"] = "linf"
-    bound: float = 1e-3
-    lr: float = 5e-4
-    steps: int = 50
+    bound: float = ranged(1e-3, above=0)
+    lr: float = ranged(5e-4, above=0)
+    steps: int = ranged(50, 1)
     enough: float = 0.01
-    rank: int | None = None
+    rank: int | None = ranged(None, 1, way=", or null for dense changes")
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.norm not in ("linf", "l2"):
-            raise UserError(f"finetune.norm {self.norm!r} is unknown; use linf or l2")
-        if not self.bound > 0 or not self.lr > 0 or self.steps < 1:
-            raise UserError(f"finetune.bound {self.bound}, lr {self.lr} and steps {self.steps} must be above 0")
-        if self.rank is not None and self.rank < 1:
-            raise UserError(f"finetune.rank is {self.rank}; it must be at least 1, or null for dense changes")
+        check_fields(self, "finetune")
         if self.rank is not None and self.norm == "linf":
             raise UserError("finetune.norm linf bounds single weights, which a change of low rank has none of; use l2")

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,16 @@ class LoRAConfig:
     """
 
     targets: tuple[str, ...] = ("decoder.blocks.*",)
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: int = ranged(8, 1)
+    alpha: float = ranged(16.0, above=0, below=math.inf)
+    dropout: float = ranged(0.0, 0, below=1)
     rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         if not self.targets or isinstance(self.targets, str):
             given = f"the text {self.targets!r}" if self.targets else "empty"
             raise UserError(f"lora.targets is {given}; give a list of names of linears, such as ['decoder.blocks.*']")
-        if self.rank < 1:
-            raise UserError(f"lora.rank is {self.rank}; it must be at least 1")
-        if not 0 < self.alpha < math.inf:
-            raise UserError(f"lora.alpha is {self.alpha}; it must be a number above 0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"lora.dropout is {self.dropout}; it must lie from 0 to below 1")
+        check_fields(self, "lora")
 
     @property
     def scale(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from omni.config import from_dict, preset
 from omni.errors import UserError
 from omni.plugins import load_plugins
+from omni.ranges import check_fields, ranged
 from train.balance.section import BalanceSection, check_balance
 from train.config.sections import (
     BudgetConfig,
@@ -62,8 +63,8 @@ class FitConfig:
     trainable: tuple[str, ...] = ("*",)
     lora: LoRASection | None = None
     balance: BalanceSection | None = None
-    ema: float | None = None
-    clip: float | None = 1.0
+    ema: float | None = ranged(None, above=0, below=1, way=", such as 0.999")
+    clip: float | None = ranged(1.0, above=0, way=", or null for no clipping")
     guard: bool = False
     fabric: FabricConfig = field(default_factory=FabricConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -77,12 +78,11 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         load_plugins(self.plugins, "plugins")
-        _need(self.ema is None or 0 < self.ema < 1, f"ema is {self.ema}; it must lie between 0 and 1, such as 0.999")
+        check_fields(self)
         _need(
             self.lora is None or self.trainable == ("*",),
             "trainable and lora are both given; name what is trained beside the adapters under lora.trainable",
         )
-        _need(self.clip is None or self.clip > 0, f"clip is {self.clip}; it must be above 0, or null for no clipping")
         if self.balance is not None:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from omni.config import preset
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
 from omni.process import importing
+from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
 
 LORA = "*.lora.*"
@@ -166,18 +168,13 @@ class GroupConfig:
     """
 
     pattern: str
-    lr: float | None = None
-    muon_lr: float | None = None
-    weight_decay: float | None = None
+    lr: float | None = ranged(None, 0, LARGEST_RATE)
+    muon_lr: float | None = ranged(None, 0, LARGEST_RATE)
+    weight_decay: float | None = ranged(None, 0, LARGEST_RATE)
     rule: Rule | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "muon_lr", "weight_decay"):
-            value = getattr(self, name)
-            _need(
-                value is None or 0 <= value <= LARGEST_RATE,
-                f"optimizer.groups {self.pattern!r}: {name} is {value}; it must lie between 0 and {LARGEST_RATE:g}",
-            )
+        check_fields(self, f"optimizer.groups {self.pattern!r}")
 
 
 @dataclass(frozen=True)
@@ -200,22 +197,19 @@ class OptimizerConfig:
     """
 
     name: Rule = "adamw"
-    lr: float = 1e-3
+    lr: float = ranged(1e-3, 0, LARGEST_RATE)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.01
-    muon_lr: float = 0.02
+    weight_decay: float = ranged(0.01, 0, LARGEST_RATE)
+    muon_lr: float = ranged(0.02, 0, LARGEST_RATE)
     muon_momentum: float = 0.95
-    muon_steps: int = 5
+    muon_steps: int = ranged(5, 1)
     muon_scale: Literal["original", "match_rms_adamw"] = "original"
     muon_exclude: tuple[str, ...] = ("*embedding*", "*_head.*")
     groups: tuple[GroupConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("lr", "muon_lr", "weight_decay"):
-            value = getattr(self, name)
-            _need(0 <= value <= LARGEST_RATE, f"optimizer.{name} is {value}; it must lie between 0 and {LARGEST_RATE:g}")
-        _need(self.muon_steps >= 1, f"optimizer.muon_steps is {self.muon_steps}; it must be at least 1")
+        check_fields(self, "optimizer")
 
 
 @dataclass(frozen=True)
@@ -230,14 +224,12 @@ class ScheduleConfig:
     """
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    final: float = 0.0
-    decay: float = 0.2
+    warmup_steps: int = ranged(0, 0)
+    final: float = ranged(0.0, 0, 1)
+    decay: float = ranged(0.2, above=0, most=1)
 
     def __post_init__(self) -> None:
-        _need(self.warmup_steps >= 0, f"schedule.warmup_steps is {self.warmup_steps}; it must not be negative")
-        _need(0 <= self.final <= 1, f"schedule.final is {self.final}; it must lie between 0 and 1")
-        _need(0 < self.decay <= 1, f"schedule.decay is {self.decay}; it must lie between 0 and 1")
+        check_fields(self, "schedule")
 
 
 @dataclass(frozen=True)
@@ -250,19 +242,15 @@ class BudgetConfig:
             so that such a run is not repeatable bit for bit.
     """
 
-    steps: int | None = None
-    minutes: float | None = None
+    steps: int | None = ranged(None, 1)
+    minutes: float | None = ranged(None, above=0, below=math.inf)
 
     def __post_init__(self) -> None:
         _need(
             self.steps is not None or self.minutes is not None,
             "budget has neither steps nor minutes; say how long to train, such as --budget.steps 1000",
         )
-        _need(self.steps is None or self.steps >= 1, f"budget.steps is {self.steps}; it must be at least 1")
-        _need(
-            self.minutes is None or 0 < self.minutes < float("inf"),
-            f"budget.minutes is {self.minutes}; it must be above 0, and finite",
-        )
+        check_fields(self, "budget")
 
 
 FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
@@ -288,14 +276,13 @@ class CheckpointConfig:
 
     every_steps: int | None = None
     every_minutes: float | None = 15.0
-    keep_last: int = 2
-    keep_best: int = 1
+    keep_last: int = ranged(2, 1)
+    keep_best: int = ranged(1, 0)
     metric: str = "exact_match"
     mode: Literal["max", "min", "auto"] = "auto"
 
     def __post_init__(self) -> None:
-        _need(self.keep_last >= 1, f"checkpoint.keep_last is {self.keep_last}; it must be at least 1")
-        _need(self.keep_best >= 0, f"checkpoint.keep_best is {self.keep_best}; it must not be negative")
+        check_fields(self, "checkpoint")
         _need(
             self.metric.partition("/")[0] in FIGURES,
             f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
@@ -344,15 +331,13 @@ class ValidationConfig:
     every_steps: int | None = None
     every_minutes: float | None = None
     at_end: bool = True
-    questions: int = 64
+    questions: int = ranged(64, 0)
     tasks: tuple[str, ...] = ("A1A2",)
-    rows: int = 32
-    max_seconds: float = 10.0
+    rows: int = ranged(32, 1)
+    max_seconds: float = ranged(10.0, above=0)
 
     def __post_init__(self) -> None:
-        _need(self.questions >= 0, f"validation.questions is {self.questions}; it must not be negative")
-        _need(self.rows >= 1, f"validation.rows is {self.rows}; it must be at least 1")
-        _need(self.max_seconds > 0, f"validation.max_seconds is {self.max_seconds}; it must be above 0")
+        check_fields(self, "validation")
         for task in self.tasks:
             find_task(task, "validation.tasks")
 
@@ -368,9 +353,9 @@ class LogConfig:
         wandb: project at Weights & Biases to report to as well; needs the package `wandb`.
     """
 
-    every: int = 10
+    every: int = ranged(10, 1)
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     wandb: str | None = None
 
     def __post_init__(self) -> None:
-        _need(self.every >= 1, f"log.every is {self.every}; it must be at least 1")
+        check_fields(self, "log")

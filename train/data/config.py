@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 from omni.tasks import TASKS, Task, find_task
 from train.data.augment.config import AugmentConfig
 from train.data.sources.config import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
@@ -28,21 +29,17 @@ class PackingConfig:
             counted (`skip`).
     """
 
-    rows: int = 8
-    length: int = 1024
-    buffer: int = 16
-    too_long: str = "error"
+    rows: int = ranged(8, 1)
+    length: int = ranged(1024, 1)
+    buffer: int = ranged(16, 1)
+    too_long: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
-        for name in ("rows", "length", "buffer"):
-            if getattr(self, name) < 1:
-                raise UserError(f"data.packing.{name} is {getattr(self, name)}; it must be at least 1")
+        check_fields(self, "data.packing")
         if self.rows * self.length > MOST_COLUMNS:
             raise UserError(
                 f"data.packing has rows {self.rows} and length {self.length}; make their product at most {MOST_COLUMNS}"
             )
-        if self.too_long not in ("error", "skip"):
-            raise UserError(f"data.packing.too_long {self.too_long!r} is unknown; use 'error' or 'skip'")
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,7 @@ class SourceConfig:
     recorded: RecordedDigitsConfig = field(default_factory=RecordedDigitsConfig)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("spoken-digits", "recorded-digits", "stored"):
-            raise UserError(f"source kind {self.kind!r} is unknown; use 'spoken-digits', 'recorded-digits' or 'stored'")
+        check_fields(self, "source")
         if self.kind == "stored" and not self.path:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
         if self.kind != "stored" and (self.path or self.held_out):
@@ -126,19 +122,19 @@ class DataConfig:
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
     seed: int = 0
-    micro_batches: int = 1
+    micro_batches: int = ranged(1, 1)
     packing: PackingConfig = field(default_factory=PackingConfig)
     alignment: AlignmentKind = "none"
     words: tuple[str, ...] = ()
     sounds: bool = False
     augment: AugmentConfig | None = None
     augment_cached_audio: bool = True
-    cut: float = 0.0
+    cut: float = ranged(0.0, 0, 1)
     broken: Literal["error", "skip"] = "error"
-    broken_limit: float = 0.1
+    broken_limit: float = ranged(0.1, 0, 1)
     system: bool = True
-    workers: int = 1
-    prefetch: int = 2
+    workers: int = ranged(1, 0)
+    prefetch: int = ranged(2, 1)
     cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -153,17 +149,7 @@ class DataConfig:
                 )
         if self.sounds and self.alignment == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
-        if not 0 <= self.cut <= 1:
-            raise UserError(f"data.cut is {self.cut}; a share lies between 0 and 1")
-        if self.micro_batches < 1:
-            raise UserError(f"data.micro_batches is {self.micro_batches}; it must be at least 1")
-        if self.broken not in ("error", "skip"):
-            raise UserError(f"data.broken {self.broken!r} is unknown; use 'error' or 'skip'")
-        if not 0 <= self.broken_limit <= 1:
-            raise UserError(f"data.broken_limit is {self.broken_limit}; it is a share, from 0 to 1")
-        for name, least in (("workers", 0), ("prefetch", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"data.{name} is {getattr(self, name)}; it must be at least {least}")
+        check_fields(self, "data")
 
     @property
     def drawn(self) -> set[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.edit.config import FinetuneConfig, MendConfig
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
 from train.data.config import DataConfig, SourceConfig
 from train.data.tts.voices import check_spec
@@ -31,11 +33,11 @@ class SpeakConfig:
     """
 
     voices: tuple[str, ...] = ("espeak",)
-    rate: tuple[int, int] = (130, 200)
-    pitch: tuple[int, int] = (25, 75)
-    pitch_range: tuple[int, int] = (25, 75)
-    silence: tuple[float, float] = (0.0, 0.1)
-    peak: float = 0.5
+    rate: tuple[int, int] = ranged((130, 200), 0)
+    pitch: tuple[int, int] = ranged((25, 75), 0)
+    pitch_range: tuple[int, int] = ranged((25, 75), 0)
+    silence: tuple[float, float] = ranged((0.0, 0.1), 0, below=math.inf)
+    peak: float = ranged(0.5, above=0, most=1)
     question_rate: int = 16000
     answer_voice: str = "espeak:+f3"
     answer_rate: int = 175
@@ -46,12 +48,7 @@ class SpeakConfig:
             raise UserError("speak.voices is empty; name at least one, such as espeak")
         for spec in (*self.voices, self.answer_voice):
             check_spec(spec)
-        for name in ("rate", "pitch", "pitch_range", "silence"):
-            first, last = getattr(self, name)
-            if not 0 <= first <= last < float("inf"):
-                raise UserError(f"speak.{name} is {first} to {last}; it goes from at least 0 upwards")
-        if not 0 < self.peak <= 1:
-            raise UserError(f"speak.peak is {self.peak}; it lies above 0 and is at most 1")
+        check_fields(self, "speak")
 
 
 @dataclass(frozen=True)
@@ -65,23 +62,15 @@ class TeachConfig(FinetuneConfig):
     """
 
     norm: Literal["linf", "l2"] = "l2"
-    bound: float = 10.0
-    lr: float = 3e-3
-    steps: int = 200
+    bound: float = ranged(10.0, above=0)
+    lr: float = ranged(3e-3, above=0)
+    steps: int = ranged(200, 1)
     enough: float = 0.0
-    rank: int | None = 16
-    kl: float = 1.0
-    each: int = 24
-    facts: int = 10
-    others: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kl < 0 or min(self.each, self.facts) < 1 or self.others < 0:
-            raise UserError(
-                f"finetune.kl {self.kl} and others {self.others} must not be negative, each {self.each} and facts {self.facts} "
-                "at least 1"
-            )
+    rank: int | None = ranged(16, 1, way=", or null for dense changes")
+    kl: float = ranged(1.0, 0)
+    each: int = ranged(24, 1)
+    facts: int = ranged(10, 1)
+    others: int = ranged(20, 0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,7 @@ class ApplyConfig:
 
     method: Literal["finetune", "mend"] = "finetune"
     editor: str | None = None
-    until: float | None = 0.05
+    until: float | None = ranged(0.05, above=0, way=", or null for the strength that the editor gives")
     editor_settings: str | None = None
     linears: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("A1A2", "T1A2")
@@ -119,7 +108,7 @@ class ApplyConfig:
     finetune: TeachConfig = field(default_factory=TeachConfig)
     speak: SpeakConfig = field(default_factory=SpeakConfig)
     untouched: SourceConfig | None = None
-    untouched_count: int = 300
+    untouched_count: int = ranged(300, 0)
     device: str = "cpu"
     codec_folder: str | None = None
     seed: int = 0
@@ -133,12 +122,9 @@ class ApplyConfig:
             raise UserError(
                 f"--editor {self.editor} is given, but method {self.method} takes none; give --method mend, or leave it out"
             )
-        if self.until is not None and not self.until > 0:
-            raise UserError(f"until is {self.until}; it must be above 0, or null for the strength that the editor gives")
         if self.editor_settings is not None and self.editor is None:
             raise UserError(f"editor_settings {self.editor_settings!r} without an editor; name the archive they belong to")
-        if self.untouched_count < 0:
-            raise UserError(f"untouched_count is {self.untouched_count}; it must not be negative")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -156,22 +142,19 @@ class EditEvalConfig:
         overwrite: replace what is in the output folder.
     """
 
-    voices: int = 8
+    voices: int = ranged(8, 1)
     speak: SpeakConfig = field(default_factory=SpeakConfig)
     untouched: SourceConfig | None = None
-    untouched_count: int = 200
+    untouched_count: int = ranged(200, 0)
     max_seconds: float = 10.0
-    batch: int = 64
+    batch: int = ranged(64, 1)
     device: str = "cpu"
     codec_folder: str | None = None
     seed: int = 1
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.voices, self.batch) < 1 or self.untouched_count < 0:
-            raise UserError(
-                f"voices {self.voices} and batch {self.batch} must be at least 1, untouched_count {self.untouched_count} 0"
-            )
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -205,25 +188,21 @@ class EditFitConfig:
     tasks: tuple[str, ...] = ("A1A2",)
     stream_weights: tuple[float, ...] | None = None
     rephrase: str | None = "espeak"
-    steps: int = 1000
-    lr: float = 1e-3
-    accumulate: int = 4
-    others: int = 4
-    together: int = 1
-    clip: float = 1.0
-    checkpoint_steps: int = 100
-    log_steps: int = 20
+    steps: int = ranged(1000, 1)
+    lr: float = ranged(1e-3, above=0, below=math.inf)
+    accumulate: int = ranged(4, 1)
+    others: int = ranged(4, 1)
+    together: int = ranged(1, 1)
+    clip: float = ranged(1.0, above=0)
+    checkpoint_steps: int = ranged(100, 1)
+    log_steps: int = ranged(20, 1)
     device: str = "cpu"
     codec_folder: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_tasks(self.tasks)
-        for name in ("steps", "accumulate", "others", "together", "checkpoint_steps", "log_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0 < self.lr < float("inf") or not self.clip > 0:
-            raise UserError(f"lr {self.lr} and clip {self.clip} must be numbers above 0")
+        check_fields(self)
         if self.rephrase is not None:
             check_spec(self.rephrase)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omni.errors import UserError
 from omni.generate.sampling_config import Sampling
+from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
 from train.data.readers import ReaderOptions
 from train.scoring.text import find_normaliser
@@ -43,17 +45,17 @@ class EvalConfig:
     """
 
     task: str | None = None
-    limit: int | None = None
+    limit: int | None = ranged(None, 1, way=", or left out to ask all")
     normaliser: str = "basic"
     asr: str | None = None
     asr_words: list[str] = field(default_factory=list)
-    asr_longest: int = 8
-    timed: int = 8
+    asr_longest: int = ranged(8, 1)
+    timed: int = ranged(8, 0)
     text: bool = False
     text_before: str | None = None
-    batch: int = 16
-    max_seconds: float = 30.0
-    max_tokens: int = 256
+    batch: int = ranged(16, 1)
+    max_seconds: float = ranged(30.0, above=0, below=math.inf)
+    max_tokens: int = ranged(256, 1)
     temperature: float = 0.0
     top_k: int = 0
     seed: int = 0
@@ -65,13 +67,7 @@ class EvalConfig:
         if self.task is not None:
             find_task(self.task)
         find_normaliser(self.normaliser)
-        for name, least in (("batch", 1), ("max_tokens", 1), ("asr_longest", 1), ("timed", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"limit is {self.limit}; ask at least 1, or leave it out to ask all")
-        if not 0 < self.max_seconds < float("inf"):
-            raise UserError(f"max_seconds is {self.max_seconds}; it must be positive")
+        check_fields(self)
         if self.asr == "sphinx" and not self.asr_words:
             raise UserError("--asr sphinx needs the words that it may recognise: give --asr_words '[zero, one, two]'")
         _ = self.sampling  # its own checks

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 
 
 def check_stream_weights(weights: Sequence[float], streams: int) -> None:
@@ -40,20 +42,13 @@ class ObjectiveConfig:
     """
 
     stream_weights: tuple[float, ...] | None = None
-    ctc_weight: float = 0.0
-    ctc_final: float | None = None
-    ctc_words: float = 1.0
-    align_first: float = 0.0
-    chunk: int = 1 << 25
+    ctc_weight: float = ranged(0.0, 0)
+    ctc_final: float | None = ranged(None, 0)
+    ctc_words: float = ranged(1.0, above=0, below=math.inf)
+    align_first: float = ranged(0.0, 0, below=1)
+    chunk: int = ranged(1 << 25, 1)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.align_first < 1:
-            raise UserError(f"objective.align_first is {self.align_first}; it is a share of the budget, from 0 to below 1")
-        if self.ctc_weight < 0 or (self.ctc_final or 0) < 0:
-            raise UserError(f"objective.ctc_weight {self.ctc_weight} and ctc_final {self.ctc_final} must not be negative")
-        if not 0 < self.ctc_words < float("inf"):
-            raise UserError(f"objective.ctc_words is {self.ctc_words}; it must be above 0")
+        check_fields(self, "objective")
         if self.align_first > 0 and self.ctc_weight == 0:
             raise UserError("objective.align_first trains by the alignment loss alone, but objective.ctc_weight is 0")
-        if self.chunk < 1:
-            raise UserError(f"objective.chunk is {self.chunk}; it must be at least 1")

@@ -290,8 +290,8 @@ def nano(**given: Any) -> FitConfig:
     ("make", "key"),
     [
         (lambda: OptimizerConfig(lr=-1.0), "optimizer.lr is -1.0"),
-        (lambda: OptimizerConfig(muon_lr=1e308), "optimizer.muon_lr is 1e.308; it must lie between 0 and 1000"),
-        (lambda: GroupConfig("*", lr=float("inf")), "optimizer.groups '[*]': lr is inf; it must lie between 0 and 1000"),
+        (lambda: OptimizerConfig(muon_lr=1e308), "optimizer.muon_lr is 1e.308; it must be at least 0 and at most 1000"),
+        (lambda: GroupConfig("*", lr=float("inf")), "optimizer.groups '[*]'.lr is inf; it must be at least 0 and at most 1000"),
         (lambda: BudgetConfig(minutes=float("inf")), "budget.minutes is inf"),
         (lambda: PackingConfig(rows=0), "data.packing.rows is 0; it must be at least 1"),
         (lambda: PackingConfig(length=99999999999), "data.packing has rows 8 and length 99999999999; make their product"),

@@ -228,11 +228,11 @@ def test_masks_are_runs_of_the_mean_within_the_sound(frames: int | None) -> None
         ({"warp_bands": (0.9, 9.0)}, "warp_bands"),
         ({"feature_noise": (1, 0)}, "feature_noise"),
         ({"feature_echo": (0, 5)}, "feature_echo"),
-        ({"feature_echo_probability": 2.0}, "feature_echo_probability=2.0"),
+        ({"feature_echo_probability": 2.0}, "feature_echo_probability is 2.0"),
         ({"feature_range": (3, 9)}, "feature_range"),
-        ({"noise_probability": 1.5}, "noise_probability=1.5"),
-        ({"time_fraction": -0.1}, "time_fraction=-0.1"),
-        ({"freq_masks": -1}, "freq_masks=-1"),
+        ({"noise_probability": 1.5}, "noise_probability is 1.5"),
+        ({"time_fraction": -0.1}, "time_fraction is -0.1"),
+        ({"freq_masks": -1}, "freq_masks is -1"),
         ({"noise_folder": "noise"}, "without noise_snr_db"),
     ],
 )
@@ -255,5 +255,5 @@ def test_the_shape_of_features_is_a_smooth_filter_of_the_sound() -> None:
     config = replace(OFF, feature_shape_db=8.0)
     assert not torch.equal(augment_mel(before, config, seeded(0)), before)
     assert torch.equal(augment_mel(before, config, seeded(0), frames=20), before)
-    with pytest.raises(UserError, match="feature_shape_db=-1"):
+    with pytest.raises(UserError, match="feature_shape_db is -1"):
         AugmentConfig(feature_shape_db=-1)

@@ -200,9 +200,9 @@ def test_a_save_that_broke_off_is_not_taken_for_a_new_run(place, tmp_path):
         (["--steps", "0"], r"steps is 0; it must be at least 1"),
         (["--model", "nowhere"], r"model folder nowhere does not exist"),
         (["--stepz", "3"], r"unknown option --stepz; did you mean --steps"),
-        (["--lr", ".nan"], r"lr nan and clip 1.0 must be numbers above 0"),
+        (["--lr", ".nan"], r"lr is nan; it must be above 0 and finite"),
         (["--mend.c_edit", ".nan"], r"mend.c_edit is nan"),
-        (["--mend.c_loc", "-5"], r"c_loc -5.0; they are numbers above 0 and at least 0"),
+        (["--mend.c_loc", "-5"], r"mend.c_loc is -5.0; it must be at least 0 and finite"),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(place, tmp_path, words, message):

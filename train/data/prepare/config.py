@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 from train.data.readers import ReaderOptions
 from train.data.tts.voices import check_spec
 
@@ -41,7 +42,7 @@ class PrepareConfig:
     """
 
     read: ReaderOptions = field(default_factory=ReaderOptions)
-    limit: int | None = None
+    limit: int | None = ranged(None, 1, way=", or left out to prepare all")
     speak: str = ""
     voice: str = "espeak"
     answer_voice: str = ""
@@ -50,23 +51,17 @@ class PrepareConfig:
     codec_folder: str = ""
     device: str = "cpu"
     keep_answer_audio: bool = False
-    question_rate: int = SAMPLE_RATE
-    answer_rate: int = 0
-    shard_mb: int = 256
-    workers: int | None = None
-    threads: int = 1
+    question_rate: int = ranged(SAMPLE_RATE, 0)
+    answer_rate: int = ranged(0, 0)
+    shard_mb: int = ranged(256, 1)
+    workers: int | None = ranged(None, 0)
+    threads: int = ranged(1, 1)
 
     def __post_init__(self) -> None:
         for side in self.sides:
             if side not in SIDES:
                 raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
-        for name, least in (("question_rate", 0), ("answer_rate", 0), ("shard_mb", 1), ("threads", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"limit is {self.limit}; prepare at least 1 item, or leave it out to prepare all")
-        if self.workers is not None and self.workers < 0:
-            raise UserError(f"workers is {self.workers}; it must be at least 0")
+        check_fields(self)
         if self.codec_folder and not self.codec:
             raise UserError(f"codec_folder {self.codec_folder!r} is given without a codec; name one, such as --codec snac")
         if self.sides:

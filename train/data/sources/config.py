@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 from train.data.tts.espeak import SAMPLE_RATE
 from train.data.tts.voices import check_spec
 
@@ -59,42 +60,40 @@ class SpokenDigitsConfig:
         reuse_distance: draws from one use to the next.
     """
 
-    arithmetic: float = 0.5
+    arithmetic: float = ranged(0.5, 0, 1)
     lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
     arithmetic_phrases: tuple[str, ...] = ("what is {}", "what is {}", "how much is {}", "tell me {}", "{}")
     digit_phrases: tuple[str, ...] = ("say {}", "say {}", "repeat {}", "read back {}", "please say {}")
     accents: tuple[str, ...] = _ACCENTS
     variants: tuple[str, ...] = _VARIANTS
     rare_variants: tuple[str, ...] = _RARE_VARIANTS
-    rare: float = 0.5
+    rare: float = ranged(0.5, 0, 1)
     held_out: tuple[str, ...] = _HELD_OUT
     examined: bool = True
-    question_rate: int = RATE
-    rate: tuple[int, int] = (130, 200)
-    pitch: tuple[int, int] = (25, 75)
-    pitch_range: tuple[int, int] = (25, 75)
-    silence: tuple[float, float] = (0.0, 0.1)
-    peak: float = 0.5
+    question_rate: int = ranged(RATE, 4000, SAMPLE_RATE)
+    rate: tuple[int, int] = ranged((130, 200), 80)
+    pitch: tuple[int, int] = ranged((25, 75), 0)
+    pitch_range: tuple[int, int] = ranged((25, 75), 0)
+    silence: tuple[float, float] = ranged((0.0, 0.1), 0)
+    peak: float = ranged(0.5, above=0, most=1)
     answer_text: Literal["words", "digits"] = "words"
     answer_speech: Literal["words", "phrase"] = "words"
     answer_voice: str = "en-us+f3"
     answer_rate: int = 230
     answer_pitch: int = 50
     turns: tuple[float, ...] = (1.0,)
-    follow_ups: float = 0.0
+    follow_ups: float = ranged(0.0, 0, 1)
     twice_phrases: tuple[str, ...] = ("and twice that", "and twice that?", "twice that")
     again_phrases: tuple[str, ...] = ("say it again", "again please")
-    reuse: int = 1
-    reuse_distance: int = 1024
+    reuse: int = ranged(1, 1)
+    reuse_distance: int = ranged(1024, 1)
 
     def __post_init__(self) -> None:
         for name in ("lengths", "turns"):
             weights = getattr(self, name)
             if not weights or min(weights) < 0 or sum(weights) <= 0:
                 raise UserError(f"digits.{name} {list(weights)}: give weights of at least 0, one of them above")
-        for name in ("arithmetic", "rare", "follow_ups"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"digits.{name} is {getattr(self, name)}; a share lies between 0 and 1")
+        check_fields(self, "digits")
         for name in ("arithmetic_phrases", "digit_phrases"):
             for phrase in getattr(self, name) or ("",):
                 if phrase.count("{}") != 1:
@@ -108,20 +107,6 @@ class SpokenDigitsConfig:
                 raise UserError(
                     f"digits.held_out names {voice!r}, but its variant speaks in training: take it out of one of them"
                 )
-        for name, low in (("rate", 80), ("pitch", 0), ("pitch_range", 0), ("silence", 0)):
-            first, last = getattr(self, name)
-            if not low <= first <= last:
-                raise UserError(f"digits.{name} is {first} to {last}; it goes from at least {low} upwards")
-        if not 0 < self.peak <= 1:
-            raise UserError(f"digits.peak is {self.peak}; it lies above 0 and is at most 1")
-        if self.answer_text not in ("words", "digits"):
-            raise UserError(f"digits.answer_text {self.answer_text!r} is unknown; use 'words' or 'digits'")
-        if self.answer_speech not in ("words", "phrase"):
-            raise UserError(f"digits.answer_speech {self.answer_speech!r} is unknown; use 'words' or 'phrase'")
-        if not 4000 <= self.question_rate <= SAMPLE_RATE:
-            raise UserError(f"digits.question_rate is {self.question_rate}; it lies between 4000 and {SAMPLE_RATE}")
-        if self.reuse < 1 or self.reuse_distance < 1:
-            raise UserError(f"digits.reuse {self.reuse} and reuse_distance {self.reuse_distance} must be at least 1")
 
 
 WORDY = "A1T1"
@@ -168,43 +153,33 @@ class RecordedDigitsConfig:
     folder: str = ""
     held_out: tuple[str, ...] = ()
     lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
-    pause: tuple[float, float] = (0.02, 0.35)
-    silence: tuple[float, float] = (0.02, 0.2)
-    speed: tuple[float, float] = (0.85, 1.2)
-    level_db: tuple[float, float] = (-3.0, 3.0)
-    floor_db: tuple[float, float] = (-70.0, -45.0)
-    trim_db: tuple[float, float] | None = None
-    noise_db: tuple[float, float] | None = None
-    noisy: float = 1.0
+    pause: tuple[float, float] = ranged((0.02, 0.35), 0)
+    silence: tuple[float, float] = ranged((0.02, 0.2), 0)
+    speed: tuple[float, float] = ranged((0.85, 1.2), 0.25)
+    level_db: tuple[float, float] = ranged((-3.0, 3.0), -60)
+    floor_db: tuple[float, float] = ranged((-70.0, -45.0), -200)
+    trim_db: tuple[float, float] | None = ranged(None, -120, 0)
+    noise_db: tuple[float, float] | None = ranged(None, -120, 0)
+    noisy: float = ranged(1.0, 0, 1)
     digit_weights: tuple[float, ...] = ()
-    voices: float = 0.0
+    voices: float = ranged(0.0, 0, 1)
     english: str = ""
     accents: dict[str, str] = field(default_factory=dict)
-    otherwise: float = 0.0
-    accented: float = 0.0
+    otherwise: float = ranged(0.0, 0, 1)
+    accented: float = ranged(0.0, 0, 1)
     more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    more: float = 0.0
+    more: float = ranged(0.0, 0, 1)
     voice_folder: str | None = None
     words: str = ""
-    wordy: float = 0.0
+    wordy: float = ranged(0.0, 0, 1)
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
             raise UserError(f"recorded.lengths {list(self.lengths)}: give weights of at least 0, one of them above")
-        for name, low in (("pause", 0.0), ("silence", 0.0), ("speed", 0.25), ("level_db", -60.0), ("floor_db", -200.0)):
-            first, last = getattr(self, name)
-            if not low <= first <= last:
-                raise UserError(f"recorded.{name} is {first} to {last}; it goes from at least {low:g} upwards")
-        for name in ("trim_db", "noise_db"):
-            limits = getattr(self, name)
-            if limits is not None and not -120 <= limits[0] <= limits[1] <= 0:
-                raise UserError(f"recorded.{name} is {limits[0]} to {limits[1]}; it goes upwards, from -120 to 0")
+        check_fields(self, "recorded")
         weights = self.digit_weights
         if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
             raise UserError(f"recorded.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")
-        for name in ("voices", "more", "accented", "otherwise", "noisy", "wordy"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"recorded.{name} is {getattr(self, name)}; it is a share, from 0 to 1")
         if self.voices + self.more > 1:
             raise UserError(f"recorded.voices {self.voices} and recorded.more {self.more} are shares of one whole: lower one")
         if self.more and not any(self.more_voices.values()):

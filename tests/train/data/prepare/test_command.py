@@ -118,12 +118,12 @@ def test_one_is_no_plural() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--read.colums", "{}"], "data prepare: unrecognized arguments: --read.colums"),
+        (["--read.colums", "{}"], "unknown option --read.colums; did you mean --read.columns?"),
         (["--read.columns", "{sound: wav}"], "columns maps 'sound', which is no field of a row"),
         (["--read.columns", "{answer_text: answer}"], "has no column 'answer': it has transcript, wav, reply, said"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", "TWICE"], "twice.yaml line 3: limit is given again, after line 1; keep one"),
-        (["--limit", "0"], "limit is 0; prepare at least 1 item, or leave it out to prepare all"),
+        (["--limit", "0"], "limit is 0; it must be at least 1, or left out to prepare all"),
         (["--workers", "few"], '"workers"'),
     ],
 )

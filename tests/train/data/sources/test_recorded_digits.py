@@ -352,7 +352,7 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"accents": {"es": "a b|| c d e f g h i j"}}, r"recorded.accents.es has 'b\|\|': write a word before, between"),
         ({"english": "zero one"}, "recorded.english has 2 words"),
         ({"digit_weights": (1.0,) * 9}, "recorded.digit_weights .* give ten weights"),
-        ({"otherwise": -0.1}, "recorded.otherwise is -0.1; it is a share"),
+        ({"otherwise": -0.1}, "recorded.otherwise is -0.1; it must be at least 0 and at most 1"),
         ({"accents": {"xx": "a b c d e f g h i j"}}, "xx"),
         ({"more": 0.5}, "recorded.more_voices names no voice"),
         ({"more": 0.5, "more_voices": {"en": ()}}, "recorded.more_voices names no voice"),

@@ -218,7 +218,7 @@ def test_utterances_return_after_a_distance_and_to_the_same_shard(reuse, distanc
         (dict(peak=0.0), "digits.peak is 0.0"),
         (dict(answer_text="roman"), "digits.answer_text 'roman'"),
         (dict(answer_speech="sung"), "digits.answer_speech 'sung'"),
-        (dict(reuse=0), "digits.reuse 0"),
+        (dict(reuse=0), "digits.reuse is 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong, named):

@@ -1,0 +1,49 @@
+"""Ranges and choices that are declared with a field hold wherever the dataclass is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from omni.errors import UserError
+from omni.ranges import check_fields, ranged
+
+
+@dataclass(frozen=True)
+class Drawn:
+    rows: int = ranged(8, 1, 1 << 20)
+    share: float = ranged(0.5, 0, below=1)
+    rate: float | None = ranged(None, above=0, below=float("inf"), way=", or null for none")
+    pair: tuple[float, float] = ranged((1.0, 2.0), 0, 4)
+    name: Literal["adam", "muon"] | None = "adam"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "part")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"rows": 0}, "^part.rows is 0; it must be at least 1 and at most 1048576$"),
+        ({"rows": 1 << 21}, "part.rows is 2097152"),
+        ({"share": 1.0}, "part.share is 1.0; it must be at least 0 and below 1$"),
+        ({"share": float("nan")}, "part.share is nan"),
+        ({"rate": 0.0}, "part.rate is 0.0; it must be above 0 and finite, or null for none$"),
+        ({"rate": float("inf")}, "part.rate is inf"),
+        ({"pair": (2.0, 1.0)}, "part.pair is 2.0 to 1.0; lowest and highest must be at least 0 and at most 4$"),
+        ({"pair": (2.0, 5.0)}, "part.pair is 2.0 to 5.0"),
+        ({"pair": [1.0, float("nan")]}, "part.pair is 1.0 to nan"),
+        ({"pair": (1.0, 2.0, 3.0)}, "part.pair is"),
+        ({"name": "moon"}, "part.name 'moon' is unknown; did you mean 'muon'"),
+    ],
+)
+def test_a_value_out_of_its_range_names_key_value_and_range(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Drawn(**given)
+
+
+def test_what_lies_within_is_taken() -> None:
+    assert Drawn(rows=1, share=0.0, rate=1e9, pair=(0.0, 4.0), name=None) == Drawn(1, 0.0, 1e9, (0.0, 4.0), None)
+    assert (Drawn().rows, Drawn.share, Drawn().pair) == (8, 0.5, (1.0, 2.0))
