@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.remote import refuse_remote
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -24,9 +24,7 @@ def check_command(name: str, known: Iterable[str], of: str = "") -> None:
     """Refuse an unknown command `of` `data`, `edit`, or `omni-train` itself: UserError with the closest name."""
     names = list(known)
     if name not in names:
-        close = get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UserError(f"{of} command {name!r} is unknown; {hint}known: {', '.join(names)}".strip())
+        raise UserError(f"{of} command {name!r} is unknown; {closest(name, names)}".strip())
 
 
 def find_config(given: str | Path) -> Path:
