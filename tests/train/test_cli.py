@@ -108,7 +108,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
         ),
         (["fit", "FILE", "--run_folder", "FILE", "--dry_run"], "is a file where a folder belongs; name another folder"),
         (["validate", "TMP/nothing"], "nothing does not exist; give a folder with config.json"),
-        (["validate", "TMP", "--limit", "0"], "validate: --limit is 0; ask at least 1"),
+        (["validate", "TMP", "--limit", "0"], "error: --limit is 0; it must be at least 1"),
         (["eval", "TMP", "FILE", "--out", "FILE"], "is a file where a folder belongs; name another folder"),
         (["eval", "--compare", "TMP", "TMP"], "run holds no evaluation (it has no run.json); name the --out of one"),
         (["validate", "TMP", "--questions", "3"], "error: validate: --questions is now called --limit: give that instead"),

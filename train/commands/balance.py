@@ -22,7 +22,7 @@ from omni.tasks import find_task
 from train.balance.section import BalanceSection, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
-from train.console.options import Parser
+from train.console.options import Parser, check_least
 from train.console.progress import percent
 from train.console.tables import print_table
 
@@ -213,9 +213,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, help="of each run; the configuration's own by default")
     parser.add_argument("--out", type=str, default="runs/balance", help="folder of the runs, figures and picture")
     options = Namespace(**parser.read(argv))
+    check_least(vars(options), seeds=1)
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
-    if not methods or options.seeds < 1:
-        raise UserError(f"balance: {options.methods!r} with {options.seeds} seeds; name methods, and at least one seed")
+    if not methods:
+        raise UserError(f"--methods is {options.methods!r}; name at least one, such as upgrad:parameters")
     config, _ = read_fit_config([options.config])
     if options.steps is not None:
         config = replace(config, budget=replace(config.budget, steps=options.steps))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from omni.errors import UserError
 from omni.process import importing
-from train.console.options import Parser, add_progress, given_path
+from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.tables import print_table
 from train.data.inspect.filter import DROPPED, RowFilter, filter_rows
 from train.data.inspect.rules import read_rules
@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shard_mb", type=int, default=256, help="size of a Parquet file in MiB, before compression")
     add_progress(parser)
     chosen = parser.read(argv)
-    if chosen["shard_mb"] < 1:
-        raise UserError(f"shard_mb is {chosen['shard_mb']}; it must be at least 1")
+    check_least(chosen, shard_mb=1)
     rules = read_rules(chosen["rules"])
     if rules.max_wer is not None and chosen["whisper"] is None:
         raise UserError(

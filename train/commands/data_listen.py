@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omni.errors import UserError
 from omni.process import importing
-from train.console.options import Parser, given_path
+from train.console.options import Parser, check_least, given_path
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
 from train.data.inspect.scan import Scan
 from train.data.inspect.target import add_options, chosen_target, own_codec
@@ -31,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--columns", type=int, default=24, help="time steps that are drawn at either end of a long example")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec; by default those in the model's folder")
     chosen = parser.read(argv)
-    if chosen["columns"] < 1:
-        raise UserError(f"columns is {chosen['columns']}; it must be at least 1")
+    check_least(chosen, columns=1)
     scan, codecs = Scan(chosen["data"]), Codecs(own_codec(chosen))
     target = chosen_target(chosen)
     with importing():

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from omni.errors import UserError
-from train.console.options import Parser, add_progress, given_path
+from train.console.options import Parser, add_progress, check_least, given_path
 from train.console.progress import counted, duration
 from train.console.tables import print_table
 from train.data.inspect.checks import Bounds
@@ -35,8 +34,7 @@ def main(argv: Sequence[str]) -> int:
     add_progress(parser)
     chosen = parser.read(argv)
     bounds = Bounds(*(chosen[name] for name in Bounds.__dataclass_fields__))
-    if chosen["examples"] < 0:
-        raise UserError(f"examples is {chosen['examples']}; it must be at least 0")
+    check_least(chosen, examples=0)
     with contextlib.ExitStack() as stack:
         stream: TextIO | None = None
         if chosen["findings"] is not None:

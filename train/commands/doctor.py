@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.errors import UserError
 from omni.process import end_by_signal, importing
 from train.config.parse import read_with_options
 from train.config.run import FitConfig
+from train.console.options import check_least
 
 if TYPE_CHECKING:
     from omni.diagnostics import Finding
@@ -38,10 +38,8 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(HELP)
         return 0
-    config, name, options = read_with_options(argv, {"steps": int})
+    config, name, options = read_with_options(argv, {"steps": int}, partial(check_least, steps=1))
     steps = options.get("steps", STEPS)
-    if steps < 1:
-        raise UserError(f"--steps is {steps}; give a number of at least 1")
     with importing():
         from omni.diagnostics import report
 

@@ -11,7 +11,7 @@ from omni.errors import UserError
 from omni.process import importing, say
 from omni.tasks import find_task
 from train.config.parse import read_fit_config
-from train.console.options import Parser, given_path
+from train.console.options import Parser, check_least, given_path
 from train.console.progress import shown
 
 
@@ -25,8 +25,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="cpu")
     parser.add_argument("--answers", type=given_path, help="write every answer to this JSON lines file")
     chosen = Namespace(**parser.read(argv))
-    if chosen.limit is not None and chosen.limit < 1:
-        raise UserError(f"validate: --limit is {chosen.limit}; ask at least 1, or leave it out to ask all")
+    check_least(vars(chosen), limit=1)
     check_folder(chosen.model)
     file = chosen.config or chosen.model.parent / "config.yaml"
     if not file.is_file():

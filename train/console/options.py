@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Any, Literal
 
 import jsonargparse
 import yaml
 
 from omni.arguments import StrictParser
+from omni.errors import UserError
 
 
 class Parser(StrictParser, jsonargparse.ArgumentParser):
@@ -37,6 +39,14 @@ yaml.SafeDumper.add_multi_representer(PurePath, lambda dumper, path: dumper.repr
 def add_progress(parser: Parser) -> None:
     """Adds the option `--progress`."""
     parser.add_argument("--progress", type=Literal["auto", "bar", "lines", "off"], default="auto", help="what is shown")
+
+
+def check_least(values: Mapping[str, Any], **least: int) -> None:
+    """Refuses (UserError) options of a number below its least, where they are given."""
+    for name, number in least.items():
+        value = values.get(name)
+        if value is not None and value < number:
+            raise UserError(f"--{name} is {value}; it must be at least {number}")
 
 
 class Listing(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):

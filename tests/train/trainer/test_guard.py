@@ -392,7 +392,8 @@ def test_ends_that_are_trained_give_no_false_alarm(name: str, tasks: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--steps", "0"], "--steps is 0; give"), (["--modle.preset", "x"], "did you mean")]
+    ("arguments", "message"),
+    [(["--steps", "0"], "--steps is 0; it must be at least 1"), (["--modle.preset", "x"], "did you mean")],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "configs/nano.yaml", *arguments]) == 2
