@@ -42,6 +42,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
+from omni.ranges import check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,10 +98,7 @@ class Stream:
                 f"layout: a {self.kind} stream has size {self.size}, specials {self.specials} and rows {self.rows}; each must "
                 f"be at most {LARGEST}"
             )
-        if self.kind not in ("audio", "text"):
-            raise UserError(f"layout: stream kind {self.kind!r} is unknown; use 'audio' or 'text'")
-        if self.role not in ("predicted", "given"):
-            raise UserError(f"layout: stream role {self.role!r} is unknown; use 'predicted' or 'given'")
+        check_fields(self, "layout.streams")
         if self.rows and self.rows < self.size + self.specials:
             raise UserError(f"layout: {self.rows} table rows cannot hold {self.size} ids and {self.specials} special ids")
 
@@ -148,10 +146,7 @@ class Layout:
             raise UserError("layout: there is no audio stream; a speech model needs at least one")
         if self.streams[-1].role != "predicted":
             raise UserError("layout: the text stream cannot be 'given'; only audio streams can")
-        if self.features not in ("replace", "add"):
-            raise UserError(f"layout: features {self.features!r} is unknown; use 'replace' or 'add'")
-        if self.fill not in ("pad", "sampled"):
-            raise UserError(f"layout: fill {self.fill!r} is unknown; use 'pad' or 'sampled'")
+        check_fields(self, "layout")
 
     @classmethod
     def build(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP, WINDOW, MelFloor, log_mel, mel_frames
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
-from omni.errors import UserError, closest
+from omni.errors import UserError
+from omni.ranges import check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,10 +93,7 @@ class WhisperConfig(EncoderConfig):
         if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
             frame = 1 / self.frames_per_second
             raise UserError(f"encoder.window_seconds={self.window_seconds}: give a multiple of {frame:g} s above 0")
-        for key, allowed in _CHOICES.items():
-            value = getattr(self, key)
-            if value not in allowed:
-                raise UserError(f"encoder.{key}={value!r} is unknown: {closest(value, allowed)}")
+        check_fields(self, "encoder")
 
     @property
     def bands(self) -> int:
@@ -181,13 +179,6 @@ class WhisperConfig(EncoderConfig):
 
 
 ENCODERS.add(WhisperConfig.kind, WhisperConfig)
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("padded", "variable"),
-    "mel_floor": ("clip", "fixed"),
-    "long_audio": ("refuse", "split"),
-    "normalize": ("none", "clip"),
-}
 
 # Published sizes: the `ModelDimensions` stored in OpenAI's checkpoints, also tabled in "Robust Speech
 # Recognition via Large-Scale Weak Supervision" (Radford et al. 2022, table 1). The turbo model keeps

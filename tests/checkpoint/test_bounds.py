@@ -79,7 +79,7 @@ def refused(place: Path, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "section, change, says",
     [
-        ("decoder", {"layers": 10**6}, "decoder.layers is 1000000; it must be at most 1000"),
+        ("decoder", {"layers": 10**6}, "decoder.layers is 1000000; it must be at least 1 and at most 1000"),
         ("decoder", {"layers": 1000}, r"asks for 1000 layers decoder.blocks.\*, the weights have 2"),
         ("decoder", {"layers": 1}, r"asks for 1 layers decoder.blocks.\*, the weights have 2"),
         ("decoder", {"post_layers": 900}, r"asks for 900 layers decoder.post_blocks.\*, the weights have 1"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from omni.errors import UserError
+from omni.ranges import check_fields, ranged
 from omni.tasks import TASKS, find_task
 from train.data.inspect.measures import BadSound, Measured, digest, measure, text_digest
 from train.data.prepare.codecs import BadCodes, Codecs
@@ -35,14 +36,12 @@ class Bounds:
         chars_per_second: lowest and highest rate of speech; None for the language's own (`SPEECH_RATES`).
     """
 
-    max_silence: float = 0.9
-    max_clipping: float = 0.001
+    max_silence: float = ranged(0.9, 0, 1)
+    max_clipping: float = ranged(0.001, 0, 1)
     chars_per_second: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_silence", "max_clipping"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it is a share between 0 and 1")
+        check_fields(self)
         if self.chars_per_second is not None and not 0 < self.chars_per_second[0] < self.chars_per_second[1]:
             raise UserError(f"chars_per_second is {list(self.chars_per_second)}; give the lowest rate and the highest, above 0")
 
