@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import json
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from omni.diagnostics import Guard
-from omni.edit.config import SIDES, FinetuneConfig, MendConfig, TransformConfig
+from omni.edit.config import FinetuneConfig, MendConfig, Sides, TransformConfig
 from omni.edit.deltas import Delta, Edits, edited
 from omni.edit.factors import gradient_factors
 from omni.edit.finetune import finetune, project
@@ -100,7 +101,7 @@ def test_a_linear_that_is_used_by_its_weight_is_named():
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("sides", get_args(Sides))
 @pytest.mark.parametrize("name", ["llama"])
 def test_every_parameter_learns_and_nothing_else_does(model, name, sides, shared, split):
     mend = some_mend(model, MendConfig(TransformConfig(sides, rank=6), shared=shared, split=split, edit_lr=1e-2))

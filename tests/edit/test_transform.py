@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
-from omni.edit.config import SIDES, TransformConfig
+from omni.edit.config import Sides, TransformConfig
 from omni.edit.transform import GradientTransform, Statistics
 from omni.errors import UserError
 from tests.close import assert_near
@@ -74,7 +76,7 @@ def by_hand(transform: GradientTransform, x: Tensor, delta: Tensor, mode: int) -
 
 
 @pytest.mark.parametrize("init", ["id", "xavier"])
-@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("sides", get_args(Sides))
 def test_a_transform_is_its_formula(sides, init):
     transform = noisy(GradientTransform(6, 4, TransformConfig(sides, hidden=2, rank=3, init=init), modes=2))
     x, delta = samples(9, 6), samples(9, 4, 1)

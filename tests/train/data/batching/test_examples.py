@@ -307,7 +307,7 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
     ("make", "named"),
     [
         (lambda: DataConfig(cut=1.5), "data.cut is 1.5"),
-        (lambda: SourceConfig(kind="web"), "source kind 'web' is unknown"),
+        (lambda: SourceConfig(kind="web"), "source.kind 'web' is unknown"),
         (lambda: SourceConfig(kind="stored"), "a source of kind 'stored' has no path"),
         (lambda: SourceConfig(path="a.parquet"), "leave out path 'a.parquet'"),
         (lambda: SourceConfig(tasks={"A9": 1.0}), "task 'A9' is unknown"),
