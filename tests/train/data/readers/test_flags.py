@@ -21,8 +21,9 @@ from tests.train.data.readers.toys import (
     write_tone,
 )
 from tests.train.eval.toys import QUICK, read_lines, save_model
-from train.commands.data_prepare import _parser, main
-from train.commands.eval import _parse
+from train.commands import data_prepare
+from train.commands import eval as eval_command
+from train.commands.data_prepare import main
 from train.commands.eval import main as evaluate
 from train.data.readers import Broken, ReaderOptions, open_source
 
@@ -75,8 +76,8 @@ def test_what_a_message_tells_to_say_reads_the_data(tmp_path, case, rows):
     (said,) = re.findall(r"--read\.\w+ (?:'[^']*'|\S+)", message)
     flags = shlex.split(said)
     assert prepared(path, tmp_path / "out", *flags) == rows
-    asked = _parse(["model", "data", "--out", "out", *flags]).read
-    assert asked == _parser().instantiate(_parser().parse_args(["in", "out", *flags])).read != ReaderOptions()
+    asked = eval_command._parser().read(["model", "data", "--out", "out", *flags])["read"]
+    assert asked == data_prepare._parser().read(["in", "out", *flags])["read"] != ReaderOptions()
 
 
 def test_an_evaluation_reads_packed_codes_as_a_preparation_does(tmp_path):
