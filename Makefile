@@ -12,10 +12,10 @@ demo: $(READY)
 	$(RUN) -m train demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile
 
 test-long: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) -m long
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile -m long
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,10 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.fixture
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for the disk; a real one is waited for in tests/checkpoint/test_tensors.py."""
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+@pytest.fixture(scope="session", autouse=True)
+def quick_disk() -> Iterator[Callable[[int], None]]:
+    """Nothing waits for the disk; a real one is waited for in tests/checkpoint/test_tensors.py, by what is given here."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = os.fsync
+        patch.setattr("os.fsync", lambda handle: None)
+        yield real
 
 
 @pytest.fixture

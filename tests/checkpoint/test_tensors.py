@@ -22,6 +22,11 @@ from omni.files import replacing_folder
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
 
+@pytest.fixture(autouse=True)
+def real_disk(quick_disk, monkeypatch):
+    monkeypatch.setattr("os.fsync", quick_disk)
+
+
 def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     shapes = {"table": (700, 6), "vector": (33,), "cube": (5, 3, 2), "scalar": (), "none": (0, 4), "row": (1, 50)}

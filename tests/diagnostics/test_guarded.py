@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.processes import environment
+from tests.processes import Program
 from train.objective.objective import Objective
 from train.trainer.step import PlainStep
 
@@ -91,9 +89,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("suite") / "test_some.py"
     file.write_text(SUITE)
     options = ["-p", "tests.conftest", "--guard", "-rA", "-p", "no:cacheprovider", "-c", "pyproject.toml", str(file)]
-    process = subprocess.run([sys.executable, "-m", "pytest", *options], env=environment(), capture_output=True, text=True)
-    assert process.returncode == 1, process.stdout + process.stderr
-    return process.stdout
+    ended = Program("pytest", *options).end()
+    assert ended.code == 1, ended.out + ended.said
+    return ended.out
 
 
 def test_a_finding_fails_the_test_that_made_it(said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -15,7 +16,7 @@ from omni.codec.snac import SNAC_24KHZ
 from omni.convert.contract import text_shapes
 from omni.convert.huggingface import text_config
 from omni.errors import UserError
-from train.bench.child import run_apart
+from train.bench.child import ResourceUse, run_apart
 from train.bench.convert import QWEN2_05B, convert, write_model
 from train.bench.names import SECTIONS
 from train.bench.prepare import prepare, sound, write_snac
@@ -30,6 +31,19 @@ SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=3
 BYTES = 64 << 20
 NEAR = BYTES // 2
 """What a process may take besides, and what of a peak may be there before."""
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["here", "apart"])
+def apart(request, monkeypatch) -> None:
+    """What is measured in a process of its own runs in this one, with figures that are not measured; and as it is."""
+
+    def here(module, arguments, imports=()):
+        assert importlib.import_module(module).main(arguments) == 0
+        return ResourceUse(1.0, 2, 1)
+
+    if not request.param:
+        for table in ("convert", "prepare"):
+            monkeypatch.setattr(f"train.bench.{table}.run_apart", here)
 
 
 def values(rows: list[TimingRow]) -> dict[str, float]:
@@ -79,7 +93,7 @@ def test_its_shards_are_those_that_transformers_loads(tmp_path):
     assert all(p.dtype == torch.bfloat16 and 0.015 < p.float().std() < 0.025 for p in model.parameters() if p.numel() > 1000)
 
 
-def test_the_table_of_conversions_has_memory_and_rate_of_each():
+def test_the_table_of_conversions_has_memory_and_rate_of_each(apart):
     found = values(convert(SMALL_LM, encoder="tiny", shards=2))
     ways = ("from Hugging Face", "to .pth", "from .pth")
     figures = ("read", "peak RSS / read", "peak RSS without files / read", "written")
@@ -108,7 +122,7 @@ def test_the_random_snac_is_read_as_a_released_one(tmp_path):
     assert codec.encode(sound(0.1, codec.sample_rate, 0)).shape[0] == len(codec.codebook_sizes) == 7
 
 
-def test_the_table_of_preparing_has_rates_memory_and_their_ratios():
+def test_the_table_of_preparing_has_rates_memory_and_their_ratios(apart):
     threads = torch.get_num_threads()
     found = values(prepare(2, 0.3, (2, 35), 1, SMALL_SNAC))
     assert torch.get_num_threads() == threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ SMALL = {
 }
 
 
+@functools.cache
+def read(recipe: Path) -> tuple[FitConfig, str]:
+    return read_fit_config([str(recipe)])
+
+
 def small(**changes: object) -> ModelSection:
     return ModelSection(**{"preset": "nano", **SMALL, **changes})  # type: ignore[arg-type]
 
@@ -62,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
 def test_every_recipe_names_parameters_that_exist_whatever_the_base(recipe: Path, tied: bool) -> None:
-    config, name = read_fit_config([str(recipe)])
+    config, name = read(recipe)
     assert isinstance(config, FitConfig) and name == recipe.stem
     base = str(config.model.preset or "qwen2-0.5b-omni")  # a recipe without a preset names a folder
     section = dataclasses.replace(config.model, init_from=None, preset=base, decoder={"tie_text": tied})
@@ -97,7 +103,7 @@ def test_a_tied_head_is_named_as_head_or_as_table() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
 def test_recipes_with_open_answers_keep_what_has_the_lowest_held_out_loss(recipe: Path) -> None:
-    config, _ = read_fit_config([str(recipe)])
+    config, _ = read(recipe)
     assert (config.checkpoint.metric == "loss") == (recipe.parent != CONFIGS)  # the files at the top have one right answer
     assert config.checkpoint.good == ("max" if config.checkpoint.metric == "exact_match" else "min")
 

@@ -116,7 +116,7 @@ def test_further_passes_take_time_and_are_said() -> None:
 
 
 def test_knobs_leave_out_what_a_balance_cannot_have() -> None:
-    config, model = balanced("modo", micro=3), shape()
+    config, model = balanced("modo", micro=3), shape(layers=1)
     alone, _ = try_knobs(config, model, 0.0, cuda=True)
     assert alone and all(one.knob.config.data.micro_batches % 3 == 0 for one in alone)
     with pytest.raises(UserError, match="one micro-batch|to balance"):

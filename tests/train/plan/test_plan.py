@@ -77,8 +77,15 @@ def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) ->
     assert found == pytest.approx(wanted.peak, rel=0.15), (found / MIB, wanted.peak / MIB)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize(("width", "layers", "rows", "checkpointing"), [(512, 5, 2, False), (384, 4, 4, True)])
+@pytest.mark.parametrize(
+    ("kind", "width", "layers", "rows", "checkpointing"),
+    [
+        ("nf4", 512, 5, 2, False),
+        ("int8", 384, 4, 4, True),
+        pytest.param("nf4", 384, 4, 4, True, marks=pytest.mark.long),
+        pytest.param("int8", 512, 5, 2, False, marks=pytest.mark.long),
+    ],
+)
 def test_a_quantised_base_takes_what_is_said(kind: Any, width: int, layers: int, rows: int, checkpointing: bool) -> None:
     model = shape(width=width, layers=layers)
     config = replace(run(rows=rows, length=128, checkpointing=checkpointing), lora=LoRASection(rank=4, quantize=kind))

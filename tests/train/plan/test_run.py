@@ -55,8 +55,13 @@ def file(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--data.micro_batches", "2", "--ema", "0.9", "--fabric.checkpointing", "true", "--data.packing.rows", "8")],
-    ids=["plain", "more"],
+    [
+        pytest.param((), id="plain", marks=pytest.mark.long),
+        pytest.param(
+            ("--data.micro_batches", "2", "--ema", "0.9", "--fabric.checkpointing", "true", "--data.packing.rows", "8"),
+            id="more",
+        ),
+    ],
 )
 def test_the_estimate_is_what_fit_takes(
     file: str, tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import nn
@@ -15,6 +16,7 @@ from train.balance.rows import Rows
 from train.trainer.logs import BALANCE, CsvTable, Logs, read_table
 from train.trainer.plots import balance
 
+pytestmark = pytest.mark.usefixtures("whole_pictures")
 NAMES = ["A1T1", "A1T2", "A1A2"]
 
 

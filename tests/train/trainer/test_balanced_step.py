@@ -139,7 +139,7 @@ def test_every_method_is_the_slow_one(tmp_path: Path, method: str, level: str) -
         ("mgda", "parameters", {"names": ("A1T1", "T1A2")}),
     ],
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_accumulated_it_is_the_slow_one(
     tmp_path: Path, method: str, level: str, options: dict[str, Any], checkpointing: bool
 ) -> None:

@@ -14,6 +14,8 @@ from train.trainer import plots
 from train.trainer.logs import METRICS, VALIDATION, CsvTable
 from train.trainer.plots import CURVES, curves, spectrogram, spectrograms
 
+pytestmark = pytest.mark.usefixtures("whole_pictures")
+
 
 def ink(file: Path) -> float:
     """Share of the pixels that are not background."""
