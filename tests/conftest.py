@@ -42,6 +42,29 @@ def quick_disk() -> Iterator[Callable[[int], None]]:
         yield real
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_pictures() -> Iterator[dict[str, Any]]:
+    """Pictures are one pixel each; tests of pictures draw them whole, by what is given here."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    quick = {
+        "tight_layout": lambda figure, **options: None,
+        "savefig": lambda figure, file, **options: Image.new("RGB", (1, 1)).save(file, "PNG"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        real = {name: getattr(Figure, name) for name in quick}
+        for name, function in quick.items():
+            patch.setattr(Figure, name, function)
+        yield real
+
+
+@pytest.fixture
+def whole_pictures(quick_pictures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, function in quick_pictures.items():
+        monkeypatch.setattr(f"matplotlib.figure.Figure.{name}", function)
+
+
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be spawned is forked from a process that has done its imports."""

@@ -3,6 +3,7 @@ shape of a step is rehearsed and captured before it is replayed. What is said mu
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,13 +120,17 @@ def batch(lm: SpeechLM, sampling: Sampling) -> list[Any]:
     return [(a.tokens, a.ended, a.codes is not None and a.codes.tolist()) for a in answers]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("assist", [False, True])
-@pytest.mark.parametrize("shape", [{}, {"window": 9}], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("sampled", "assist", "window"),
+    [
+        pytest.param(*case, marks=() if sum(case) % 2 == 0 else pytest.mark.long)  # every two of them meet
+        for case in itertools.product((False, True), repeat=3)
+    ],
+)
 def test_captured_and_late_equals_plain(
-    layout: Layout, sampling: Sampling, assist: bool, shape: dict[str, Any], request: pytest.FixtureRequest
+    layout: Layout, sampled: bool, assist: bool, window: bool, request: pytest.FixtureRequest
 ) -> None:
-    lm = make_lm(layout, **shape)
+    lm, sampling = make_lm(layout, **({"window": 9} if window else {})), SAMPLINGS[sampled]
     plain = talk(lm, sampling, assist), batch(lm, sampling)
     runners = request.getfixturevalue("as_if_on_a_gpu")
     twin = SpeechLM(lm.model, lm.tokenizer, lm.codec)

@@ -78,6 +78,7 @@ def test_resamples_that_weigh_nothing_are_left_out() -> None:
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(kept, [2.5, 97.5])))
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_pictures_of_what_has_no_figure(tmp_path: Path) -> None:
     none, some = Figure(math.nan, math.nan, math.nan, 2), Figure(0.5, 0.4, 30.0, 9)
     run = Run(tmp_path, {"model": "m", "data": "d"}, {name: [] for name in (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)})
