@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -33,8 +34,9 @@ class Program:
         self.files = [tempfile.NamedTemporaryFile("r") for _ in "12"]  # noqa: SIM115 (deleted with the program)
         places = [file.name for file in self.files]
         given = name, arguments, environment(**variables), places, folder or os.getcwd()
-        self.process = FORKS.Process(target=_run, args=given, daemon=not folder)  # a daemon may have no children
+        self.process = FORKS.Process(target=_run, args=given)
         self.process.start()
+        atexit.register(self.process.kill)
 
     def end(self, seconds: float = 300) -> Ended:
         """Wait for it; what takes longer hangs, and is killed."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 

@@ -132,7 +132,7 @@ def test_another_configuration_is_refused_unless_forced(tmp_path: Path) -> None:
     config = toy_config(tmp_path, checkpoint=EVERY_3)
     toy_fit(config)
     other = replace(config, optimizer=OptimizerConfig(lr=2e-2))
-    with pytest.raises(UserError, match=r"optimizer\.lr is 0\.02, but the run in .* was started with 0\.01; .*--resume force"):
+    with pytest.raises(UserError, match=r"optimizer\.lr is 0\.02\b.*\b0\.01\b.*--resume force"):
         toy_fit(other)
     free = replace(config, checkpoint=CheckpointConfig(keep_last=5), fabric=FabricConfig("cpu", 1, checkpointing=True))
     assert toy_fit(free)[0].step == 8
@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_a_larger_budget_and_nothing_else(tmp_path: Path, cap
 
         toy_fit(toy_config(tmp_path / name, **more), toy_parts(before))
         larger = toy_config(tmp_path / name, budget=BudgetConfig(steps=12), **more)
-        with pytest.raises(UserError, match=r"budget\.steps is 12, .* started with 8; .*--resume extend \(go on with a larger"):
+        with pytest.raises(UserError, match=r"budget\.steps is 12\b.*\b8\b.*--resume extend"):
             toy_fit(larger)
         capfd.readouterr()
         assert toy_fit(replace(larger, resume="extend"))[0].step == 12
@@ -178,12 +178,12 @@ def test_extending_says_what_becomes_of_the_learning_rate(tmp_path: Path, capfd:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"budget": BudgetConfig(steps=7)}, r"budget\.steps is 7, but the run was started with 8: --resume extend makes"),
-        ({"budget": BudgetConfig(steps=9, minutes=5)}, r"budget\.minutes is 5, but the run was started without such a limit"),
-        ({"budget": BudgetConfig(minutes=5)}, r"budget\.minutes is 5, but the run was started without such a limit"),
-        ({"budget": BudgetConfig(steps=9), "clip": 2.0}, r"clip is 2\.0, but the run in .* was started with 1\.0"),
-        ({"budget": BudgetConfig(steps=9), "schedule": ScheduleConfig()}, r"schedule\.warmup_steps is 0, but"),
-        ({"budget": BudgetConfig(steps=9), "run_folder": "elsewhere"}, r"needs an earlier run, but .*elsewhere has no"),
+        ({"budget": BudgetConfig(steps=7)}, r"budget\.steps is 7\b.*\b8\b.*--resume extend"),
+        ({"budget": BudgetConfig(steps=9, minutes=5)}, r"budget\.minutes is 5\b"),
+        ({"budget": BudgetConfig(minutes=5)}, r"budget\.minutes is 5\b"),
+        ({"budget": BudgetConfig(steps=9), "clip": 2.0}, r"clip is 2\.0\b.*\b1\.0\b"),
+        ({"budget": BudgetConfig(steps=9), "schedule": ScheduleConfig()}, r"schedule\.warmup_steps is 0\b"),
+        ({"budget": BudgetConfig(steps=9), "run_folder": "elsewhere"}, r"earlier run.*\belsewhere\b"),
     ],
 )
 def test_extending_with_anything_else_is_refused(undisturbed: dict[str, Path], changes: dict[str, Any], said: str) -> None:
@@ -225,7 +225,7 @@ def test_data_that_have_grown_are_refused_unless_forced(tmp_path: Path) -> None:
     config = toy_config(tmp_path, checkpoint=EVERY_3)
     name = "the number of rows of data.sources[0]"
     toy_fit(config, toy_parts(rows={name: 10}))
-    with pytest.raises(UserError, match=r"rows of data\.sources\[0\] is 12, but the run .* with 10; .*--resume force"):
+    with pytest.raises(UserError, match=r"data\.sources\[0\] is 12\b.*\b10\b.*--resume force"):
         toy_fit(config, toy_parts(rows={name: 12}))
     assert toy_fit(config, toy_parts(rows={name: 10}))[0].step == 8
     longer = replace(config, budget=replace(config.budget, steps=9), resume="force")

@@ -232,24 +232,24 @@ def test_placement_follows_who_started_the_processes() -> None:
     assert placement(FabricConfig(devices=4, num_nodes=2), torchrun) == (4, 2)
     assert placement(FabricConfig(), srun) == (2, 3)
     assert placement(FabricConfig(), {**srun, "SLURM_JOB_NAME": "interactive"}) == ("auto", 1)
-    with pytest.raises(UserError, match=r"fabric\.devices is 8, but torchrun has started 4"):
+    with pytest.raises(UserError, match=r"fabric\.devices is 8\b.*\btorchrun\b.*\b4\b"):
         placement(FabricConfig(devices=8), torchrun)
 
 
 def test_impossible_combinations_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"fabric: accelerator tpu9, devices 1, .* is not available here: "):
+    with pytest.raises(UserError, match=r"accelerator tpu9, devices 1\b"):
         build_fabric(FabricConfig(accelerator="tpu9", devices=1))
     monkeypatch.setenv("LT_CLI_USED", "1")
     monkeypatch.setenv("LT_DEVICES", "2")
-    with pytest.raises(UserError, match=r"give each setting once: to `fabric run` or in the configuration"):
+    with pytest.raises(UserError, match=r"devices 1\b.*`fabric run`"):
         build_fabric(FabricConfig(accelerator="cpu", devices=1))
     monkeypatch.setenv("LT_DEVICES", "1")
     assert build_fabric(FabricConfig(accelerator="cpu")).world_size == 1
     monkeypatch.setenv("LT_PRECISION", "bf16-true")
-    with pytest.raises(UserError, match=r"`fabric run --precision bf16-true` .*: leave it out there, and set fabric.precision"):
+    with pytest.raises(UserError, match=r"fabric run --precision bf16-true\b.*\bfabric\.precision\b"):
         build_fabric(FabricConfig(accelerator="cpu", precision="bf16-true"))
     monkeypatch.delenv("LT_PRECISION")
-    with pytest.raises(UserError, match=r"4 micro-batches a step cannot be shared by 3"):
+    with pytest.raises(UserError, match=r"\b4 micro-batches.*\b3\b"):
         from train.data.batching.loader import process_shards
 
         process_shards(4, 0, 3)
@@ -261,5 +261,5 @@ def test_muon_refuses_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     from train.optim import optimizer as optim
 
     monkeypatch.setattr(optim, "DTensor", torch.nn.Parameter)
-    with pytest.raises(UserError, match=r"use optimizer\.name adamw, or strategy ddp"):
+    with pytest.raises(UserError, match=r"optimizer\.name adamw\b.*\bddp\b"):
         optim.parameter_groups(list(ToyModel().named_parameters()), OptimizerConfig(name="muon"))

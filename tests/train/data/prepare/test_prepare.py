@@ -55,15 +55,15 @@ def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
     program = Program("tests.train.data.prepare.toys", str(HERE), str(out), "1")
     try:
         while not list(work.glob("notes/00000.json")):
-            assert program.process.is_alive(), "it ended before it could be killed"
+            assert program.process.is_alive(), program.end().said
             time.sleep(0.01)
-        with pytest.raises(UserError, match=f"in use: process {program.process.pid} on .* wait for it"):
+        with pytest.raises(UserError, match=rf"process {program.process.pid}\b"):
             made(out, ToySource(200))
     finally:
         program.process.kill()
         program.end()
     assert not out.exists() and (work / ".lock").is_file()
-    with pytest.raises(UserError, match=r"was started with other settings: codec was 'codec2' and is now ''"):
+    with pytest.raises(UserError, match=r"\bcodec was 'codec2' and is now ''"):
         made(out, ToySource(200), codec="")
     assert made(out, ToySource(200)) == made(tmp_path / "whole", ToySource(200))
     assert files_of(out) == files_of(tmp_path / "whole")
@@ -187,9 +187,7 @@ def test_a_folder_that_has_changed_is_noticed(tmp_path):
     (source / ".hidden").write_text("what no reader reads")
     assert prepare(source, tmp_path / "out", config) == first
     told(source, "new and longer", "two")
-    with pytest.raises(
-        UserError, match=r"was prepared before .*in changed: source_files was 1 files, \d+ bytes \(.*remove the"
-    ):
+    with pytest.raises(UserError, match=r"source_files was 1 files, \d+ bytes"):
         prepare(source, tmp_path / "out", config)
     told(source, "old", "two")
     assert prepare(source, tmp_path / "out", config) == first
@@ -240,7 +238,7 @@ def test_what_is_whole_is_left_alone(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert made(tmp_path / "out", workers=1) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-    with pytest.raises(UserError, match="was prepared with other settings: source_items was 100 and is now 101"):
+    with pytest.raises(UserError, match="source_items was 100 and is now 101"):
         made(tmp_path / "out", ToySource(101))
 
 
@@ -266,7 +264,7 @@ def test_a_full_disk(shard, tmp_path, monkeypatch):
         return write(self, *args, **options)
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    with pytest.raises(UserError, match=rf"no space left to write .*rows-0000{shard}.parquet: free some"):
+    with pytest.raises(UserError, match=rf"no space left.*rows-0000{shard}\.parquet"):
         made(tmp_path / "out", ToySource(110))
     left = sorted(path.name for path in (tmp_path / "out.preparing").glob("*"))
     assert left == (["notes", "rows-00000.parquet", "settings.json"] if shard else [])
@@ -282,7 +280,7 @@ def test_a_shard_that_was_changed_is_not_gone_on_with(tmp_path, monkeypatch):
         made(tmp_path / "out", ToySource(120))
     shard = tmp_path / "out.preparing" / "rows-00000.parquet"
     os.truncate(shard, 100)
-    with pytest.raises(UserError, match=r"rows-00000.parquet has 100 bytes and its note says \d+"):
+    with pytest.raises(UserError, match=r"rows-00000\.parquet has 100 bytes"):
         made(tmp_path / "out", ToySource(120))
 
 
@@ -310,15 +308,13 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
 
 
 def test_a_process_that_dies_is_reported(tmp_path):
-    with pytest.raises(UserError, match=r"was ended by signal 9, perhaps for want of memory: run the same command again"):
+    with pytest.raises(UserError, match=r"signal 9\b"):
         made(tmp_path / "out", Deadly(64), workers=1)
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_but_broken_items(tmp_path):
-    with pytest.raises(
-        UserError, match=r"none of the first 5 items makes a row; the first, toy.jsonl row 0: no such recording"
-    ):
+    with pytest.raises(UserError, match=r"first 5 items.*toy\.jsonl row 0\b.*no such recording"):
         made(tmp_path / "out", ToySource(5, broken=tuple(range(5))))
     assert not (tmp_path / "out").exists()
 
