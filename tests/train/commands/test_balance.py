@@ -43,6 +43,7 @@ def faked(made: list[FitConfig]) -> Callable[[FitConfig], SimpleNamespace]:
     return run
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_runs_differ_in_method_and_seed_only(tmp_path: Path) -> None:
     made: list[FitConfig] = []
     config, _ = read_fit_config([RECIPE, "--balance.losses", "mean"])
