@@ -21,7 +21,7 @@ from omni.old_names import MODULES
 
 
 class SpeechModel(nn.Module):
-    """Turns log-mels into features in `encode`, and columns of tokens and features into hidden states in `forward`.
+    """Turns sound into features in `encode`, and columns of tokens and features into hidden states in `forward`.
 
     Dimensions: B batch, K streams, T time, N features, W width of the decoder.
     """
@@ -67,16 +67,16 @@ class SpeechModel(nn.Module):
         self.encoder.checkpointing = on
         self.decoder.checkpointing = on
 
-    def encode_frames(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+    def encode_frames(self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.forward`."""
-        encoded: Tensor = self.encoder(mels, mel_lengths, frames)
+        encoded: Tensor = self.encoder(inputs, input_lengths, frames)
         return encoded
 
     def encode(
-        self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None
+        self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None
     ) -> Tensor:
         """Features [N, W] of clips one after another, as `forward` takes them; task: see `Projector.forward`."""
-        return self.projector(self.encode_frames(mels, mel_lengths, frames), frames, task)
+        return self.projector(self.encode_frames(inputs, input_lengths, frames), frames, task)
 
     def forward(
         self,

@@ -159,7 +159,7 @@ class EditObjective:
         assert isinstance(model, SpeechModel)
         heard = [one.heard for one in pieces if one.heard is not None]
         if self.listening:
-            features = model.encode(batch.mels, batch.mel_lengths, batch.frames) if batch.frames else None
+            features = model.encode(batch.inputs, batch.input_lengths, batch.frames) if batch.frames else None
         else:
             features = torch.cat(heard) if heard else None
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
@@ -179,11 +179,11 @@ class EditObjective:
     def _hear(self, example: Example) -> Tensor | None:
         if self.listening or not example.clips:
             return None
-        mels = torch.zeros(len(example.clips), self.lm.config.encoder.bands, max(c.mel.shape[1] for c in example.clips))
-        for padded, clip in zip(mels, example.clips, strict=True):
-            padded[:, : clip.mel.shape[1]] = clip.mel
-        lengths, frames = [c.mel.shape[1] for c in example.clips], [c.frames for c in example.clips]
-        return self.model.encode(mels.to(self.model.device), lengths, frames)
+        inputs = torch.zeros(len(example.clips), self.lm.config.encoder.bands, max(c.inputs.shape[1] for c in example.clips))
+        for padded, clip in zip(inputs, example.clips, strict=True):
+            padded[:, : clip.inputs.shape[1]] = clip.inputs
+        lengths, frames = [c.inputs.shape[1] for c in example.clips], [c.frames for c in example.clips]
+        return self.model.encode(inputs.to(self.model.device), lengths, frames)
 
 
 class Draws:

@@ -165,13 +165,13 @@ class Objective(nn.Module):
         collectives, and every parameter in the backward pass.
         """
         model = self.model
-        mels, lengths, frames = batch.mels, batch.mel_lengths, batch.frames
+        inputs, lengths, frames = batch.inputs, batch.input_lengths, batch.frames
         empty = len(frames) == 0
         if empty:
             encoder = model.config.encoder
             lengths, frames = [encoder.feature_frames(1)], [1]
-            mels = torch.zeros(1, encoder.bands, lengths[0], device=batch.tokens.device)
-        heard = model.encode_frames(mels, lengths, frames)
+            inputs = torch.zeros(1, encoder.bands, lengths[0], device=batch.tokens.device)
+        heard = model.encode_frames(inputs, lengths, frames)
         if model.projector.tasks:
             count = sum(-(-n // model.projector.stack) for n in frames)
             features = model.projector(heard, frames, feature_tasks(batch, count))

@@ -189,9 +189,9 @@ def _answer(model: SpeechModel, config: FitConfig) -> None:
     if count:
         frames = min(count[0] * shape.projector.stack, shape.encoder.positions)
         width = shape.encoder.feature_frames(frames)
-        mels = torch.zeros(rows, shape.encoder.bands, width)
+        inputs = torch.zeros(rows, shape.encoder.bands, width)
         spoken = next(task.name for task in tasks if task.question == "audio")
-        features = model.encode(mels, [width] * rows, [frames] * rows, [spoken] * rows)
+        features = model.encode(inputs, [width] * rows, [frames] * rows, [spoken] * rows)
         index[:, 1 : 1 + count[0]] = 0
     tokens = torch.zeros(rows, len(shape.layout), min(length, CHUNK), dtype=torch.long)
     hidden = model(tokens, features, index[:, :CHUNK])

@@ -1,6 +1,6 @@
 """Makes the micro-batch that needs most memory of all that a run's packing allows.
 
-Dimensions: R rows, K streams, T columns, N clips, M mel bands.
+Dimensions: R rows, K streams, T columns, N clips, M values of a feature frame.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
         feature_index=index,
         segments=segments,
         task=torch.full((rows, length), list(TASKS).index(tasks[-1].name)),
-        mels=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
-        mel_lengths=lengths,
+        inputs=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
+        input_lengths=lengths,
         frames=frames,
         transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
         examples=rows * max(1, len(heard)),

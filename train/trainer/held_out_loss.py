@@ -68,7 +68,7 @@ def build_held_out(
         UserError: a row is broken.
     """
     plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment)
-    layout, mels = maker.model.layout, maker.model.encoder.bands
+    layout, bands = maker.model.layout, maker.model.encoder.bands
     own: list[Batch] = []
     made, examples = 0, 0
     for made, rows in enumerate(
@@ -76,9 +76,9 @@ def build_held_out(
     ):
         examples += sum(map(len, rows))
         if (made - 1) % world == rank:
-            own.append(assemble(rows, packing.length, layout, mels, {}))
+            own.append(assemble(rows, packing.length, layout, bands, {}))
     if len(own) < -(-made // world):
-        own.append(assemble([[] for _ in range(packing.rows)], packing.length, layout, mels, {}))
+        own.append(assemble([[] for _ in range(packing.rows)], packing.length, layout, bands, {}))
     return HeldOut(own, sum(len(rows) for _, rows in found), examples, broken or {})
 
 

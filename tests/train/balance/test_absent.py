@@ -68,7 +68,7 @@ class Broken(Objective):
     def forward(self, batch: Batch, denominators: Tensor, progress: float = 1.0, task_losses: PlainLosses = PLAIN) -> Losses:
         self.calls += 1
         if self.calls == self.at:
-            batch.mels = batch.mels * torch.nan
+            batch.inputs = batch.inputs * torch.nan
         return super().forward(batch, denominators, progress, task_losses)
 
 
@@ -79,7 +79,7 @@ def poisoned(parts: Any, at: int) -> Any:
     def some(*words: Any) -> Iterator[Any]:
         for number, step in enumerate(steps(*words)):
             for batch in step if number == at else ():
-                batch.mels.fill_(torch.nan)
+                batch.inputs.fill_(torch.nan)
             yield step
 
     return replace(parts, steps=some)

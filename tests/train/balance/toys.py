@@ -86,14 +86,14 @@ def joined(batches: Sequence[Batch]) -> Batch:
     for b in batches:
         index.append(torch.where(b.feature_index >= 0, b.feature_index + offset, -1))
         offset += int(b.feature_index.max()) + 1
-    longest = max(b.mels.shape[2] for b in batches)
+    longest = max(b.inputs.shape[2] for b in batches)
     rows: dict[str, Any] = {
         name: torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "segments", "task")
     }
     whole = replace(
         first, **rows, feature_index=torch.cat(index),
-        mels=torch.cat([F.pad(b.mels, (0, longest - b.mels.shape[2])) for b in batches]),
-        mel_lengths=[n for b in batches for n in b.mel_lengths], frames=[n for b in batches for n in b.frames],
+        inputs=torch.cat([F.pad(b.inputs, (0, longest - b.inputs.shape[2])) for b in batches]),
+        input_lengths=[n for b in batches for n in b.input_lengths], frames=[n for b in batches for n in b.frames],
         transcripts=[t for b in batches for t in b.transcripts],
         examples=sum(b.examples for b in batches), positions=sum(b.positions for b in batches),
     )  # fmt: skip
@@ -145,7 +145,7 @@ def slow_losses(
     Args:
         keep: gets the features.
     """
-    features = model.encode(batch.mels, batch.mel_lengths, batch.frames)
+    features = model.encode(batch.inputs, batch.input_lengths, batch.frames)
     if keep is not None:
         keep.append(features)
     hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)

@@ -22,7 +22,7 @@ def test_alignment_loss_is_torch_ctc():
     model = SpeechModel(MODELS["codec2"])
     batch = pack(model, [make_examples(model, ["A1T1", "A1A2"])], 64)
     losses = Objective(model, ObjectiveConfig(ctc_weight=0.5))(batch, targets(batch))
-    heard = model.encode_frames(batch.mels, batch.mel_lengths, batch.frames).split(batch.frames)
+    heard = model.encode_frames(batch.inputs, batch.input_lengths, batch.frames).split(batch.frames)
     wanted = torch.zeros(())
     for h, ids in zip(heard, batch.transcripts, strict=True):
         scores = model.alignment_head(h).log_softmax(-1)[:, None]
@@ -44,7 +44,7 @@ def test_the_loss_of_two_spellings_is_the_sum_of_two_ctc_losses():
     losses.total.backward()
     found = gradients(model)
     model.zero_grad()
-    heard = model.encode_frames(batch.mels, batch.mel_lengths, batch.frames).split(batch.frames)
+    heard = model.encode_frames(batch.inputs, batch.input_lengths, batch.frames).split(batch.frames)
     wanted = torch.zeros(())
     for h, *both in zip(heard, words, sounds, strict=True):
         logits = model.alignment_head(h)
@@ -70,7 +70,7 @@ def test_clips_without_a_transcript_learn_nothing_from_the_alignment(silent):
     losses.total.backward()
     found = gradients(model)
     model.zero_grad()
-    heard = model.encode_frames(batch.mels, batch.mel_lengths, batch.frames).split(batch.frames)
+    heard = model.encode_frames(batch.inputs, batch.input_lengths, batch.frames).split(batch.frames)
     wanted = torch.zeros(())
     for h, ids in zip(heard, batch.transcripts, strict=True):
         if ids:

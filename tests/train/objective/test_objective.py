@@ -92,8 +92,8 @@ def pack(model: SpeechModel, rows: list[list], width: int):
     for i, m in enumerate(mels):
         padded[i, :, : m.shape[1]] = m
     return SimpleNamespace(
-        tokens=tokens, targets=goals, feature_index=index, segments=segments, task=task, mels=padded,
-        mel_lengths=[m.shape[1] for m in mels], frames=frames, transcripts=transcripts,
+        tokens=tokens, targets=goals, feature_index=index, segments=segments, task=task, inputs=padded,
+        input_lengths=[m.shape[1] for m in mels], frames=frames, transcripts=transcripts,
         supervised=[(goals[:, s].reshape(-1) != IGNORE).nonzero().squeeze(1) for s in range(k)],
     )  # fmt: skip
 
@@ -102,7 +102,7 @@ def plain(model: SpeechModel, batch, denominators) -> torch.Tensor:
     """All logits, then cross-entropy: the objective as one would first write it."""
     features = None
     if batch.frames:
-        features = model.encode(batch.mels, batch.mel_lengths, batch.frames)
+        features = model.encode(batch.inputs, batch.input_lengths, batch.frames)
     hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments)
     total = torch.zeros(())
     for k, logits in enumerate(model.decoder.logits(hidden)):
@@ -304,7 +304,7 @@ def test_a_module_in_bf16_divides_by_exact_counts(model):
     """257 is not among bf16's numbers, nor is the weight 0.3."""
     streams = len(model.layout)
     batch = pack(model, [make_examples(model, ["A1A2"])], 64)
-    batch.mels = batch.mels.bfloat16()
+    batch.inputs = batch.inputs.bfloat16()
     objective = Objective(model, ObjectiveConfig((0.3,) * streams)).to(torch.bfloat16)
     losses = objective(batch, torch.tensor([257] * (streams + 1)))
     torch.testing.assert_close(losses.total.detach(), losses.sums.sum() * (0.3 / 257), rtol=1e-5, atol=0)

@@ -208,7 +208,7 @@ def test_worst_batch_of_padded_windows_runs(length: int) -> None:
     nano = shape()
     padded = replace(nano, encoder=replace(nano.encoder, mode="padded", hop=160, window_seconds=2.0))
     batch = worst_batch(run(rows=1, length=length).data, padded)
-    assert set(batch.mel_lengths) == {2 * padded.encoder.positions}
+    assert set(batch.input_lengths) == {2 * padded.encoder.positions}
     assert int(batch.feature_index.max()) + 1 == sum(-(-n // 2) for n in batch.frames)
 
 

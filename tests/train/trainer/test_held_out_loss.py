@@ -82,7 +82,7 @@ def test_each_row_is_examined_once_for_every_task_of_its_source(rows: list[Row])
     assert {tuple(TASKS)[i] for i in tasks.unique().tolist()} == {"T1T2", "A1A2", "A1T1"}
     again = held(rows, augment=AugmentConfig(feature_noise=(-6, -1), time_masks=2, time_width=5))
     for a, b in zip(found.batches, again.batches, strict=True):
-        assert a.tokens.equal(b.tokens) and a.mels.equal(b.mels)
+        assert a.tokens.equal(b.tokens) and a.inputs.equal(b.inputs)
     short = held(rows, replace(PACKING, length=25))
     assert 0 < short.examples < found.examples  # what no row can hold is left out
 

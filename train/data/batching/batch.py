@@ -1,6 +1,6 @@
 """The packed micro-batch that a packer makes and the objective reads.
 
-Dimensions: R rows, K streams, T columns, N clips, M mel bands.
+Dimensions: R rows, K streams, T columns, N clips, M values of a feature frame.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Batch:
         feature_index: [R, T] index of each column's encoder feature, counted over all clips of the batch, -1 for none.
         segments: [R, T] number of the example within its row; the unused end has a number of its own.
         task: [R, T] index into `tuple(TASKS)`, -1 in columns without example.
-        mels: [N, M, t] log-mels of the clips, zero beyond their ends.
-        mel_lengths, frames: mel frames and encoder frames of each clip.
+        inputs: [N, M, t] features of the clips as the encoder takes them, zero beyond their ends.
+        input_lengths, frames: feature frames and encoder frames of each clip.
         transcripts: ids for the alignment loss of each clip, empty where there are none.
         examples: number of examples.
         positions: columns in use.
@@ -40,15 +40,15 @@ class Batch:
     feature_index: Tensor
     segments: Tensor
     task: Tensor
-    mels: Tensor
-    mel_lengths: list[int]
+    inputs: Tensor
+    input_lengths: list[int]
     frames: list[int]
     transcripts: list[list[int]]
     examples: int
     positions: int
     state: dict[str, Any]
 
-    TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "mels")
+    TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "inputs")
 
     @property
     def padding(self) -> float:
@@ -74,7 +74,7 @@ class Batch:
         return pinned
 
 
-def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, n_mels: int, state: dict[str, Any]) -> Batch:
+def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, bands: int, state: dict[str, Any]) -> Batch:
     """Assemble rows of examples into one micro-batch, each row padded to `length` columns."""
     shape = (len(rows), len(layout), length)
     tokens = layout.ids("pad")[None, :, None].repeat(shape[0], 1, length)
@@ -98,18 +98,18 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, n_m
         segments[r, start:] = len(row)
     examples = [example for row in rows for example in row]
     clips = [clip for example in examples for clip in example.clips]
-    lengths = [clip.mel.shape[1] for clip in clips]
-    mels = torch.zeros(len(clips), n_mels, max(lengths, default=0))
-    for padded, clip in zip(mels, clips, strict=True):
-        padded[:, : clip.mel.shape[1]] = clip.mel
+    lengths = [clip.inputs.shape[1] for clip in clips]
+    inputs = torch.zeros(len(clips), bands, max(lengths, default=0))
+    for padded, clip in zip(inputs, clips, strict=True):
+        padded[:, : clip.inputs.shape[1]] = clip.inputs
     return Batch(
         tokens=tokens,
         targets=targets,
         feature_index=feature_index,
         segments=segments,
         task=task,
-        mels=mels,
-        mel_lengths=lengths,
+        inputs=inputs,
+        input_lengths=lengths,
         frames=[clip.frames for clip in clips],
         transcripts=[list(clip.transcript) for clip in clips],
         examples=len(examples),

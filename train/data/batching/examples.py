@@ -1,6 +1,6 @@
 """Makes training examples of rows: features of spoken questions, ids of written questions and of answers, columns of the task.
 
-Dimensions: M mel bands, F mel frames, C columns, A audio streams, S samples.
+Dimensions: M values of a feature frame, F feature frames, C columns, A audio streams, S samples.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from train.data.seeding import dice, torch_dice
 
 @dataclass(frozen=True)
 class Clip:
-    """One window of the encoder's input: log-mel [M, F], its number of encoder frames, and its transcript's ids, if any."""
+    """One window of the encoder's input: features [M, F], its number of encoder frames, and its transcript's ids, if any."""
 
-    mel: Tensor
+    inputs: Tensor
     frames: int
     transcript: Sequence[int] = ()
 
@@ -227,7 +227,7 @@ class ExampleMaker:
         return clips
 
     def _features(self, audio: Tensor, *key: int | str) -> list[tuple[Tensor, int]]:
-        """Compute log-mel [M, F] and encoder frames of each window of a question [S], its sound augmented by the seed `key`."""
+        """Features [M, F] and encoder frames of each window of a question [S], its sound augmented by the seed `key`."""
         encoder, stack = self.model.encoder, self.model.projector.stack
         try:
             encoder.clips(len(audio))  # a question that is too long is refused before augmentation changes its length
@@ -246,7 +246,7 @@ class ExampleMaker:
         return [(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
 
     def _vary(self, mel: Tensor, frames: int, *key: int | str) -> tuple[Tensor, int]:
-        """Augment a clip's log-mel [M, F] by the seed `key`; returns it and its encoder frames."""
+        """Augment a clip's features [M, F] by the seed `key`; returns it and its encoder frames."""
         assert self.augment is not None
         encoder, dice = self.model.encoder, torch_dice(self.seed, *key)
         if encoder.fixed_length:

@@ -104,7 +104,7 @@ def test_an_example_is_the_tasks_columns_and_its_prompt_that_of_serving(name, ta
     if TASKS[task].audio:
         assert torch.equal(codes, turn.answer_codes.frames)
     if TASKS[task].question == "audio":
-        assert torch.equal(made.clips[0].mel, model.encoder.features(audio))
+        assert torch.equal(made.clips[0].inputs, model.encoder.features(audio))
         assert made.clips[0].frames == model.encoder.frames(len(audio))
         assert made.columns.features == (model.features(len(audio)),)
     else:
@@ -157,12 +157,12 @@ def test_augmentation_belongs_to_the_draw(repeat, again):
 
     first, second = made(), made()
     for a, b in zip(first, second, strict=True):
-        assert torch.equal(a.mel, b.mel) and a.frames == b.frames == (a.mel.shape[1] + 1) // 2
+        assert torch.equal(a.inputs, b.inputs) and a.frames == b.frames == (a.inputs.shape[1] + 1) // 2
     for i in range(8):
         for j in range(i):
-            assert first[i].mel.shape != first[j].mel.shape or not torch.equal(first[i].mel, first[j].mel)
+            assert first[i].inputs.shape != first[j].inputs.shape or not torch.equal(first[i].inputs, first[j].inputs)
     if repeat == 4:  # four draws of one row: as long as each other only where the sound is changed once for all
-        assert (len({clip.mel.shape[1] for clip in first[:4]}) == 1) is not again
+        assert (len({clip.inputs.shape[1] for clip in first[:4]}) == 1) is not again
 
 
 @pytest.mark.parametrize(("kept", "made"), [(2, [0, 4, 8, 0]), (1, [0, 4, 8, 4, 0])])
@@ -344,10 +344,10 @@ def test_slower_speech_does_not_leave_the_window_and_padded_models_keep_their_fr
     assert made.clips[0].frames == 100 and made.columns.features == (50,)  # as long as it was
     short = replace(row, turns=(replace(row.turns[0], question_audio=Sound(torch.randn(8000) * 0.1, 16000)),))
     made = maker_of(model, augment=slow).make(0, Prepared(short), ["A1T1"])
-    assert made.clips[0].mel.shape[1] == 200 and made.clips[0].frames == 100  # twice as slow, then twice as slow
+    assert made.clips[0].inputs.shape[1] == 200 and made.clips[0].frames == 100  # twice as slow, then twice as slow
     padded = replace(model, encoder=replace(ENCODER, mode="padded"))
     made = maker_of(padded, augment=replace(slow, speed=None)).make(0, Prepared(short), ["A1T1"])
-    assert made.clips[0].mel.shape[1] == 200 and made.clips[0].frames == padded.encoder.frames(8000) == 26
+    assert made.clips[0].inputs.shape[1] == 200 and made.clips[0].frames == padded.encoder.frames(8000) == 26
     with pytest.raises(UserError, match=r"the sound lasts 2.5 s"):  # however fast it would be played
         long = replace(row, turns=(replace(row.turns[0], question_audio=Sound(torch.randn(40000) * 0.1, 16000)),))
         maker_of(model, augment=AugmentConfig(speed=(2.0, 2.0))).make(0, Prepared(long), ["A1T1"])

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent.parent.parent.parent
 def same(a: Batch, b: Batch) -> None:
     for name in Batch.TENSORS:
         assert torch.equal(getattr(a, name), getattr(b, name)), name
-    for name in ("mel_lengths", "frames", "transcripts", "examples", "positions", "state"):
+    for name in ("input_lengths", "frames", "transcripts", "examples", "positions", "state"):
         assert getattr(a, name) == getattr(b, name), name
 
 

@@ -105,9 +105,9 @@ def test_a_batch_holds_exactly_its_examples(name, turns):
                     clip, frame = own[index]
                     assert feature_of[pointed] == frame
                     n = clip_of[pointed]
-                    mel = example.clips[clip].mel
-                    assert batch.mel_lengths[n] == mel.shape[1] and torch.equal(batch.mels[n, :, : mel.shape[1]], mel)
-                    assert not batch.mels[n, :, mel.shape[1] :].any()
+                    mel = example.clips[clip].inputs
+                    assert batch.input_lengths[n] == mel.shape[1] and torch.equal(batch.inputs[n, :, : mel.shape[1]], mel)
+                    assert not batch.inputs[n, :, mel.shape[1] :].any()
         assert found == batch.examples and not examples
         assert [len(at) for at in batch.supervised] == (batch.targets != IGNORE).sum((0, 2)).tolist()
 
@@ -124,7 +124,7 @@ def test_moving_a_batch_keeps_what_the_host_must_know(name):
 def test_rows_without_speech_make_a_batch_without_clips():
     model = MODELS["codec2"]
     batch = assemble([[], []], 8, model.layout, 80, {})
-    assert batch.mels.shape == (0, 80, 0) and batch.frames == [] and batch.examples == 0 and batch.padding == 1
+    assert batch.inputs.shape == (0, 80, 0) and batch.frames == [] and batch.examples == 0 and batch.padding == 1
     assert (batch.segments == 0).all() and (batch.task == -1).all()
 
 
