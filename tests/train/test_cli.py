@@ -38,12 +38,12 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in COMMANDS)
 
 
-@pytest.mark.parametrize("letters", [10, 1_000_000])
-def test_a_reader_that_has_read_enough_is_no_error(letters: int) -> None:
+@pytest.mark.parametrize(("letters", "word"), [(10, "wordy"), (1_000_000, "wordy"), (0, "--help")])
+def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> None:
     code = (
         "import sys, types; import train.cli as cli; sys.modules['wordy'] = module = types.ModuleType('wordy'); "
         f"module.main = lambda words: print('x' * {letters}) or 0; cli.COMMANDS['wordy'] = ('wordy', ''); "
-        "sys.exit(cli.main(['wordy']))"
+        f"sys.exit(cli.main([{word!r}]))"
     )
     read, write = os.pipe()
     os.close(read)
