@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torchjd.aggregation import AlignedMTLWeighting, IMTLGWeighting, PCGradWeighting, UPGradWeighting
 
 from train.balance.given import Given, MethodChoice
 from train.balance.registry import Setting, rate, register_method
@@ -36,6 +37,8 @@ def mgda(given: Given) -> MethodChoice:
 @register_method("pcgrad", "features", "parameters")
 def pcgrad(given: Given) -> MethodChoice:
     """PCGrad (Yu et al. 2020): projects conflicting gradients."""
+    from torchjd.aggregation import PCGradWeighting
+
     with given.drawing():
         return MethodChoice(PCGradWeighting()(given.rows.gramian()))
 
@@ -67,6 +70,8 @@ def nashmtl(given: Given) -> MethodChoice:
 @register_method("imtlg", "features", "parameters")
 def imtlg(given: Given) -> MethodChoice:
     """IMTL-G, impartial multi-task learning by gradients (Liu et al. 2021): equal projections on every gradient."""
+    from torchjd.aggregation import IMTLGWeighting
+
     gramian = given.rows.gramian()
     size = gramian.diagonal().max()  # TorchJD's gives no weights to gradients longer than 1e12
     return MethodChoice(IMTLGWeighting()(gramian / size if size > 0 else gramian))
@@ -75,6 +80,8 @@ def imtlg(given: Given) -> MethodChoice:
 @register_method("alignedmtl", "features", "parameters", settings={"scale": Setting("min", choices=("min", "median", "rmse"))})
 def alignedmtl(given: Given) -> MethodChoice:
     """Aligned-MTL, independent component alignment (Senushkin et al. 2023)."""
+    from torchjd.aggregation import AlignedMTLWeighting
+
     return MethodChoice(AlignedMTLWeighting(scale_mode=given.settings["scale"])(given.rows.gramian()))
 
 
@@ -88,7 +95,9 @@ def fairgrad(given: Given) -> MethodChoice:
 def upgrad(given: Given) -> MethodChoice:
     """UPGrad, unconflicting projection of gradients (Quinton and Rey 2024): the mean of the rows, each projected onto the dual
     cone."""
-    projector = DualCone(given.settings["norm_eps"], given.settings["reg_eps"])
+    from torchjd.aggregation import UPGradWeighting
+
+    projector: Any = DualCone(given.settings["norm_eps"], given.settings["reg_eps"])
     return MethodChoice(UPGradWeighting(projector=projector)(given.rows.gramian()))
 
 

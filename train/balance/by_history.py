@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchjd.aggregation import GradVacWeighting, MoDoWeighting, SDMGradWeighting
 
 from train.balance.given import Given, MethodChoice
 from train.balance.registry import Setting, rate, register_method
@@ -101,6 +100,8 @@ def moco(given: Given) -> MethodChoice:
 @register_method("gradvac", "features", "parameters", settings={"beta": Setting(0.5, high=1.0)})
 def gradvac(given: Given) -> MethodChoice:
     """GradVac, gradient vaccine (Wang et al. 2021): turns pairs of gradients towards the average of their past cosines."""
+    from torchjd.aggregation import GradVacWeighting
+
     gramian, method = given.rows.gramian(), GradVacWeighting(beta=given.settings["beta"])
     return MethodChoice(_with(given, method, gramian, "_phi_t", given.get("cosines", 0.0, pairs=True), "cosines"))
 
@@ -110,6 +111,8 @@ def gradvac(given: Given) -> MethodChoice:
 )
 def sdmgrad(given: Given) -> MethodChoice:
     """SDMGrad (Xiao, Ban and Ji 2023): weights by two independent batches, for the gradients of a third."""
+    from torchjd.aggregation import SDMGradWeighting
+
     s = given.settings
     method = SDMGradWeighting(lr=s["lr"], momentum=0.5, n_iter=s["steps"], lambda_=s["preference"])
     matrix, weights = given.others[0].gramian(given.others[1]), _on_simplex(given)
@@ -119,6 +122,8 @@ def sdmgrad(given: Given) -> MethodChoice:
 @register_method("modo", "parameters", settings={"gamma": rate(1e-3), "rho": Setting(0.1)}, batches=3)
 def modo(given: Given) -> MethodChoice:
     """MoDo (Chen et al. 2023): a projected gradient step on the weights by two independent batches, for a third."""
+    from torchjd.aggregation import MoDoWeighting
+
     method = MoDoWeighting(gamma=given.settings["gamma"], rho=given.settings["rho"])
     matrix, weights = given.others[0].gramian(given.others[1]), _on_simplex(given)
     return MethodChoice(_with(given, method, matrix, "_lambda", weights, "weights"))

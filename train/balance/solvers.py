@@ -13,7 +13,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from torchjd.linalg import DualConeProjector
 
 _RIDGE = 1e-9  # relative to the matrix's mean eigenvalue: selects the solution of least norm among equal ones
 
@@ -127,8 +126,8 @@ def fair(gramian: Array, power: float) -> Array:
     return w * size ** (-1 / (1 + power))
 
 
-class DualCone(DualConeProjector):
-    """TorchJD's projection onto the dual cone: for each u [..., m] the v >= u that minimises v'Gv.
+class DualCone:
+    """A `DualConeProjector` of TorchJD: for each u [..., m] the v >= u that minimises v'Gv.
 
     Args:
         norm_eps: a Gramian of a smaller trace counts as zero.
