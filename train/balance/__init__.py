@@ -6,7 +6,6 @@ Methods are functions of their input from a step (`given.py`), registered with w
 tasks between encoder and decoder.
 """
 
-from train.balance.given import MethodChoice
 from train.balance.registry import Setting, register_method
 
-__all__ = ["MethodChoice", "Setting", "register_method"]
+__all__ = ["Setting", "register_method"]
