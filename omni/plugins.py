@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omni.errors import UserError, closest
 
@@ -31,22 +31,25 @@ class Registry(dict[str, T]):
 
     Args:
         kind: what messages call an entry, such as `codec`.
+        must: what an entry must be, for the message where `fits` says no.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, must: str = "", fits: Callable[[Any], bool] = lambda entry: True) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.must, self.fits = kind, must, fits
         self._sources: dict[str, str] = {}
 
     def add(self, name: str, entry: T) -> None:
         """Adds an entry; one that the same module (or a notebook) has added before is replaced.
 
         Raises:
-            UserError: the name is empty, or taken by Omni or by another module.
+            UserError: the name is empty, or taken by Omni or by another module, or the entry is of another kind.
         """
         source = _registering()
-        if not name or name != name.strip():
-            raise UserError(f"{self.kind} {name!r}: give it a name without spaces around it")
+        if not isinstance(name, str) or not name or name != name.strip():
+            raise UserError(f"{self.kind} {name!r}: give it a name, a text without spaces around it")
+        if not self.fits(entry):
+            raise UserError(f"{self.kind} {name!r} is {entry!r:.80}; it must be {self.must}")
         owner = self._sources.get(name, source)
         if name in self and owner != source:
             raise UserError(f"{self.kind} {name!r} is registered twice, first by {owner}: give this one another name")

@@ -64,7 +64,11 @@ class Task:
         return (*(self.audio and s.role == "predicted" for s in layout.audio), self.text)
 
 
-TASKS: Registry[Task] = Registry("task")
+TASKS: Registry[Task] = Registry(
+    "task",
+    "a Task that asks by audio or text, and answers in text, audio or both",
+    lambda task: isinstance(task, Task) and task.question in ("audio", "text") and (task.text or task.audio),
+)
 """Tasks by name; a task's number in batches and tables is its place here."""
 
 
@@ -80,6 +84,8 @@ def register_task(task: Task, offset: int | None = None) -> Task:
         UserError: the name is taken, the marker is new and has no offset, or another marker has that offset.
     """
     markers = SPECIALS["text"]
+    if not isinstance(task, Task):
+        raise UserError(f"register_task was given {task!r:.80}; give it a Task")
     if task.marker not in markers:
         if offset is None or offset < 5:
             raise UserError(f"task {task.name}: its marker {task.marker!r} is new; give an offset of it, from 5")

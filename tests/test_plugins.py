@@ -114,3 +114,24 @@ def test_a_task_with_a_marker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UserError, match=r"'far'.*8"):
         register_task(Task("A1T7", "audio", text=True, audio=False, marker="far"), offset=9)
         prompt(layout, Turn("A1T7", features=2))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("from omni import register_codec as r\nr('a', sample_rate=0, frame_rate=1, codebook_sizes=[2])(print)", ["rates"]),
+        ("from omni import register_codec as r\nr('a', sample_rate=1, frame_rate=1, codebook_sizes=())(print)", ["codes"]),
+        ("from omni import register_task as r\nr('A1A9')", ["'A1A9'", "Task"]),
+        ("from train import register_voice as r\nr('a')(3)", ["voice 'a' is 3", "function"]),
+        ("from train import register_reader as r\n@r\nclass A: name = 'a'", ["format 'a'", "recognise"]),
+        ("from train import register_callback as r\nr('a')(print)", ["callback 'a'", "Callback"]),
+        ("from train import register_method as r\nr('a', 'everywhere')(print)", ["balance method 'a'", "loss, features"]),
+        ("from train import register_metric as r\nr('a', what='', better='best')(print)", ["measure 'a'", "lower or higher"]),
+        ("from train import register_voice as r\nr('')(print)", ["voice ''", "name"]),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_kind_is_refused_where_it_is_registered(folder: Path, text: str, named: list[str]) -> None:
+    write(folder, "one", text)
+    with pytest.raises(UserError) as caught:
+        load_plugins(["one"])
+    assert all(part in str(caught.value) for part in ["one: ", *named]), str(caught.value)

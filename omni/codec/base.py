@@ -71,7 +71,13 @@ class AudioCodec(ABC):
         if audio.numel() == 0:
             return torch.empty(len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
         with self._plain():
-            return self._encode(audio.to(self.device, torch.float32))
+            codes = self._encode(audio.to(self.device, torch.float32))
+        wanted = [len(self.codebook_sizes), self.frames(audio.numel())]
+        if list(codes.shape) != wanted:
+            raise UserError(
+                f"{self.name} made codes {list(codes.shape)} of {audio.numel()} samples; its sizes ask for {wanted}"
+            )
+        return codes
 
     def decode(self, codes: Tensor, seed: int = 0) -> Tensor:
         """Sound `[F * frame_samples]` (float32, in [-1, 1]) of all codes `[K, F]`.

@@ -50,7 +50,14 @@ class CodecSpec:
     random: Callable[[torch.device], AudioCodec] | None = None
 
 
-CODECS: Registry[CodecSpec] = Registry("codec")
+def _fits(spec: Any) -> bool:
+    sizes = spec.codebook_sizes
+    return callable(spec.load) and spec.sample_rate > 0 and spec.frame_rate > 0 and bool(sizes) and min(sizes) > 1
+
+
+CODECS: Registry[CodecSpec] = Registry(
+    "codec", "a function, with rates above 0 and codebooks of at least 2 codes (omni/codec/registry.py)", _fits
+)
 """Codecs by name."""
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.encoder.config import ENCODERS, EncoderConfig
+from omni.errors import UserError
 
 
 class Encoder(nn.Module):
@@ -42,6 +43,14 @@ class Encoder(nn.Module):
         """
         raise NotImplementedError
 
+    def run(self, features: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
+        """As `forward`; UserError where it does not return the frames that the configuration counts."""
+        out: Tensor = self(features, lengths, frames)
+        wanted = [sum(frames), self.config.width]
+        if list(out.shape) != wanted:
+            raise UserError(f"encoder {self.config.kind!r} made frames {list(out.shape)}; its configuration counts {wanted}")
+        return out
+
     @torch.no_grad()
     def encode(self, sounds: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         """Frames [sum T, D] of whole sounds [S], all clips in one batch, and the number T of each sound's.
@@ -54,7 +63,7 @@ class Encoder(nn.Module):
         batch, lengths = collate([config.features(clip) for pieces in clips for clip in pieces])
         frames = [config.clip_frames(len(clip)) for pieces in clips for clip in pieces]
         device = next(self.parameters()).device
-        return self(batch.to(device), lengths, frames), [config.frames(len(sound)) for sound in sounds]
+        return self.run(batch.to(device), lengths, frames), [config.frames(len(sound)) for sound in sounds]
 
     def stream(self) -> EncoderStream:
         """An encoding of a sound that is still coming."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import is_dataclass
+from inspect import isabstract
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from omni.audio.io import SAMPLE_RATE
@@ -138,7 +140,13 @@ class EncoderConfig(ABC):
         return {}
 
 
-ENCODERS: Registry[type[EncoderConfig]] = Registry("encoder")
+def _fits(kind: Any) -> bool:
+    return is_dataclass(kind) and isinstance(kind, type) and issubclass(kind, EncoderConfig) and not isabstract(kind)
+
+
+ENCODERS: Registry[type[EncoderConfig]] = Registry(
+    "encoder", "a frozen dataclass that has all of EncoderConfig (omni/encoder/config.py)", _fits
+)
 """Configurations of encoders by kind; `omni.encoder.base.register_encoder` adds one with its module."""
 
 

@@ -68,9 +68,8 @@ class SpeechModel(nn.Module):
         self.decoder.checkpointing = on
 
     def encode_frames(self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-        """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.forward`."""
-        encoded: Tensor = self.encoder(inputs, input_lengths, frames)
-        return encoded
+        """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.run`."""
+        return self.encoder.run(inputs, input_lengths, frames)
 
     def encode(
         self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None

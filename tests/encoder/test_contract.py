@@ -159,3 +159,11 @@ def test_a_model_stores_the_kind_of_an_encoder_from_outside() -> None:
         from_dict(ModelConfig, {**plain, "encoder": {"kind": "pool", "n_mels": 80}})
     with pytest.raises(UserError, match=r"config.encoder.kind: encoder 'poll' is unknown; did you mean 'pool'.*--plugin"):
         from_dict(ModelConfig, {**plain, "encoder": {"kind": "poll"}})
+
+
+def test_an_encoder_that_breaks_its_word_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "forward", lambda self, *_: torch.zeros(3, 8))
+    with pytest.raises(UserError, match=r"'pool' made frames \[3, 8\].* \[2, 8\]"):
+        make(PoolConfig()).encode([sound(640)])
+    with pytest.raises(UserError, match="encoder 'none'.*must be"):
+        ENCODERS.add("none", EncoderConfig)  # abstract

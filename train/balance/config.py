@@ -12,9 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from omni.errors import UserError
-from train.balance.registry import Method, Setting
-
-LEVELS = ("loss", "features", "parameters")
+from train.balance.registry import LEVELS, Method, Setting
 
 MAX_TASKS = 10
 """Largest number of balanced tasks: the solvers enumerate all their subsets."""

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from omni.plugins import Registry
 
+LEVELS = ("loss", "features", "parameters")
+"""Levels at which tasks can be combined."""
+
 Values = Mapping[str, Any]
 """All settings of a method, defaults included."""
 
@@ -78,7 +81,11 @@ class Method:
         return 1 if self.bilevel else self.batches
 
 
-METHODS: Registry[Method] = Registry("balance method")
+METHODS: Registry[Method] = Registry(
+    "balance method",
+    f"a function, at one or more of the levels {', '.join(LEVELS)}",
+    lambda method: callable(method.rule) and bool(method.levels) and set(method.levels) <= set(LEVELS),
+)
 """The methods registered so far; `train.balance.methods` has the package's own."""
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])

@@ -41,7 +41,11 @@ class Measure:
     unit: str = ""
 
 
-MEASURES: Registry[Measure] = Registry("measure")
+MEASURES: Registry[Measure] = Registry(
+    "measure",
+    "better lower or higher, and one of ratio, share, perplexity and median",
+    lambda measure: measure.better in ("lower", "higher") and measure.kind in ("ratio", "share", "perplexity", "median"),
+)
 """Figures by name; `train.eval.metrics.register_metric` adds some."""
 
 MEASURES |= {

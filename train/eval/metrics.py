@@ -32,7 +32,7 @@ class Metric:
     sound: bool = False
 
 
-METRICS: Registry[Metric] = Registry("metric")
+METRICS: Registry[Metric] = Registry("metric", "a function of item, answer and row", lambda metric: callable(metric.score))
 """Metrics by name: an evaluation takes all of them."""
 
 
@@ -54,8 +54,8 @@ def register_metric(
     """
 
     def add(score: Score) -> Score:
-        MEASURES.add(name, Measure(title or name, better, what, kind, unit))
         METRICS.add(name, Metric(score, sound))
+        MEASURES.add(name, Measure(title or name, better, what, kind, unit))
         return score
 
     return add

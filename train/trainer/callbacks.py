@@ -45,7 +45,9 @@ class Callback:
 
 Kind = TypeVar("Kind", bound=type[Callback])
 
-CALLBACKS: Registry[type[Callback]] = Registry("callback")
+CALLBACKS: Registry[type[Callback]] = Registry(
+    "callback", "a subclass of Callback", lambda kind: isinstance(kind, type) and issubclass(kind, Callback)
+)
 """Callbacks by name."""
 
 

@@ -43,7 +43,11 @@ _ALL: tuple[Reader, ...] = (
     TableReader(),
 )
 
-READERS: Registry[Reader] = Registry("format")
+READERS: Registry[Reader] = Registry(
+    "format",
+    "a class with name, summary, recognise(path) and __call__(path, options)",
+    lambda reader: callable(reader) and callable(getattr(reader, "recognise", None)) and hasattr(reader, "summary"),
+)
 """Readers by name, from the most specific format to the most general: the first that recognises a path reads it, those of
 plug-ins before all others."""
 
@@ -54,7 +58,7 @@ for _reader in _ALL:
 def register_reader(kind: type[Reader]) -> type[Reader]:
     """A decorator for a reader's class, which has no arguments; the name is its attribute `name`."""
     reader = kind()
-    READERS.add(reader.name, reader)
+    READERS.add(getattr(reader, "name", ""), reader)
     return kind
 
 

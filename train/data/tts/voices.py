@@ -38,7 +38,7 @@ class Voice(Protocol):
         """Speak the text in a language (BCP 47); `seed` chooses among voices. UserError where it cannot be spoken."""
 
 
-VOICES: Registry[Callable[..., Any]] = Registry("voice")
+VOICES: Registry[Callable[..., Any]] = Registry("voice", "a function of a text", callable)
 """Voices of plug-ins by name."""
 
 register_voice = VOICES.register
