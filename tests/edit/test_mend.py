@@ -170,6 +170,8 @@ def test_ten_guarded_steps_leave_no_graph_behind(model, name, split):
     mend = some_mend(model, MendConfig(TransformConfig(rank=6), split=split))
     optimizer = torch.optim.Adam(mend.parameters(), lr=1e-3)
     guard = Guard(nn.ModuleList([model, mend]), optimizer, idle=model.parameters())
+    gc.collect()
+    gc.freeze()  # what other tests have left is not looked through again
     graphs, after = alive()[0], []
     for seed in range(10):
         with guard.step([batch_of(name, seed + i) for i in range(3)], trace=seed == 9):
@@ -177,6 +179,7 @@ def test_ten_guarded_steps_leave_no_graph_behind(model, name, split):
             optimizer.step()
             optimizer.zero_grad()
         after.append(alive())
+    gc.unfreeze()
     assert guard.report() == ""
     assert set(after) == {(graphs, after[0][1])}
     assert sum(len(part._forward_hooks) for part in model.modules()) == 0

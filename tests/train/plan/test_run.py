@@ -135,7 +135,13 @@ print(json.dumps(peaks))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's high-water mark")
-@pytest.mark.parametrize("options", [(), ("--ema", "0.9", "--trainable", "[decoder.*]")], ids=["plain", "average"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("--ema", "0.9", "--trainable", "[decoder.*]"), id="average", marks=pytest.mark.long),
+    ],
+)
 def test_every_phase_takes_what_is_said(
     file: str, tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
