@@ -23,7 +23,7 @@ from train.balance.section import BalanceSection, balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig, plain_config
-from train.console.progress import TrainProgress
+from train.console.progress import TrainProgress, counted
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.pipeline import Pipeline
@@ -357,7 +357,7 @@ def dry_run(config: FitConfig) -> str:
         [
             f"model: {whole / 1e6:.2f} M parameters, {sum(p.numel() for _, p in learning) / 1e6:.2f} M trainable",
             f"optimizer: {describe(parameter_groups(learning, config.optimizer, also))}",
-            f"step: {data.micro_batches} micro-batches of {data.packing.rows} x {data.packing.length} time steps",
+            f"step: {counted(data.micro_batches, 'micro-batch')} of {data.packing.rows} x {data.packing.length} time steps",
             draw(batch, model.layout, initial.tokenizer),
             *notes,
         ]
