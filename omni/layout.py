@@ -171,14 +171,10 @@ class Layout:
     def preset(cls, name: str, text_size: int | None = None) -> Layout:
         """`mini-omni` (7 SNAC streams, delays 1..7, sampled fill), `snac` (the same, padded fill), `mimi` (8 streams) or
         `codec2` (4 streams)."""
-        if name in ("mini-omni", "snac"):
-            fill: Literal["pad", "sampled"] = "sampled" if name == "mini-omni" else "pad"
-            return cls.build([4096] * 7, text_size or 151936, text_rows=0 if text_size else 152000, fill=fill)
-        if name == "mimi":
-            return cls.build([2048] * 8, text_size or 151936, text_rows=0 if text_size else 152000)
-        if name == "codec2":
-            return cls.build([512, 512, 16, 64], text_size or 256, specials=8)
-        raise UserError(f"layout preset {name!r} is unknown; known: mini-omni, snac, mimi, codec2")
+        if name not in _PRESETS:
+            raise UserError(f"layout preset {name!r} is unknown; known: {', '.join(_PRESETS)}")
+        sizes, specials, size, rows, fill = _PRESETS[name]
+        return cls.build(sizes, text_size or size, specials=specials, text_rows=0 if text_size else rows, fill=fill)
 
     def with_codebooks(self, sizes: Sequence[int]) -> Layout:
         """The layout with other audio streams, one a codebook, each delayed by one more; unchanged where it has these sizes."""
@@ -360,3 +356,12 @@ class Layout:
                 cells.append(cell[:width].rjust(width) + mark)
             lines.append(self.names[k].ljust(8) + "".join(cells))
         return "\n".join(line.rstrip() for line in lines)
+
+
+_PRESETS: dict[str, tuple[list[int], int, int, int, Literal["pad", "sampled"]]] = {
+    "mini-omni": ([4096] * 7, 64, 151936, 152000, "sampled"),
+    "snac": ([4096] * 7, 64, 151936, 152000, "pad"),
+    "mimi": ([2048] * 8, 64, 151936, 152000, "pad"),
+    "codec2": ([512, 512, 16, 64], 8, 256, 0, "pad"),
+}
+"""Codebooks, special ids, ids and rows of the text, and fill of each preset."""

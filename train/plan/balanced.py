@@ -154,7 +154,7 @@ class TracedBalance:
 
     def _bilevel(self, batch: Batch, forward: Forward, backward: Backward) -> None:
         """Follows the code of `train.balance.bilevel`; the held-out batch is as full as the step's."""
-        learning, method, values = [*self.shared, *self.own], self.section.method, self.section.values
+        learning, holds, values = [*self.shared, *self.own], self.section.kind.holds, self.section.values
 
         def gradient() -> Tensor:
             backward(forward(batch))
@@ -169,18 +169,18 @@ class TracedBalance:
 
         start = [p.detach().clone() for p in learning]
         weights, result = torch.ones(self.m), None
-        if method == "autolambda":
+        if holds == "two":
             step, ahead = gradient(), gradient()
             blank()
             del step, ahead
-        elif method == "moml":
+        elif holds == "rows":
             below = rows()
             moved = weights @ below.values
             above = rows()
             del moved, above, below
         else:
             first = gradient()
-            for _ in range(int(values["inner_steps"]) - 1):
+            for _ in range(int(values.get("inner_steps", 1)) - 1):
                 gradient()
             blank()
             above = rows()
