@@ -164,6 +164,8 @@ class ModelConfig:
             raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is 0: give a first, or none")
         if max(self.ctc, self.ctc_sounds) > LARGEST:
             raise UserError(f"ctc is {self.ctc} and ctc_sounds {self.ctc_sounds}; they must be at most {LARGEST}")
+        if self.encoder.width < 1:
+            raise UserError(f"encoder.width is {self.encoder.width}; it must be at least 1")
         delay, context = max(self.layout.delays), self.decoder.context
         if delay >= context:
             raise UserError(f"layout: a stream's delay is {delay}, but decoder.context is {context}; it must be less")

@@ -8,6 +8,7 @@ A plug-in is imported because the user named it: nothing that is stored (model f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -48,7 +49,11 @@ class Registry(dict[str, T]):
         source = _registering()
         if not isinstance(name, str) or not name or name != name.strip():
             raise UserError(f"{self.kind} {name!r}: give it a name, a text without spaces around it")
-        if not self.fits(entry):
+        try:
+            fits = self.fits(entry)
+        except (TypeError, AttributeError, ValueError):
+            fits = False
+        if not fits:
             raise UserError(f"{self.kind} {name!r} is {entry!r:.80}; it must be {self.must}")
         owner = self._sources.get(name, source)
         if name in self and owner != source:
@@ -57,6 +62,8 @@ class Registry(dict[str, T]):
 
     def register(self, name: str) -> Callable[[T], T]:
         """A decorator that adds what it decorates."""
+        if not isinstance(name, str):
+            raise UserError(f'{self.kind} {name!r:.80}: give the decorator a name, as in @register("mine")')
 
         def add(entry: T) -> T:
             self.add(name, entry)
@@ -88,8 +95,9 @@ def load_plugins(names: Sequence[str], where: str = "--plugin") -> None:
     for i, name in enumerate(names):
         parts = name.split(".") if isinstance(name, str) else [""]
         if parts[-1] == "py" or not all(part.isidentifier() for part in parts):
-            hint = str(name).removesuffix(".py").replace("/", ".")
-            raise UserError(f"{where} {name!r} is not the name of a module: write it with dots, such as {hint or 'my_module'}")
+            hint = str(name).removeprefix("./").removesuffix(".py").replace("/", ".")
+            good = hint if all(part.isidentifier() for part in hint.split(".")) else "my_package.my_module"
+            raise UserError(f"{where} {name!r} is not the name of a module: write it with dots, such as {good}")
         if name in names[:i]:
             raise UserError(f"{where} names {name} twice; leave one out")
     for name in names:
@@ -135,7 +143,8 @@ def _load(name: str, where: str) -> None:
         sys.path.append(here)
     importlib.invalidate_caches()
     try:
-        importlib.import_module(name)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints must not come into an answer
+            importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise UserError(_broken(name, where, error)) from error
@@ -144,7 +153,9 @@ def _load(name: str, where: str) -> None:
         ) from error
     except UserError as error:
         raise UserError(f"{where} {name}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise UserError(_broken(name, where, error)) from error
 
 
@@ -153,8 +164,11 @@ def _broken(name: str, where: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}, line {error.lineno}"
     else:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-        place = f"{frames[-1].filename}, line {frames[-1].lineno}" if len(frames) > 1 else "its import"
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        ours = tuple(os.path.join(package, name, "") for name in ("omni", "train", "infer"))
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [f for f in frames if "importlib" not in f.filename and not f.filename.startswith(ours)]
+        place = f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else "its import"
     text = " ".join(str(error).split()) or "no message"
     return f"{where} {name} cannot be imported: {place}: {type(error).__name__}: {text}"
 

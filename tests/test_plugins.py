@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from omni import plugins
+from omni import plugins, register_codec
+from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.registry import CODECS, load_codec
 from omni.errors import UserError
 from omni.layout import SPECIALS, Layout
 from omni.plugins import Registry, load_plugins, take_plugins
@@ -128,6 +133,13 @@ def test_a_task_with_a_marker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         ("from train import register_method as r\nr('a', 'everywhere')(print)", ["balance method 'a'", "loss, features"]),
         ("from train import register_metric as r\nr('a', what='', better='best')(print)", ["measure 'a'", "lower or higher"]),
         ("from train import register_voice as r\nr('')(print)", ["voice ''", "name"]),
+        ("from train import register_voice as r\nr('espeak')(print)", ["voice 'espeak'", "taken"]),
+        ("from train import register_voice as r\n@r\ndef say(text): ...", ["voice <function say", "give the decorator a name"]),
+        ("from train import *\n@register_callback('a')\nclass A(Callback):\n def on_setp(self, step, figures): ...",
+         ["callback a: on_setp is never called", "on_step"]),
+        ("from omni import register_encoder as r\n@r\nclass A: ...", ["register_encoder was given", "configuration"]),
+        ("from omni import register_codec as r\nr('a', sample_rate=8, frame_rate=1, codebook_sizes='64')(print)", ["codes"]),
+        ("from train import register_metric as r\nr('wer', what='', better='lower')(print)", ["'wer'", "twice"]),
     ],
 )  # fmt: skip
 def test_what_is_of_another_kind_is_refused_where_it_is_registered(folder: Path, text: str, named: list[str]) -> None:
@@ -135,3 +147,57 @@ def test_what_is_of_another_kind_is_refused_where_it_is_registered(folder: Path,
     with pytest.raises(UserError) as caught:
         load_plugins(["one"])
     assert all(part in str(caught.value) for part in ["one: ", *named]), str(caught.value)
+
+
+class Silence(AudioCodec):
+    name, sample_rate, frame_samples, codebook_sizes = "silence", 100, 10, (4, 4)
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        return torch.zeros(2, self.frames(len(audio)) - 1, dtype=torch.long)
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        return Short(self)
+
+
+class Short(CodecStream):
+    def _push(self, codes: Tensor) -> Tensor:
+        return torch.zeros(9 * codes.shape[1])
+
+    def _finish(self) -> Tensor:
+        return self._nothing()
+
+
+def fail(folder: Any, device: Any) -> Any:
+    raise KeyError("weights")
+
+
+@pytest.mark.parametrize(
+    ("load", "rate", "named"),
+    [
+        (lambda folder, device: None, 100, ["codec mine", "NoneType", "AudioCodec"]),
+        (lambda folder, device: Silence(), 100, ["codec mine", "name", "'silence'"]),
+        (fail, 100, ["codec mine", "KeyError", "weights"]),
+        (lambda: None, 100, ["codec mine", "TypeError"]),
+    ],
+)
+def test_a_codec_that_is_none_or_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, load: Any, rate: int, named: list[str]
+) -> None:
+    monkeypatch.setitem(CODECS, "mine", None)
+    register_codec("mine", sample_rate=rate, frame_rate=10, codebook_sizes=(4, 4))(load)
+    with pytest.raises(UserError) as caught:
+        load_codec("mine")
+    assert all(part in str(caught.value) for part in named)
+
+
+def test_codes_and_sound_of_a_wrong_length_are_named() -> None:
+    with pytest.raises(UserError, match=r"silence made codes \[2, 1\] of 20 samples; .*\[2, 2\]"):
+        Silence().encode(torch.zeros(20))
+    with pytest.raises(UserError, match="silence made 27 samples of 3 frames; .* 30"):
+        Silence().decode(torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_what_a_module_prints_does_not_come_into_the_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, "one", "print('hello')")
+    load_plugins(["one"])
+    assert capsys.readouterr() == ("", "hello\n")

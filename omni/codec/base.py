@@ -134,7 +134,7 @@ class CodecStream(ABC):
 
     def __init__(self, codec: AudioCodec) -> None:
         self.codec = codec
-        self.pushed = 0  # frames so far
+        self.pushed = self.returned = 0  # frames and samples so far
         self.finished = False
 
     def push(self, codes: Tensor) -> Tensor:
@@ -149,14 +149,21 @@ class CodecStream(ABC):
             return self._nothing()
         self.pushed += codes.shape[1]
         with self.codec._plain():
-            return self._push(codes)
+            sound = self._push(codes)
+        self.returned += len(sound)
+        return sound
 
     def finish(self) -> Tensor:
         """Ends the stream and returns the remaining samples `[n]`; a second call returns none."""
         flush = not self.finished and self.pushed > 0
         self.finished = True
         with self.codec._plain():
-            return self._finish() if flush else self._nothing()
+            rest = self._finish() if flush else self._nothing()
+        made, whole = self.returned + len(rest), self.pushed * self.codec.frame_samples
+        if flush and made != whole:
+            name = self.codec.name
+            raise UserError(f"{name} made {made} samples of {self.pushed} frames; its frame_samples asks for {whole}")
+        return rest
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, dtype=torch.float32, device=self.codec.device)

@@ -52,7 +52,14 @@ class CodecSpec:
 
 def _fits(spec: Any) -> bool:
     sizes = spec.codebook_sizes
-    return callable(spec.load) and spec.sample_rate > 0 and spec.frame_rate > 0 and bool(sizes) and min(sizes) > 1
+    return (
+        callable(spec.load)
+        and all(isinstance(size, int) for size in sizes)
+        and spec.sample_rate > 0
+        and spec.frame_rate > 0
+        and bool(sizes)
+        and min(sizes) > 1
+    )
 
 
 CODECS: Registry[CodecSpec] = Registry(
@@ -103,7 +110,31 @@ def load_codec(name: str, folder: str | Path | None = None, device: str | torch.
         raise UserError(f"{name} has no weights to read from {folder}: leave the folder out")
     if folder is not None:
         refuse_remote(folder, "codec folder")
-    return spec.load(None if folder is None else Path(folder), torch.device(device))
+    try:
+        codec = spec.load(None if folder is None else Path(folder), torch.device(device))
+    except UserError:
+        raise
+    except Exception as error:
+        where = "" if folder is None else f" from {folder}"
+        text = " ".join(str(error).split())
+        raise UserError(f"codec {name} cannot be loaded{where}: {type(error).__name__}: {text}") from error
+    _check_loaded(spec, codec)
+    return codec
+
+
+def _check_loaded(spec: CodecSpec, codec: Any) -> None:
+    """Refuses (UserError) what is no codec, or another than its specification says."""
+    from omni.codec.base import AudioCodec
+
+    if not isinstance(codec, AudioCodec):
+        raise UserError(f"codec {spec.name}: its function loaded {type(codec).__name__}; it must return an AudioCodec")
+    if spec.weights:  # its folder decides
+        return
+    found = (codec.name, codec.sample_rate, float(codec.frame_rate), tuple(codec.codebook_sizes))
+    wanted = (spec.name, spec.sample_rate, float(spec.frame_rate), spec.codebook_sizes)
+    for what, one, other in zip(("name", "sample_rate", "frame_rate", "codebook_sizes"), found, wanted, strict=True):
+        if one != other:
+            raise UserError(f"codec {spec.name}: {what} is {one!r}, and it is registered with {other!r}: make them one")
 
 
 def load_if_given(name: str, folder: str | Path | None, device: str | torch.device = "cpu") -> AudioCodec | None:

@@ -105,7 +105,12 @@ def register_encoder(config: type[EncoderConfig]) -> Callable[[E], E]:
         def __init__(self, config: MyConfig) -> None: ...
     """
 
+    if not (isinstance(config, type) and issubclass(config, EncoderConfig)):
+        raise UserError(f"register_encoder was given {config!r:.80}; give it the encoder's configuration, an EncoderConfig")
+
     def add(module: E) -> E:
+        if not (isinstance(module, type) and issubclass(module, Encoder)):
+            raise UserError(f"encoder {config.kind!r} is {module!r:.80}; it must be a subclass of Encoder")
         if ENCODERS.get(config.kind) is not config:
             ENCODERS.add(config.kind, config)
         _modules[config] = module
@@ -115,8 +120,15 @@ def register_encoder(config: type[EncoderConfig]) -> Callable[[E], E]:
 
 
 def build_encoder(config: EncoderConfig) -> Encoder:
-    """The encoder of a configuration, with random weights."""
-    return _modules[type(config)](config)
+    """The encoder of a configuration, with random weights; UserError where it cannot be made of it."""
+    try:
+        encoder = _modules[type(config)](config)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"encoder {config.kind!r} cannot be made of {config}: {type(error).__name__}: {error}") from error
+    encoder.config = config
+    return encoder
 
 
 def collate(features: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

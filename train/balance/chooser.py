@@ -108,7 +108,7 @@ class Chooser:
         if asked.any():
             given = self.given(losses, asked, rows, others)
             with torch.no_grad():
-                choice = self.config.kind.rule(given)
+                choice = self._ruled(given)
             weights[asked] = choice.weights.double()
             choice = choice if asked.equal(present) else choice.spread(asked[present])
         elif rows is not None and present.any():
@@ -121,6 +121,20 @@ class Chooser:
         self.steps += 1
         self.absences += ~present
         return choice, BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
+
+    def _ruled(self, given: Given) -> MethodChoice:
+        """What the method chooses; UserError, naming it, where it fails or chooses no weights."""
+        name, m = self.config.method, len(given.losses)
+        try:
+            choice = self.config.kind.rule(given)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"balance method {name} failed with {type(error).__name__}: {error}") from error
+        weights = getattr(choice, "weights", None)
+        if not isinstance(choice, MethodChoice) or not isinstance(weights, Tensor) or weights.shape != (m,):
+            raise UserError(f"balance method {name} returned {choice!r:.80}; it must return a MethodChoice with {m} weights")
+        return choice
 
     def given(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> Given:
         return Given(

@@ -16,7 +16,7 @@ import yaml
 from omni import old_names
 from omni.arguments import meant
 from omni.errors import UserError
-from omni.plugins import load_plugins
+from omni.plugins import load_plugins, loaded
 from train.config.run import FitConfig
 from train.console.command import GIVE, find_config, read_config
 from train.console.options import Parser
@@ -87,7 +87,10 @@ def recipe(source: str | Path, /, **changes: Any) -> FitConfig:
     Raises:
         UserError: as of `read_fit_config`.
     """
-    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+    try:
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+    except TypeError as error:
+        raise UserError(f"recipe: a change is no plain data ({error}); give numbers, texts, lists and mappings") from error
     return read_run([str(source), *(f"--{key}={value}" for key, value in words.items())])
 
 
@@ -98,6 +101,8 @@ def fit_parser() -> ConfigParser:
         description="Train a model. Every key of the file can be overridden; --dry_run builds the model and one batch only.",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")
+    if loaded():  # by --plugin, so that --print_config names them
+        parser.set_defaults({"plugins": list(loaded())})
     parser.may_be_empty = False
     return parser
 

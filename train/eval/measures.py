@@ -48,7 +48,7 @@ MEASURES: Registry[Measure] = Registry(
 )
 """Figures by name; `train.eval.metrics.register_metric` adds some."""
 
-MEASURES |= {
+for _name, _measure in {
     "wer": Measure("word error rate", "lower", "word errors over words of the reference, all answers together (jiwer)"),
     "cer": Measure("character error rate", "lower", "the same by characters, for languages without spaces"),
     "exact_match": Measure("exact match", "higher", "share of the written answers that equal the reference, normalised"),
@@ -86,7 +86,8 @@ MEASURES |= {
         "per token of the reference answers after question and newline, no other ids",
         "perplexity",
     ),
-}
+}.items():
+    MEASURES.add(_name, _measure)
 
 Pairs = np.ndarray
 """Values and weights of questions, [N, 2] float64."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -54,8 +55,8 @@ def register_metric(
     """
 
     def add(score: Score) -> Score:
-        METRICS.add(name, Metric(score, sound))
         MEASURES.add(name, Measure(title or name, better, what, kind, unit))
+        METRICS.add(name, Metric(score, sound))
         return score
 
     return add
@@ -72,9 +73,11 @@ def scores(item: Item, answer: Answer, row: Row) -> dict[str, tuple[float, float
         try:
             pair = metric.score(item, answer, row)
             if pair is not None:
-                value, weight = pair
-                found[name] = (float(value), float(weight))
-        except Exception as error:
+                value, weight = (float(number) for number in pair)
+                if not (math.isfinite(value) and 0 <= weight < math.inf):
+                    raise ValueError(f"it returned {pair}; value and weight must be numbers, the weight at least 0")
+                found[name] = (value, weight)
+        except (Exception, SystemExit) as error:
             text = " ".join(str(error).split())
             raise UserError(f"metric {name} failed at {row.where} with {type(error).__name__}: {text}") from error
     return found

@@ -40,7 +40,7 @@ from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer import lora as adapters
 from train.trainer.balanced_step import Balanced, Balancing
-from train.trainer.callbacks import CALLBACKS, Callback, Callbacks
+from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, build_callbacks
 from train.trainer.feed import CountingFeed, Feed
 from train.trainer.guard import StepGuard
 from train.trainer.held_out_batches import outer_batches
@@ -70,24 +70,27 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = ()) -> Outcome | None
     Raises:
         UserError: whatever is wrong with configuration, data or disk; in all processes alike.
     """
+    if not isinstance(config, FitConfig):
+        raise UserError(f"fit was given {config!r:.80}; give it a FitConfig, such as recipe('nano') from train")
     if not config.run_folder:
         raise UserError("run_folder is missing: name a folder for the run")
     refuse_remote(config.run_folder, "run_folder", write=True)
-    kinds = [CALLBACKS.find(name, "callbacks") for name in config.callbacks]
+    folder = Path(config.run_folder)
     check_resume(config)
     notes = check_start(with_alignment(config))
     check_devices(config.fabric)
     check_packages(config)
+    own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
     fabric = build_fabric(config.fabric)
     launch(fabric)
     try:
-        group, folder = ProcessGroup(fabric), Path(config.run_folder)
+        group = ProcessGroup(fabric)
         with ExitStack() as stack:
             group.run_on_first(lambda: stack.enter_context(locked(folder)))
             say = announce.speaker(config, group.first)
             for note in notes:
                 say(note)
-            loop = prepare(config, fabric, folder, group, [*callbacks, *(kind(folder) for kind in kinds)])
+            loop = prepare(config, fabric, folder, group, [*callbacks, *own])
             group.run_on_first(lambda: _synthesise_ahead(config))
             outcome = loop.run()
         return outcome if group.first else None

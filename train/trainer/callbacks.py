@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.plugins import Registry
 from train.distributed.fabric import ProcessGroup
 from train.trainer.parts import Outcome
 
 Event = Literal["on_step", "on_validation", "on_save", "on_end"]
+EVENTS = get_args(Event)
 
 
 class Callback:
@@ -56,10 +57,24 @@ def register_callback(name: str) -> Callable[[Kind], Kind]:
 
     def register(kind: Kind) -> Kind:
         CALLBACKS.add(name, kind)
+        unknown = [method for method in vars(kind) if method.startswith("on_") and not hasattr(Callback, method)]
+        if unknown:
+            raise UserError(f"callback {name}: {unknown[0]} is never called; {closest(unknown[0], EVENTS)}")
         kind.name = name
         return kind
 
     return register
+
+
+def build_callbacks(kinds: Sequence[type[Callback]], folder: Path) -> list[Callback]:
+    """The callbacks of a run in a folder; UserError, naming it, where one cannot be made."""
+    made = []
+    for kind in kinds:
+        try:
+            made.append(kind(folder))
+        except (Exception, SystemExit) as error:
+            raise UserError(f"callback {kind.name} cannot be made: {type(error).__name__}: {error}") from error
+    return made
 
 
 class Callbacks:
@@ -79,7 +94,7 @@ class Callbacks:
                 return
             try:
                 getattr(callback, event)(*args)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 name = callback.name or type(callback).__name__
                 self.failure = UserError(f"callback {name}: {event} failed with {type(error).__name__}: {error}")
                 self.failure.__cause__ = error

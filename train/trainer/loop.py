@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -273,7 +274,12 @@ class Loop:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Ends a run whose budget is spent: last validation, exported model, curves."""
+        """Ends a run whose budget is spent: last validation, exported model, curves; UserError where it left out all steps."""
+        steps = self.position.step - self.first_step + 1
+        if steps and not self.scaled and int(self.meter.skipped_in_a_row) >= steps:
+            retention.check_finite(
+                self.checkpointer.place, self.position.step, f"gradients' norm of all {steps} steps", math.nan
+            )
         if self.config.validation.at_end and self.position.validated[0] < self.position.step:
             self._validate()
         weights, export = self._weights(), self.parts.export

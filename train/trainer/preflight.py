@@ -37,6 +37,7 @@ from train.data.config import DataConfig
 from train.data.rows.parquet import files_of
 from train.data.rows.samples import missing_parts, sample_rows
 from train.data.sources.recorded_digits import find_recordings
+from train.trainer.callbacks import CALLBACKS
 from train.trainer.initial_model import check_tokenizer, shape_of
 
 PROCESSES_A_CORE = 4
@@ -57,6 +58,11 @@ def check_start(config: FitConfig) -> list[str]:
         check_folder_to_be(Path(config.run_folder or "."), "run_folder")
     _check_model_files(config, problems)
     _check_data_files(config.data, problems)
+    for name in config.callbacks:
+        with problems.of("callbacks"):
+            CALLBACKS.find(name, "callbacks")
+            if config.callbacks.count(name) > 1:
+                raise UserError(f"callbacks names {name} twice; leave one out")
     notes = _check_rows(config.data, problems)
     if config.validation.questions:
         with problems.of("validation.questions"):
@@ -81,12 +87,14 @@ def check_resume(config: FitConfig) -> None:
 
 
 def check_packages(config: FitConfig) -> None:
-    """Refuses (UserError) weights or an optimizer in 8 bits or less where bitsandbytes is not installed."""
+    """Refuses (UserError) weights or an optimizer in 8 bits or less, or a report to wandb, without their package."""
     rules = {config.optimizer.name, *(group.rule for group in config.optimizer.groups)}
     wanted = {"optimizer paged_adamw_8bit": "paged_adamw_8bit" in rules}
     wanted["a quantised base"] = config.lora is not None and config.lora.quantize is not None
     for what in [what for what, needed in wanted.items() if needed and find_spec("bitsandbytes") is None]:
         raise UserError(f"{what} needs the package bitsandbytes: pip install bitsandbytes")
+    if config.log.wandb and find_spec("wandb") is None:
+        raise UserError("log.wandb needs the package wandb: pip install wandb, or leave it out")
 
 
 class _Problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from omni.config import from_dict
 from omni.errors import UserError
+from tests.train.balance.test_absent import poisoned
 from tests.train.balance.test_resume import test_resuming_is_bitwise as check_that_resuming_is_bitwise
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
+from tests.train.toys import toy_fit
 from train.balance import Setting, register_method
 from train.balance.by_held_out import BilevelStep, OuterGradient
+from train.balance.chooser import Chooser
 from train.balance.config import BalanceConfig
 from train.balance.given import Given, MethodChoice
 from train.balance.registry import METHODS
@@ -113,3 +117,28 @@ def test_a_name_is_taken_once() -> None:
 def test_without_it_the_name_is_unknown() -> None:
     with pytest.raises(UserError, match="balance.method 'inverse' is unknown"):
         BalanceConfig("inverse")
+
+
+@pytest.mark.parametrize(
+    ("choose", "said"),
+    [
+        (lambda given: None, "odd returned None; it must return a MethodChoice with 2 weights"),
+        (lambda given: MethodChoice(torch.ones(5)), "with 2 weights"),
+        (lambda given: given.settings["absent"], "odd failed with KeyError"),
+    ],
+)
+def test_a_method_that_breaks_its_word_is_named(monkeypatch: pytest.MonkeyPatch, choose: Any, said: str) -> None:
+    monkeypatch.setitem(METHODS, "odd", None)  # type: ignore[arg-type]
+    register_method("odd", "loss")(choose)
+    with pytest.raises(UserError, match=said):
+        Chooser(BalanceConfig("odd"), ["a", "b"]).choose(torch.ones(2, dtype=torch.float64), None)
+
+
+@pytest.mark.parametrize("method", ["equal", "uncertainty"])
+def test_a_run_whose_losses_are_no_numbers_ends(tmp_path: Path, method: str) -> None:
+    config = balanced_config(tmp_path, BalanceSection(method))
+    parts = balanced_parts(config)
+    for at in range(3):
+        parts = poisoned(parts, at)
+    with pytest.raises(UserError, match="norm of all 3 steps is nan"):
+        toy_fit(config, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from train.checkpoint import retention
 from train.config.parse import read_fit_config
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
 from train.trainer.build import fit
-from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
+from train.trainer.callbacks import CALLBACKS, Callback, Callbacks, build_callbacks, register_callback
 from train.trainer.parts import Outcome, Parts
 
 FIGURES = {"exact_match": 0.5}
@@ -129,3 +130,23 @@ def test_all_processes_end_where_the_first_ones_callback_fails(tmp_path: Path) -
 def test_an_unknown_name_is_refused_with_the_closest() -> None:
     with pytest.raises(UserError, match="callbacks: callback 'note' is unknown; did you mean 'notes'"):
         CALLBACKS.find("note", "callbacks")
+
+
+def test_one_that_leaves_or_cannot_be_made_is_named(tmp_path: Path) -> None:
+    class Leaving(Callback):
+        name = "leaving"
+
+        def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+            sys.exit()
+
+    with pytest.raises(UserError, match="callback leaving: on_step failed with SystemExit"):
+        toy_fit(config_of(tmp_path), parts_of(), [Leaving(tmp_path)])
+    assert (tmp_path / "checkpoints/step-00000001").is_dir()
+
+    class Odd(Callback):
+        name = "odd"
+
+        def __init__(self) -> None: ...
+
+    with pytest.raises(UserError, match="callback odd cannot be made: TypeError"):
+        build_callbacks([Odd], tmp_path)

@@ -153,8 +153,16 @@ class BlockMaker:
 
     def _items(self, start: int, stop: int) -> Iterator[Row | Broken]:
         count = 0
-        for count, item in enumerate(self.source.iterate(start, stop), 1):  # noqa: B007  (used after the loop)
-            yield item
+        try:
+            for count, item in enumerate(self.source.iterate(start, stop), 1):  # noqa: B007  (used after the loop)
+                if not isinstance(item, (Row, Broken)):
+                    raise TypeError(f"it gave {item!r:.80}, and items are Row or Broken")
+                yield item
+        except (UserError, OSError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            place = f"reader {self.source.format} failed at item {start + count}"
+            raise UserError(f"{place} with {type(error).__name__}: {' '.join(str(error).split())}") from error
         if count != stop - start:
             raise UserError(
                 f"the source ends at item {start + count} and had {len(self.source)}: it has changed while it was read; "

@@ -7,6 +7,8 @@ overrides that.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from omni.errors import UserError
@@ -71,8 +73,9 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     source = Path(path)
     check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
     for reader in [*list(READERS.values())[len(_ALL) :], *_ALL]:
-        if reader.recognise(source):
-            return reader
+        with _of(reader):
+            if reader.recognise(source):
+                return reader
     raise UserError(unknown(source, tuple(READERS)))
 
 
@@ -93,6 +96,27 @@ def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = No
         raise UserError(f"--read.pause {options.pause} is no time: give seconds above 0")
     if not options.format:
         # Mapped columns mean that the data are a table, even where the columns would fit another format.
-        return (READERS["table"] if options.columns else recognise(path))(Path(path), options)
-    check_there(path, "data", f"data {path} does not exist: name a file or folder")
-    return READERS[options.format](Path(path), options)
+        reader = READERS["table"] if options.columns else recognise(path)
+    else:
+        check_there(path, "data", f"data {path} does not exist: name a file or folder")
+        reader = READERS[options.format]
+    with _of(reader):
+        source = reader(Path(path), options)
+        if not (isinstance(source, OpenedSource) and isinstance(getattr(source, "format", None), str)):
+            raise TypeError(f"it returned {type(source).__name__}, not an OpenedSource with a format")
+        if not isinstance(len(source), int):
+            raise TypeError("its length is no number")
+    return source
+
+
+@contextmanager
+def _of(reader: Reader) -> Iterator[None]:
+    """A context in which an error of a plug-in's reader names it."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        if type(reader).__module__.startswith("train."):
+            raise
+        raise UserError(f"reader {reader.name} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error

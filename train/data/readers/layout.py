@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from omni.errors import UserError
+from omni.plugins import PLUGIN
 from train.data.readers.records import ParquetRecords, TableRecords, open_binary, open_records
 from train.data.readers.source import data_files
 
@@ -52,7 +53,7 @@ def columns_flag(columns: Iterable[str]) -> str:
 
 def unknown(path: Path, formats: Sequence[str]) -> str:
     """Message for data of no known format: what was found, and what to do."""
-    named = f"name the format with --read.format, one of {', '.join(formats)}"
+    named = f"name the format with --read.format, one of {', '.join(formats)} ({PLUGIN})"
     file, which = path, "it"
     if path.is_dir():
         files = data_files(path, ENDINGS)

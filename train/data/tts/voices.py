@@ -24,6 +24,9 @@ from train.data.seeding import dice
 if TYPE_CHECKING:
     from torch import Tensor
 
+RATES = (1000, 384000)
+"""Lowest and highest sample rate of a voice, in Hz."""
+
 TIMEOUT = 600.0
 """Seconds that a program may take for one text."""
 
@@ -41,12 +44,16 @@ class Voice(Protocol):
 VOICES: Registry[Callable[..., Any]] = Registry("voice", "a function of a text", callable)
 """Voices of plug-ins by name."""
 
-register_voice = VOICES.register
-"""A decorator: `register_voice(name)` of a callable that speaks a text.
 
-It takes the text, and `language` (BCP 47) and `seed` where it has parameters of these names; it returns samples [S] and their
-rate in Hz.
-"""
+def register_voice(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator for a callable that speaks a text.
+
+    It takes the text, and `language` (BCP 47) and `seed` where it has parameters of these names; it returns samples [S] and
+    their rate in Hz.
+    """
+    if isinstance(name, str) and (":" in name or name == "espeak"):
+        raise UserError(f"voice {name!r}: a name has no colon, and espeak is taken; give it another")
+    return VOICES.register(name)
 
 
 def make_voice(spec: str) -> Voice:
@@ -187,15 +194,22 @@ class CallableVoice:
         self.spec, self.function, self.extra = spec, function, _taken(function)
 
     def say(self, text: str, language: str, seed: int) -> Sound:
+        from omni.audio.waveform import whole_rate
+
         given = {"language": language, "seed": seed}
         try:
             made = self.function(text, **{name: given[name] for name in self.extra})
-        except Exception as error:  # external code: any of its errors concerns this text only
+        except (Exception, SystemExit) as error:  # external code: any of its errors concerns this text only
             raise UserError(f"voice {self.spec} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error
         if not (isinstance(made, tuple) and len(made) == 2):
             raise UserError(f"voice {self.spec} returned {type(made).__name__}: it must return (samples, sample rate)")
         try:
-            return Sound(_samples(made[0]), int(made[1]))
+            rate = whole_rate(made[1], f"voice {self.spec}")
+            if not RATES[0] <= rate <= RATES[1]:
+                raise UserError(f"voice {self.spec} returned a rate of {rate} Hz; it must lie from {RATES[0]} to {RATES[1]}")
+            return Sound(_samples(made[0], f"voice {self.spec}"), rate)
+        except UserError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"voice {self.spec} returned no samples [S] and rate: {' '.join(str(error).split())}") from error
 
@@ -210,13 +224,13 @@ def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in ("language", "seed") if name in named)
 
 
-def _samples(made: Any) -> Tensor:
-    """Convert a tensor, an array or a list to samples [S] (float32); integers are PCM of 16 bits."""
+def _samples(made: Any, name: str) -> Tensor:
+    """Samples [S] (float32), scaled by their type as those of questions are; UserError where they are none, or not one row."""
     import numpy as np
-    import torch
-    from torch import Tensor
 
-    samples = made.detach().cpu() if isinstance(made, Tensor) else torch.from_numpy(np.array(made))
-    if samples.ndim != 1:
-        raise UserError(f"its samples are {list(samples.shape)}, not one row [S]: mix the channels")
-    return samples.float() if samples.is_floating_point() else samples.float() / 32768
+    from omni.audio.waveform import as_waveform
+
+    shape = np.shape(made)
+    if len(shape) != 1:
+        raise UserError(f"{name} returned samples of shape {list(shape)}; they must be one row [S]")
+    return as_waveform(made.detach() if hasattr(made, "detach") else made, name)

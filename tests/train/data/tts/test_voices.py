@@ -118,5 +118,5 @@ def test_what_a_callable_may_not_return(name, monkeypatch):
 
     returned = {"bad": None, "worse": ([[0.0]], 8000), "worst": ("abc", 8000)}[name]
     monkeypatch.setattr(toys, "odd", lambda text: returned, raising=False)
-    with pytest.raises(UserError, match="voice tests.train.data.prepare.toys:odd returned"):
+    with pytest.raises(UserError, match="voice tests.train.data.prepare.toys:odd (returned|.*its samples|.*samples)"):
         make_voice("tests.train.data.prepare.toys:odd").say("a", "en", 0)
