@@ -15,7 +15,7 @@ from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 from omni.codec import registry as codecs
 from omni.errors import UserError
 from omni.files import locked
-from tests.train.data.inspect.toys import BAD_PARTS, Beeper, noise, only_snac, row, spoilt, stored, wav
+from tests.train.data.inspect.toys import BAD_PARTS, beeping, noise, only_snac, row, spoilt, stored, wav
 from train.commands.data_filter import main
 from train.console.progress import percent
 from train.data.inspect.checks import Bounds, check_row
@@ -258,9 +258,7 @@ def test_error_rates_are_jiwers(language: str, normal) -> None:
 
 
 def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        codecs.CODECS, "snac", replace(codecs.CODECS.find("snac"), load=lambda folder, device: Beeper("snac"), weights="")
-    )
+    monkeypatch.setitem(codecs.CODECS, "snac", beeping("snac"))
     turn = row(1, "snac", answer_audio=None)
     asked = []
 

@@ -15,7 +15,7 @@ from omni.codec import registry as codecs
 from omni.config import FORMAT_VERSION, to_dict
 from omni.errors import UserError
 from tests.train.data.inspect.test_stats import model
-from tests.train.data.inspect.toys import RATE, Beeper, path_too_long, path_with_nul, row, spoilt, stored
+from tests.train.data.inspect.toys import RATE, Beeper, beeping, path_too_long, path_with_nul, row, spoilt, stored
 from tests.train.data.toys import TOKENIZER
 from train.commands.data_listen import main
 from train.data.inspect.listen import draw, find_row
@@ -46,9 +46,7 @@ def test_rows_that_are_not_there(name: str, why: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["codec2", "snac"])
 def test_sounds_come_back(codec: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(
-        codecs.CODECS, codec, replace(codecs.CODECS.find(codec), load=lambda folder, device: Beeper(codec), weights="")
-    )
+    monkeypatch.setitem(codecs.CODECS, codec, beeping(codec))
     both = replace(row(1, codec), turns=(*row(1, codec).turns, *row(2, codec).turns))
     data, out = stored(tmp_path / "data", [row(0, codec), both]), tmp_path / "out"
     assert main([str(data), "1", "--out", str(out)]) == 0
@@ -70,7 +68,7 @@ def test_a_model_brings_its_codec(named: bool, tmp_path: Path, monkeypatch, caps
     monkeypatch.setitem(
         codecs.CODECS,
         "snac",
-        replace(codecs.CODECS.find("snac"), load=lambda folder, device: asked.append(folder) or Beeper("snac")),
+        beeping("snac", lambda folder, device: asked.append(folder) or Beeper("snac")),
     )
     place, out = tmp_path / "model", tmp_path / "out"
     (place / CODEC).mkdir(parents=True)
@@ -158,9 +156,7 @@ def test_a_row_of_texts_makes_no_folder(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize("file", ["question-0.wav", "answer-0.wav", "answer-0-codes.wav"])
 def test_another_sound_of_that_name_is_not_lost(file: str, tmp_path: Path, monkeypatch) -> None:
     """The same row again changes nothing."""
-    monkeypatch.setitem(
-        codecs.CODECS, "codec2", replace(codecs.CODECS.find("codec2"), load=lambda folder, device: Beeper("codec2"))
-    )
+    monkeypatch.setitem(codecs.CODECS, "codec2", beeping("codec2"))
     data, out = stored(tmp_path / "data", [row(0)]), tmp_path / "out"
     command = [str(data), "0", "--out", str(out)]
     assert main(command) == main(command) == 0

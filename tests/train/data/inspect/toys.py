@@ -115,6 +115,13 @@ def only_snac(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(codecs.CODECS, name, replace(codecs.CODECS.find(name), load=loader(name)))
 
 
+def beeping(name: str, load: Any = None) -> codecs.CodecSpec:
+    """The specification of a `Beeper` of that name; one without weights, unless `load` makes it."""
+    known = {"sample_rate": 8000, "frame_rate": 80.0, "codebook_sizes": SIZES[name]}
+    weights = {"load": lambda folder, device: Beeper(name), "weights": ""} if load is None else {"load": load}
+    return replace(codecs.CODECS[name], **known, **weights)
+
+
 class Beeper(AudioCodec):
     """A codec that sounds each frame as a step of its first code."""
 
