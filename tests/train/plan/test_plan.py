@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from omni.config import ModelConfig, ProjectorConfig, preset
-from omni.errors import UserError
 from omni.model.quantize import numels, quantize
 from omni.model.speech_model import SpeechModel
-from train.commands.plan import main
-from train.config.parse import read_run
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, ValidationConfig
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
-from train.data.rows.parquet import write_rows
-from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.objective.objective import Objective, targets
 from train.plan.estimate import Estimate, estimate, phases_of, sharded
 from train.plan.knobs import try_knobs
 from train.plan.parameters import count_parameters, meta_model
-from train.plan.plan import make_plan
 from train.plan.quantized import dense_bytes, packed_bytes
 from train.plan.step import build_workbench
 from train.plan.trace import trace
 from train.plan.trial import attempt
 from train.plan.worst_batch import worst_batch
-from train.trainer.build import fit
 
 pytestmark = pytest.mark.usefixtures("forked")
 MIB = float(1 << 20)
@@ -303,173 +293,3 @@ def test_knobs_are_turned_together_where_none_is_enough() -> None:
     assert not any(one.fits for one in alone) and len(row) > 1
     assert [one.fits for one in row] == [False] * (len(row) - 1) + [True]
     assert [one.total for one in row] == sorted((one.total for one in row), reverse=True)
-
-
-# --- the command -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> str:
-    path = tmp_path / "small.yaml"
-    sound = Sound(torch.linspace(-0.1, 0.1, 24000), 16000)
-    codes = Codes("codec2", torch.zeros(4, 9, dtype=torch.long))
-    rows = [Row((RowTurn("two and two", sound, "four", answer_codes=codes),)) for _ in range(8)]
-    write_rows(tmp_path / "rows.parquet", rows)
-    path.write_text(
-        "budget: {steps: 50}\n"
-        "model: {preset: nano, decoder: {layers: 1}, encoder: {layers: 1}}\n"
-        "data: {micro_batches: 2, packing: {rows: 2, length: 64},\n"
-        f"       sources: [{{kind: stored, path: {tmp_path / 'rows.parquet'}, tasks: {{A1A2: 1.0}}, held_out: 4}}]}}\n"
-        "validation: {questions: 4}\n"
-        "fabric: {accelerator: cpu, devices: 1}\n"
-    )
-    return str(path)
-
-
-@pytest.fixture
-def nowhere(file: str, tmp_path: Path) -> str:
-    """The same without its data."""
-    path = tmp_path / "nowhere.yaml"
-    path.write_text(Path(file).read_text().replace("rows.parquet", "nowhere"))
-    return str(path)
-
-
-def test_command_answers_in_json_and_tables(file: str, nowhere: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([nowhere, "--json"]) == 1  # as `fit`, which would not start; the plan is of full rows
-    shown = capsys.readouterr()
-    plan = json.loads(shown.out)
-    assert plan["fits"] and plan["pace"]["columns"] == 2 * 2 * 64 and plan["pace"]["examples"] is None
-    assert "nowhere" in plan["pace"]["source"] and plan["pace"]["steps"] == 50
-    assert plan["to_budget"] == {
-        "tokens": 50 * 2 * 2 * 64,
-        "targets": 50 * 2 * 2 * 64 * 5,
-    }  # four streams of codes, one of text
-    (problem,) = plan["problems"]
-    assert shown.err == f"error: {problem}\n" and "nowhere" in problem
-    assert main([file, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["problems"] == [] and 0 < plan["pace"]["columns"] < 2 * 2 * 64
-    parts = plan["memory"]["parts"]
-    assert plan["memory"]["total"] == pytest.approx(sum(parts.values()))
-    staying = sum(parts[name] for name in ("weights", "gradients", "optimizer", "average"))
-    assert plan["kept"] == pytest.approx(0.2 * (plan["memory"]["total"] - staying)) and plan["kept"] > 0
-    assert main([file]) == 0
-    shown = capsys.readouterr().out
-    assert "with freed blocks kept, about" in shown
-    lines = {line[:24].strip(): line[24:].strip() for line in shown.splitlines()}
-    assert (
-        lines["tokens to the budget"]
-        and {"start", "held-out loss", "validation's answers", "checkpoint", "export"} <= lines.keys()
-    )
-    assert main([file, "--budget.steps", "null", "--budget.minutes", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["to_budget"] == {"tokens": None, "targets": None}
-    assert main([file, "--gpu_gib", "0.63", "--gpu=H100", "--mfu", "0.5"]) == 1
-    shown, said = capsys.readouterr()
-    assert said.startswith("error: the run does not fit: ") and said.count("\n") == 1
-    assert (
-        "freed blocks" not in shown
-        and "IT DOES NOT FIT" in shown
-        and "what makes it fit" in shown
-        and "--fabric.precision bf16-true" in shown
-    )
-
-
-def test_a_mac_is_estimated_as_a_cpu_and_said_to_be(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """No blocks that the C library keeps, no context of CUDA's, no limit of another machine's memory."""
-
-    def planned(*options: str) -> dict[str, Any]:
-        assert main([file, "--json", "--fabric.precision", "32-true", *options]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    cpu, mac, sized = (
-        planned(),
-        planned("--fabric.accelerator", "mps"),
-        planned("--fabric.accelerator=mps", "--gpu_gib=16", "--try"),
-    )
-    assert mac["memory"] == sized["memory"] == cpu["memory"]
-    assert mac["kept"] == 0 and cpu["kept"] > 0 and min(cpu["process"], mac["process"]) > 0
-    assert "mps" in mac["device"] and "as a CPU's" in mac["device"] and "mps" not in cpu["device"]
-    assert sized["limit"] == 0.75 * 16 * 2**30 and sized["fits"]
-    assert sized["measured"] == {} and "mps" in sized["not_measured"]
-    if not torch.backends.mps.is_available():
-        assert mac["limit"] is None and mac["fits"] is None and "give --gpu_gib" in mac["device"]
-
-
-def test_hours_follow_from_the_peak(file: str) -> None:
-    from train.config.parse import read_fit_config
-
-    config = read_fit_config([file])[0]
-    one, two = (make_plan(config, gpu="H100", mfu=0.5, devices=n).pace for n in (1, 2))
-    assert one.seconds is not None and two.seconds is not None and one.hours is not None
-    assert one.seconds == pytest.approx(one.flops / (0.5 * 989e12)) and two.seconds == pytest.approx(one.seconds / 2)
-    assert one.hours == pytest.approx(50 * one.seconds / 3600)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "refused"),
-    [
-        ([], "nowhere", True),
-        (["--fabric.devices", "600", "--data.micro_batches", "600"], "fabric.devices is 600", True),
-        (["--devices", "600", "--data.micro_batches", "600", "--gpu_gib", "80"], "fabric.devices is 600", False),
-        (["--fabric.accelerator", "cuda", "--gpu_gib", "80"], "PyTorch finds no GPU here", False),
-        (["--fabric.accelerator", "abacus"], "abacus", True),
-        (["--model.codec_folder", "none"], "codec folder none does not exist", True),
-        (["--optimizer.groups", "[{pattern: none.*}]"], "none.*", True),
-        (["--run_folder", "FOLDER"], "holds", True),
-        (["--data.packing.length", "24", "--data.workers", "0", "--validation.questions", "0"], "a packed row holds 24", True),
-        (["--optimizer.name", "paged_adamw_8bit"], "bitsandbytes", True),
-        (["--optimizer.name", "paged_adamw_8bit", "--gpu_gib", "80"], "bitsandbytes", False),
-    ],
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is lacking here")
-def test_the_exit_code_is_that_of_fit(
-    file: str,
-    nowhere: str,
-    arguments: list[str],
-    message: str,
-    refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """1, and a line that says why, where `fit` refuses; what another machine may have is a note."""
-    from train.trainer import preflight
-
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
-    words = [str(Path(file).parent) if word == "FOLDER" else word for word in arguments]
-    path = file if arguments else nowhere
-    (Path(file).parent / "model.safetensors").touch()
-    try:
-        code = main([path, *words, "--json"])
-        shown = capsys.readouterr()
-        assert message in " ".join(json.loads(shown.out)["problems" if refused else "notes"])
-        assert (message in shown.err) == refused
-    except UserError as error:
-        code = error.code
-        assert message in str(error)
-    assert code == int(refused)
-    if refused:
-        config = read_run([path, *words])
-        with pytest.raises(UserError, match=re.escape(message)):
-            fit(replace(config, run_folder=config.run_folder if "FOLDER" in arguments else str(Path(file).parent / "new")))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "code"),
-    [
-        (["--devices", "0"], "--devices is 0", 2),
-        (["--devices", "many"], '"devices": Expected .*int.*many', 2),
-        (["--devices", "3"], "2 micro-batches a step cannot be shared by 3", 1),
-        (["--gpu_gib", "-1"], "--gpu_gib is -1", 2),
-        (["--gpu", "abacus"], "--gpu 'abacus' is unknown; known: H200", 2),
-        (["--mfu", "2"], "--mfu is 2", 2),
-        (["--model.preset", "nona"], "did you mean 'nano'", 2),
-        (["--trainable", "[nothing.*]"], "nothing", 1),
-        (["--optimiser.lr", "1"], "optimizer", 2),
-        (["--model.init_from", "nothing"], "nothing does not exist; give a folder with config.json", 1),
-        (["--fabric.strategy", "fsdp", "--optimizer.name", "muon"], "muon", 1),
-    ],
-)
-def test_bad_input_is_one_clear_line(file: str, arguments: list[str], message: str, code: int) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        main([file, *arguments])
-    assert "\n" not in str(caught.value) and caught.value.code == code
