@@ -53,20 +53,11 @@ def file(tmp_path: Path) -> str:
     return str(tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id="plain", marks=pytest.mark.long),
-        pytest.param(
-            ("--data.micro_batches", "2", "--ema", "0.9", "--fabric.checkpointing", "true", "--data.packing.rows", "8"),
-            id="more",
-        ),
-    ],
-)
-def test_the_estimate_is_what_fit_takes(
-    file: str, tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a process that gives freed blocks back, as the plan says how to, and the estimate without those counts."""
+MORE = ("--data.micro_batches", "2", "--ema", "0.9", "--fabric.checkpointing", "true")
+
+
+@pytest.mark.parametrize("options", [(), (*MORE, "--data.packing.rows", "8")], ids=["plain", "more"])
+def test_the_pace_is_of_the_data(file: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([file, *options, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     rows, pace = (8 * 2 if options else 4), plan["pace"]
@@ -74,6 +65,16 @@ def test_the_estimate_is_what_fit_takes(
     assert 0.9 * LENGTH * rows < pace["columns"] < LENGTH * rows
     assert pace["targets"] == 4 * rows  # y, e, s and the end
     assert plan["to_budget"] == {"tokens": 3 * pace["columns"], "targets": 12 * rows}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), (*MORE, "--data.packing.rows", "8")], ids=["plain", "more"])
+def test_the_estimate_is_what_fit_takes(
+    file: str, tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process that gives freed blocks back, as the plan says how to, and the estimate without those counts."""
+    assert main([file, *options, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, file, str(tmp_path), *options]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -86,6 +87,8 @@ def test_the_estimate_is_what_fit_takes(
 PHASES = """
 import json, sys
 from functools import wraps
+from matplotlib.figure import Figure
+from PIL import Image
 from train.commands.fit import main
 from train.checkpoint.checkpointer import Checkpointer
 from train.trainer import build, loop, step, validation
@@ -114,6 +117,7 @@ def reset():
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark starts again
 
+Figure.tight_layout, Figure.savefig = lambda *a, **k: None, lambda figure, file, **k: Image.new("RGB", (1, 1)).save(file, "PNG")
 measured("start", build, "build_initial")
 measured("a step", step.PlainStep, "__call__")
 measured("held-out loss", loop, "held_out_loss")
@@ -128,7 +132,7 @@ assert main([file, *options, *small, "--run_folder", folder + "/warm"]) == 0
 base = status("VmRSS")
 peaks.clear()
 run = [file, *options, "--run_folder", folder + "/run"]
-assert main(run) == 0 and main([*run, "--budget.steps", "3", "--resume", "extend"]) == 0
+assert main(run) == 0 and main([*run, "--budget.steps", "2", "--resume", "extend"]) == 0
 print(json.dumps(peaks))
 """
 """A run and its resumption, with the peak of each phase over the memory of a process that has run a smaller one."""
@@ -138,7 +142,8 @@ print(json.dumps(peaks))
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param((), id="plain"),
+        pytest.param((*MORE, "--data.packing.rows", "1"), id="more"),
+        pytest.param((), id="plain", marks=pytest.mark.long),
         pytest.param(("--ema", "0.9", "--trainable", "[decoder.*]"), id="average", marks=pytest.mark.long),
     ],
 )
@@ -146,10 +151,10 @@ def test_every_phase_takes_what_is_said(
     file: str, tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights of 160 MiB, so that a copy of them would be seen anywhere."""
-    width = ("width", "512"), ("layers", "10"), ("heads", "8"), ("kv_heads", "4"), ("mlp_width", "2048")
+    width = ("width", "512"), ("context", "200"), ("layers", "10"), ("heads", "8"), ("kv_heads", "4"), ("mlp_width", "2048")
     model = [word for name, value in width for word in (f"--model.decoder.{name}", value)]
-    asked = ["--validation.questions", "4", "--validation.tasks", "[A1T1]", "--validation.every_steps", "1"]
-    words = [*model, *asked, *options, "--data.packing.rows", "2", "--budget.steps", "2", "--checkpoint.keep_best", "0"]
+    asked = ["--validation.questions", "4", "--validation.tasks", "[A1T1]"]
+    words = [*model, *asked, "--data.packing.rows", "2", "--budget.steps", "1", "--checkpoint.keep_best", "0", *options]
     changed = Path(file).read_text().replace("tasks: {A1T1: 1.0}", "held_out: 2, tasks: {A1T1: 1.0}")
     Path(file).write_text(changed)
     assert main([file, *words, "--json"]) == 0
@@ -169,7 +174,7 @@ def test_every_phase_takes_what_is_said(
     assert memory["total"] + max(0.0, peaks["resume"] - peaks["a step"]) == pytest.approx(max(peaks.values()), rel=0.1)
 
 
-def test_a_step_that_is_tried_stands_beside_the_estimate(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_is_tried_stands_beside_the_estimate(file: str, forked: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([file, "--try", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     measured, pace = plan["measured"], plan["pace"]
