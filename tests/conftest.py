@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,17 @@ def quick_pictures() -> Iterator[dict[str, Any]]:
         real = {name: getattr(Figure, name) for name in quick}
         for name, function in quick.items():
             patch.setattr(Figure, name, function)
+        yield real
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_starts() -> Iterator[Callable[[Path], None]]:
+    """A run starts in the second in which another ended; a test of the order of their files is given the wait."""
+    from train.trainer import logs
+
+    with pytest.MonkeyPatch.context() as patch:
+        real = logs._wait_for_a_later_name
+        patch.setattr(logs, "_wait_for_a_later_name", lambda board: None)
         yield real
 
 
