@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,9 +117,11 @@ def test_further_passes_take_time_and_are_said() -> None:
     assert (full.forwards, full.backwards) == (3, 3) and (plain.forwards, plain.backwards) == (1, 1)
 
 
-def test_knobs_leave_out_what_a_balance_cannot_have() -> None:
+def test_knobs_leave_out_what_a_balance_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     config, model = balanced("modo", micro=3), shape(layers=1)
-    alone, _ = try_knobs(config, model, 0.0, cuda=True)
-    assert alone and all(one.knob.config.data.micro_batches % 3 == 0 for one in alone)
+    totals = (SimpleNamespace(total=2.0**-i) for i in itertools.count())  # each knob saves
+    monkeypatch.setattr("train.plan.knobs.estimate", lambda *given: next(totals))
+    alone, row = try_knobs(config, model, 0.0, cuda=True)
+    assert len(alone) > 3 and all(one.knob.config.data.micro_batches % 3 == 0 for one in [*alone, *row])
     with pytest.raises(UserError, match="one micro-batch|to balance"):
         estimate(replace(config, data=replace(config.data, sources=(SourceConfig(tasks={"A1A2": 1.0}),))), model)
