@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,15 @@ def balanced_parts(
             yield [joined(step[i :: len(shards)]) if join > 1 else step[i] for i in range(len(shards))]
 
     names = [] if config.balance is None else balanced_tasks(config.balance, config.data)
-    outer = [step[0] for step, _ in zip(StepLoader(tiny_pipeline(model, seed=8), 1), range(outers), strict=False)]
     return Parts(
         objective, count, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle,
-        Balanced(names, cells, objective.encoder_parameters, outer),
+        Balanced(names, cells, objective.encoder_parameters, held_out(model, outers)),
     )  # fmt: skip
+
+
+@cache
+def held_out(model: ModelConfig, count: int) -> list[Batch]:
+    return [step[0] for step, _ in zip(StepLoader(tiny_pipeline(model, seed=8), 1), range(count), strict=False)]
 
 
 def balanced_fit(config: FitConfig, parts: Parts | None = None) -> dict[str, Tensor]:
