@@ -12,10 +12,10 @@ demo: $(READY)
 	$(RUN) -m train demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 test-long: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile -m long
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder -m long
 
 lint: $(READY)
 	$(RUN) -m ruff check .

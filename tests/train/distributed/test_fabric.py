@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from _thread import start_new_thread
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
-from tests.processes import environment, two
+from tests.processes import Program, two
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora, toy_parts
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, FabricConfig, LogConfig, OptimizerConfig, ValidationConfig
@@ -163,10 +162,9 @@ def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
         for strategy in strategies
         for guard in (0, 1)
     ]
-    command = [sys.executable, "-m", "tests.train.toys", json.dumps({"runs": runs})]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout + done.stderr
+    done = Program("tests.train.toys", json.dumps({"runs": runs})).end(180)
+    assert done.code == 0, done.said
+    said = done.out + done.said
     assert said.count("finished: 3 steps") == 4 and "guard, step" not in said
     for strategy in strategies:
         guarded = final_tensors(tmp_path / f"{strategy}-1")
