@@ -30,7 +30,10 @@ from train.data.rows.row import Row, RowTurn, Sound
 from train.trainer import validation
 from train.trainer.build import fit
 
-SMALL = {"decoder": {"layers": 2, "width": 64, "heads": 2, "mlp_width": 128, "context": 128}, "encoder": {"layers": 1, "width": 64, "heads": 2}}
+SMALL = {
+    "decoder": {"layers": 2, "width": 64, "heads": 2, "mlp_width": 128, "context": 128},
+    "encoder": {"layers": 1, "width": 64, "heads": 2},
+}
 
 
 def run(folder: Path, every: int | None = 2, **changes: Any) -> FitConfig:
