@@ -43,7 +43,7 @@ def balanced(method: str, level: str | None = None, micro: int = 1, settings: An
     [("dbmtl", "parameters", 1, 2), ("upgrad", "features", 2, 8), ("forum", None, 1, 2)],
 )
 def test_a_balanced_step_takes_what_is_said(method: str, level: str | None, micro: int, rows: int) -> None:
-    config, model = balanced(method, level, micro, rows=rows, length=128), shape(width=384, layers=4)
+    config, model = balanced(method, level, micro, rows=rows, length=128), shape(width=384, layers=2)
     wanted, found = attempt(config, model, micro, "cpu").peak, estimate(config, model).total
     assert found == pytest.approx(wanted, rel=0.15), (found / MIB, wanted / MIB)
 

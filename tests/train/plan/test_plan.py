@@ -56,7 +56,7 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
     ("model", "config"),
     [
         (preset("nano"), run(rows=4, length=128)),
-        (shape(width=384, layers=5), run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon")),
+        (shape(width=384, layers=3), run(rows=2, length=128, checkpointing=True, micro=2, optimizer="muon")),
     ],
     ids=["nano", "checkpointing-muon"],
 )
@@ -70,8 +70,8 @@ def test_estimate_is_what_a_step_takes(model: ModelConfig, config: FitConfig) ->
 @pytest.mark.parametrize(
     ("kind", "width", "layers", "rows", "checkpointing"),
     [
-        ("nf4", 512, 5, 2, False),
-        ("int8", 384, 4, 4, True),
+        ("nf4", 512, 3, 2, False),
+        ("int8", 384, 3, 4, True),
         pytest.param("nf4", 384, 4, 4, True, marks=pytest.mark.long),
         pytest.param("int8", 512, 5, 2, False, marks=pytest.mark.long),
     ],
