@@ -7,11 +7,7 @@ file that is named.
 Sources: gpt-omni/mini-omni @ 26c31d5, `inference.py` (`load_model`); gpt-omni/mini-omni2 @ 6efd5bf, `litgpt/model.py` (its
 vision adapter). The tensors are split and joined by `litgpt.py`, the settings read and written by `mini_omni_config.py`.
 
-`.pth` files are written as `torch.save` writes them, streamed: no tensor is ever whole in memory. The format, which
-`torch.load` reads, mapped or not: a zip archive without compression. `data.pkl` is the pickled object, in which a tensor is
-`torch._utils._rebuild_tensor_v2` of a storage, and a storage a persistent id: `("storage", class, key, "cpu", elements)`.
-`data/KEY` are the bytes of a storage and start at a multiple of 64. Source: PyTorch's `torch/serialization.py` (`_save`) and
-`caffe2/serialize/inline_container.cc`.
+`.pth` files are written by `torch.save`; their tensors are whole in memory meanwhile, mapped where they are stored as they are.
 """
 
 from __future__ import annotations
@@ -19,25 +15,17 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
-import struct
-import sys
-import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import reduce
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import yaml
-from torch._utils import _rebuild_tensor_v2
 
 from omni.checkpoint.places import TOKENIZER
-from omni.checkpoint.tensors import FileStamp, finite, pieces, read_json, read_torch, state_of, write_file
+from omni.checkpoint.tensors import FileStamp, finite, read_json, read_torch, state_of, write_file
 from omni.config import ModelConfig
 from omni.convert import whisper as whisper_weights
 from omni.convert.contract import Foreign, check_tokenizer, kept_files, match, one_dtype
@@ -225,45 +213,6 @@ def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any
     return written
 
 
-ALIGNED = 64
-"""The offset of a storage's bytes is a multiple of this."""
-
-
-_CLASSES = {
-    torch.float32: torch.FloatStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float16: torch.HalfStorage,
-}
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """A storage in the archive: the elements of a tensor, under a key."""
-
-    key: str
-    tensor: Lazy
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """Placeholder that is pickled instead of a tensor."""
-
-    storage: _Storage
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        shape = self.storage.tensor.shape
-        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        return _rebuild_tensor_v2, (self.storage, 0, shape, stride, False, OrderedDict())
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, item: Any) -> Any:
-        if not isinstance(item, _Storage):
-            return None
-        tensor = item.tensor
-        return "storage", _CLASSES[tensor.dtype], item.key, "cpu", prod(tensor.shape)
-
-
 class _Out(io.RawIOBase):
     """A file that is written sequentially; computes its size and CRC-32 meanwhile."""
 
@@ -285,40 +234,17 @@ class _Out(io.RawIOBase):
 def write_archive(
     handle: BinaryIO, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], on_write: Callable[[int], None]
 ) -> FileStamp:
-    """Write `wrap(tensors)` as `torch.save` would, piece by piece.
+    """Write `wrap(tensors)` with `torch.save`.
 
     Args:
-        tensors: of floating-point types.
-        wrap: makes the object to pickle from a mapping of names to tensors, which it must not read.
-        told: called with the number of bytes of each piece.
+        wrap: makes the object to pickle from a mapping of names to tensors.
+        on_write: called with the number of bytes of each piece.
 
     Raises:
         OSError: from the file system.
     """
     out = _Out(handle, on_write)
-    storages = {name: _Storage(str(key), tensor) for key, (name, tensor) in enumerate(tensors.items())}
-    odd: dict[str, None] = {}
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(wrap({name: _Tensor(storage) for name, storage in storages.items()}))
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[arg-type]
-        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled.getvalue())
-        archive.writestr(zipfile.ZipInfo("archive/byteorder"), sys.byteorder)
-        for name, storage in storages.items():
-            entry = zipfile.ZipInfo(f"archive/data/{storage.key}")
-            entry.file_size = storage.tensor.nbytes
-            entry.extra = _padding(archive.start_dir, entry.filename)
-            with archive.open(entry, "w", force_zip64=True) as file:
-                for piece in pieces(storage.tensor):
-                    if not finite(piece):
-                        odd[name] = None
-                    data: Any = piece.contiguous().view(-1).view(torch.uint8).numpy()
-                    file.write(memoryview(data))
-        archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
-    return FileStamp(out.bytes, out.crc32, tuple(odd))
-
-
-def _padding(start: int, name: str) -> bytes:
-    """The extra field of a zip header at `start` that aligns the bytes behind it to a multiple of `ALIGNED`."""
-    sizes = 20  # bytes of the zip64 field, which comes before it
-    header = start + 30 + len(name) + sizes + 4
-    return struct.pack("<2sH", b"FB", -header % ALIGNED) + b"\0" * (-header % ALIGNED)
+    whole = {name: tensor().contiguous() for name, tensor in tensors.items()}
+    whole = {name: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for name, t in whole.items()}
+    torch.save(wrap(whole), out)
+    return FileStamp(out.bytes, out.crc32, tuple(name for name, tensor in whole.items() if not finite(tensor)))

@@ -18,6 +18,8 @@ from torch import Tensor
 from omni.checkpoint.folder import load_folder
 from omni.convert import mini_omni
 from omni.convert import omni_folder as streamed
+from omni.convert.lazy import FLOATS, Lazy
+from omni.convert.mini_omni import write_archive
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
@@ -254,3 +256,24 @@ def test_a_head_trained_apart_is_no_longer_tied(tmp_path: Path) -> None:
     assert not again.config.decoder.tie_text
     assert torch.equal(again.tensors["decoder.audio_head.weight"](), head + 1)
     assert torch.equal(again.tensors["decoder.text_head.weight"](), source.tensors["decoder.text_embedding.weight"]())
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_pytorch_reads_what_is_written(tmp_path: Path, mapped: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(shape, dtype) for shape in ((5, 3), (1,), (), (0, 4), (2, 3, 4), (70, 11)) for dtype in FLOATS]
+    state = {f"layer.{i}": torch.randn(shape, generator=generator).to(dtype) for i, (shape, dtype) in enumerate(shapes)}
+    state["layer.15"][69, 3] = float("nan")
+    state["layer.view"] = state["layer.15"][3:5]  # a piece is stored without the rest of its tensor
+    path, told = tmp_path / "a.pt", []
+    with path.open("wb") as handle:
+        lazy = {name: Lazy.of(tensor) for name, tensor in state.items()}
+        stamp = write_archive(handle, lazy, lambda held: {"dims": {"n": 3}, "state": held}, told.append)
+    data = path.read_bytes()
+    assert (len(data), zlib.crc32(data)) == (stamp.bytes, stamp.crc32) and sum(told) == len(data)
+    assert stamp.odd == ("layer.15",)
+    found = torch.load(path, weights_only=True, mmap=mapped)
+    assert found["dims"] == {"n": 3} and list(found["state"]) == list(state)
+    for name, tensor in found["state"].items():
+        assert tensor.dtype == state[name].dtype and torch.equal(tensor.nan_to_num(), state[name].nan_to_num())
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
