@@ -100,10 +100,16 @@ def load_plugins(names: Sequence[str], where: str = "--plugin") -> None:
             raise UserError(f"{where} {name!r} is not the name of a module: write it with dots, such as {good}")
         if name in names[:i]:
             raise UserError(f"{where} names {name} twice; leave one out")
+    problems = []
     for name in names:
         if name not in _loaded:
-            _load(name, where)
-            _loaded.append(name)
+            try:
+                _load(name, where)
+                _loaded.append(name)
+            except UserError as error:
+                problems.append(error)
+    if problems:
+        raise UserError("\n".join(map(str, problems))) from problems[0]
 
 
 def loaded() -> tuple[str, ...]:

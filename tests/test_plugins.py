@@ -61,6 +61,7 @@ def test_a_broken_module_is_one_line_with_its_place(folder: Path, text: str, nam
     [
         (["absent"], ["absent", "no module absent"]),
         (["absent.inner"], ["absent.inner", "no module absent"]),
+        (["absent", "one", "missing"], ["no module absent", "no module missing"]),
         (["one", "one"], ["one", "twice"]),
         (["one.py"], ["'one.py'", "such as one"]),
         (["my-package.one"], ["my-package.one"]),

@@ -44,7 +44,12 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def run(self, features: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-        """As `forward`; UserError where it does not return the frames that the configuration counts."""
+        """As `forward`; UserError where features or frames are not of the sizes that the configuration says."""
+        if features.shape[1] != self.config.bands:
+            raise UserError(
+                f"encoder {self.config.kind!r} is given features of {features.shape[1]} values; its configuration says "
+                f"bands {self.config.bands}"
+            )
         out: Tensor = self(features, lengths, frames)
         wanted = [sum(frames), self.config.width]
         if list(out.shape) != wanted:

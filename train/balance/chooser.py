@@ -134,6 +134,8 @@ class Chooser:
         weights = getattr(choice, "weights", None)
         if not isinstance(choice, MethodChoice) or not isinstance(weights, Tensor) or weights.shape != (m,):
             raise UserError(f"balance method {name} returned {choice!r:.80}; it must return a MethodChoice with {m} weights")
+        if not weights.isfinite().all() and given.losses.isfinite().all():
+            raise UserError(f"balance method {name} returned weights {weights.tolist()} for losses {given.losses.tolist()}")
         return choice
 
     def given(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> Given:

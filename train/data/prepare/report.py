@@ -78,7 +78,7 @@ def summary(tally: PrepareTally, folder: Path) -> str:
         (tally.encoded, "answers encoded"),
         (tally.codes_taken, "answers with codes of the source"),
     ]
-    print(", ".join(f"{count} {what}" for count, what in made if count) or "nothing made", file=out)
+    print(", ".join(f"{count} {what}" for count, what in made if count) or "nothing was to be spoken or encoded", file=out)
     print(
         f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers", file=out
     )

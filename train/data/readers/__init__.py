@@ -117,6 +117,6 @@ def _of(reader: Reader) -> Iterator[None]:
     except (UserError, OSError):
         raise
     except Exception as error:
-        if type(reader).__module__.startswith("train."):
+        if reader in _ALL:
             raise
         raise UserError(f"reader {reader.name} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error
