@@ -57,7 +57,7 @@ def test_json_comes_back_and_damage_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_said_in_a_line(code: int) -> None:
-    with pytest.raises(UserError, match=r"no space left to write somewhere: free some"), writing("somewhere"):
+    with pytest.raises(UserError, match=r"no space left.*somewhere"), writing("somewhere"):
         raise OSError(code, os.strerror(code))
     with pytest.raises(PermissionError), writing("somewhere"):
         raise PermissionError(errno.EACCES, "no right")

@@ -243,7 +243,7 @@ def write_archive(
     Raises:
         OSError: from the file system.
     """
-    out = _Out(handle, on_write)
+    out: Any = _Out(handle, on_write)
     whole = {name: tensor().contiguous() for name, tensor in tensors.items()}
     whole = {name: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for name, t in whole.items()}
     torch.save(wrap(whole), out)

@@ -155,7 +155,7 @@ def test_more_tensors_than_a_model_has_are_not_read(place: Path, monkeypatch: py
 def test_a_header_that_is_none_is_refused(place: Path, header: bytes) -> None:
     forge(place, struct.pack("<Q", len(header)) + header)
     for read in (load_folder, streamed.read, lambda folder: read_safetensors(folder / WEIGHTS)):
-        with pytest.raises(UserError, match="is truncated or no safetensors file"):
+        with pytest.raises(UserError, match="truncated.*safetensors"):
             read(place)  # type: ignore[operator]
 
 
@@ -197,7 +197,7 @@ def test_a_snapshot_of_a_cache_links_to_its_blobs(made: Path, tmp_path: Path) ->
     load_folder(snapshot)
     (snapshot / WEIGHTS).unlink()
     (snapshot / WEIGHTS).symlink_to(made / WEIGHTS)
-    with pytest.raises(UserError, match="'model.safetensors' lies outside of the folder"):
+    with pytest.raises(UserError, match="'model.safetensors'.*outside"):
         load_folder(snapshot)
 
 
@@ -210,7 +210,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(made: Path, tmp_path: P
     state = {key: tensor.clone() for key, tensor in load_folder(made).model.state_dict().items()}
     state[name].view(-1)[3] = value
     save_folder(tmp_path / "odd", CONFIGURATION, state, Tokenizer.bytes())
-    with pytest.raises(UserError, match=rf"model.safetensors: tensor {name} holds numbers that are not finite"):
+    with pytest.raises(UserError, match=rf"model.safetensors.*{name}.*not finite"):
         SpeechLM.from_pretrained(tmp_path / "odd")
 
 
@@ -230,5 +230,5 @@ def test_weights_that_do_not_fit_the_type_are_refused(made: Path, tmp_path: Path
     state["decoder.norm.weight"] = torch.full((32,), 1e6)
     save_folder(tmp_path / "large", CONFIGURATION, state, Tokenizer.bytes())
     load_folder(tmp_path / "large", dtype=torch.bfloat16)
-    with pytest.raises(UserError, match="decoder.norm.weight holds .*; load it in another type than torch.float16"):
+    with pytest.raises(UserError, match="decoder.norm.weight.*torch.float16"):
         load_folder(tmp_path / "large", dtype=torch.float16)

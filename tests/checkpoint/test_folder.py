@@ -80,7 +80,7 @@ def test_a_save_through_a_link_keeps_the_link(saved, tmp_path):
     assert load_folder(tmp_path / "disk" / "real").model.decoder.norm.weight[0] == 3.0
     assert place.is_symlink() and sorted(p.name for p in tmp_path.iterdir()) == ["disk", "model"]
     os.rename(tmp_path / "disk" / "real", tmp_path / "disk" / ".real.old-123")
-    with pytest.raises(UserError, match=r"does not exist, but .*/disk/\.real\.old-123 is what a save that broke off left"):
+    with pytest.raises(UserError, match=r"does not exist.*/disk/\.real\.old-123\b"):
         load_folder(place)
 
 
@@ -129,7 +129,7 @@ def test_a_pickle_is_refused_and_never_run(saved, tmp_path):
         with pytest.raises(UserError, match="is a pickle, which could run code"):
             load_folder(place)
     forge(place, b"no weights at all, just words, and some more of them")
-    with pytest.raises(UserError, match="is truncated or no safetensors file"):
+    with pytest.raises(UserError, match="truncated.*safetensors"):
         load_folder(place)
 
 
@@ -280,7 +280,7 @@ def test_what_a_save_that_broke_off_left_is_named(saved):
     _, place = saved
     left = place.with_name(".model.old-123")
     os.rename(place, left)
-    with pytest.raises(UserError, match=r"does not exist, but .*/\.model\.old-123 is what a save that broke off left"):
+    with pytest.raises(UserError, match=r"does not exist.*/\.model\.old-123\b"):
         load_folder(place)
     os.rename(left, place)
     load_folder(place)

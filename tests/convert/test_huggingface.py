@@ -194,7 +194,7 @@ def test_weights_of_torch_save_are_read_and_code_in_them_is_not_run(shards, tmp_
     found = read(folder).tensors
     assert all(torch.equal(found[name](), tensor) for name, tensor in wanted.items())
     torch.save({"x": Evil()}, folder / ("pytorch_model-0.bin" if shards else "pytorch_model.bin"))
-    with pytest.raises(UserError, match="is a pickle with more than tensors in it"):
+    with pytest.raises(UserError, match="pickle"):
         read(folder)
     assert "never" not in capsys.readouterr().out
 

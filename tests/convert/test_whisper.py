@@ -114,9 +114,7 @@ class Evil:
 def test_a_pickle_with_code_is_not_run(tmp_path, zipped, capsys):
     path = tmp_path / "evil.pt"
     torch.save({"dims": {}, "model_state_dict": Evil()}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(
-        UserError, match=r"evil.pt is a pickle with more than tensors in it, which could run code: nothing was run"
-    ):
+    with pytest.raises(UserError, match=r"evil.pt.*pickle.*nothing was run"):
         read(path)
     path.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(UserError, match=r"evil.pt"):
@@ -158,7 +156,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, words):
 def test_a_truncated_file_is_refused(tmp_path):
     path, _ = openai(tmp_path)
     path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(UserError, match=r"tiny.pt is truncated or no file of weights"):
+    with pytest.raises(UserError, match=r"tiny.pt.*truncated"):
         read(path)
 
 

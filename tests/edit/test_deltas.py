@@ -98,14 +98,14 @@ def test_rows_have_their_own_edits(model, name):
 
 def test_a_broken_edit_cannot_spoil_the_rows_of_others(model):
     bad = some_edits(model).map(lambda t: t * float("nan"))
-    with pytest.raises(UserError, match=r"holds values that are not finite"), edited(model, [bad], torch.tensor([0, -1])):
+    with pytest.raises(UserError, match=r"not finite"), edited(model, [bad], torch.tensor([0, -1])):
         pass
 
 
 def test_an_edit_that_does_not_fit_is_refused(model):
     edits = some_edits(model)
     first = next(iter(edits.deltas))
-    with pytest.raises(UserError, match=r"is no linear of this model; the closest names are .*mlp"):
+    with pytest.raises(UserError, match=r"no linear.*closest.*mlp"):
         edited(model, Edits({first + "x": edits.deltas[first]})).__enter__()
     wrong = Delta(torch.ones(1, 5), torch.ones(1, 4))
     with pytest.raises(UserError, match=r"goes from 4 to 5 features, the model's linear from"):

@@ -95,7 +95,7 @@ def test_names_may_be_given_or_stand_in_the_archive(speech, tmp_path):
     alone = some_mend(speech, MendConfig(TransformConfig(rank=5), shared=False))
     assert read_editor(write(tmp_path / "a", their_state(alone)), speech).shapes == alone.shapes
     shared = write(tmp_path / "b", their_state(some_mend(speech, MendConfig(TransformConfig(rank=5)))))
-    with pytest.raises(UserError, match=r"does not name the linears it edits; give its config.json or YAML"):
+    with pytest.raises(UserError, match=r"linears.*config.json"):
         read_editor(shared, speech)
     read = read_editor(shared, speech, linears=[their(name) for name in mlp_linears(speech)])
     assert list(read.shapes) == mlp_linears(speech)

@@ -187,14 +187,14 @@ def test_mistakes_are_told_and_leave_nothing(layout, lm):
         lambda: other.edited(edits).__enter__(),
         lambda: other.generate_batch([tone(0.3)], edits=edits),
     ):
-        with pytest.raises(UserError, match=r"holds other weights than those the edit was made for"):
+        with pytest.raises(UserError, match=r"other weights"):
             refused()
     with pytest.raises(UserError, match=r"edits are 'runs/x'; give what load_edits"):
         lm.session(edits="runs/x")  # type: ignore[arg-type]
     bad = edits.map(lambda t: t * float("nan"))
-    with pytest.raises(UserError, match=r"holds values that are not finite"):
+    with pytest.raises(UserError, match=r"not finite"):
         lm.session(edits=bad)
-    with pytest.raises(UserError, match=r"is no linear of this model; the closest names are"):
+    with pytest.raises(UserError, match=r"no linear.*closest"):
         lm.session(edits=Edits({"decoder.blocks.7.mlp.up": Delta(torch.ones(1, 48), torch.ones(1, 32))}))
     with pytest.raises(UserError, match=r"2 edits for 1 questions"):
         lm.generate_batch([tone(0.3)], edits=[edits, None])

@@ -92,7 +92,7 @@ def test_a_linear_that_is_used_by_its_weight_is_named():
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return nn.functional.linear(x, model["head"].weight).square().sum()
 
-    with pytest.raises(UserError, match=r"head puts out: it may be used by its weight instead of being called"):
+    with pytest.raises(UserError, match=r"head\b.*by its weight"):
         gradient_factors(model, ["head"], torch.randn(2, 3), loss)
 
 
@@ -275,7 +275,7 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
     last = list(mend.shapes)[-1]
     with torch.no_grad():
         model.get_submodule(last).weight[0, 0] += 1
-    with pytest.raises(UserError, match=rf"was trained for other weights of {last} than the model holds"):
+    with pytest.raises(UserError, match=rf"other weights of {last}\b"):
         tied.edit(model, ids, loss_of)
     file = tmp_path / "mend" / "mend.json"
     facts = json.loads(file.read_text())
@@ -342,7 +342,7 @@ def test_fine_tuning_stops_when_it_is_enough(model, name):
         FinetuneConfig(lr=float("nan"))
     with pytest.raises(UserError, match=r"finetune.rank is 0; it must be at least 1"):
         FinetuneConfig(rank=0)
-    with pytest.raises(UserError, match=r"bounds single weights, which a change of low rank has none of; use l2"):
+    with pytest.raises(UserError, match=r"low rank.*\bl2\b"):
         FinetuneConfig(rank=2)
 
 
@@ -357,7 +357,7 @@ def test_steps_that_pass_no_linear_are_left_out_and_a_loss_that_never_does_is_re
     config = FinetuneConfig("l2", 0.3, lr=0.01, steps=10)
     edits = finetune(model, ids, sometimes, config=config)
     assert all(bool(delta.b.any()) for delta in edits.deltas.values())
-    with pytest.raises(UserError, match=r"the loss does not depend on what .* put out; choose other linears or tasks"):
+    with pytest.raises(UserError, match=r"loss does not depend on.*other linears"):
         finetune(model, ids, lambda model, ids: torch.tensor(1.0), config=config)
 
 

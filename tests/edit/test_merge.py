@@ -81,7 +81,7 @@ def test_only_what_was_merged_is_reverted_and_only_once(model):
     other = copy.deepcopy(model)
     merged = merge(model, edits)
     after = state(model)
-    with pytest.raises(UserError, match=r"it is merged into them already, or they belong to another model"):
+    with pytest.raises(UserError, match=r"merged.*already"):
         merge(model, edits)
     with pytest.raises(UserError, match=r"were never merged into it"):
         revert(other, merged)
@@ -92,20 +92,20 @@ def test_only_what_was_merged_is_reverted_and_only_once(model):
     merge(model, edits)
     find_linears(model, edits.deltas).popitem()[1].weight.data[0, 0] += 1
     trained = state(model)
-    with pytest.raises(UserError, match=r"or it has been trained since"):
+    with pytest.raises(UserError, match=r"trained since"):
         revert(model, merged)
     assert same(model, trained)
 
 
 def test_edits_that_are_not_finite_are_not_merged(model):
     edits = some_edits(model).signed(model).map(lambda tensor: tensor * float("inf"))
-    with pytest.raises(UserError, match=r"holds values that are not finite"):
+    with pytest.raises(UserError, match=r"not finite"):
         merge(model, edits)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def test_edits_of_nobodys_weights_are_not_merged(model):
-    with pytest.raises(UserError, match=r"do not say for which weights they were made; sign them first"):
+    with pytest.raises(UserError, match=r"for which weights.*sign"):
         merge(model, some_edits(model))
 
 
@@ -119,7 +119,7 @@ def test_two_edits_are_merged_as_one_or_one_upon_the_other(model, name):
     first = merge(model, one.signed(model))
     second = merge(model, two.signed(model))
     assert_near(logits(model, ids), wanted, 1e-5)
-    with pytest.raises(UserError, match=r"were made for different weights; stack edits of one base only"):
+    with pytest.raises(UserError, match=r"different weights.*one base"):
         stack([one.signed(model), replace(two, base=second.after | {k: 1 for k in second.after})])
     revert(model, second)
     revert(model, first)
@@ -133,7 +133,7 @@ def test_what_reverts_outlives_the_process(model, tmp_path):
     facts = json.loads((tmp_path / "undo" / "originals.json").read_text())
     facts["after"].popitem()
     (tmp_path / "undo" / "originals.json").write_text(json.dumps(facts))
-    with pytest.raises(UserError, match=r"does not fit its tensors; merge again from the unedited model"):
+    with pytest.raises(UserError, match=r"unedited"):
         load_merged(tmp_path / "undo")
     with pytest.raises(UserError, match=r"has no edits.json \(it has originals.json\)"):
         from omni.edit.storage import load_edits
@@ -153,7 +153,7 @@ def test_a_quantised_base_is_merged_dequantised(name, tmp_path):
     kinds = {type(part) for part in find_linears(model, edits.deltas).values()}
     assert kinds == {nn.Linear}
     assert_near(logits(model, ids), wanted, 1e-5)
-    with pytest.raises(UserError, match=r"was quantised; what reverts its edit is the checkpoint it came from"):
+    with pytest.raises(UserError, match=r"quantised.*checkpoint"):
         save_merged(tmp_path / "undo", merged)
     revert(model, merged)
     assert same(model, before) and torch.equal(logits(model, ids), plain)
@@ -187,7 +187,7 @@ def test_the_last_mlps_are_edited_by_default(model, name):
 
 def test_a_linear_is_named_once():
     linear = nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"edit of b: it is the same linear as a; name it once"):
+    with pytest.raises(UserError, match=r"\bb\b.*same linear as a\b"):
         find_linears(nn.ModuleDict({"a": linear, "b": linear}), ["a", "b"])
 
 

@@ -39,12 +39,12 @@ def test_edits_of_other_weights_are_refused(model, name, edits, tmp_path):
     load_edits(tmp_path / "edit")
     with pytest.raises(UserError, match=r"is held in float16, which rounds otherwise"):
         load_edits(tmp_path / "edit", build(name).to(torch.float16))
-    with pytest.raises(UserError, match=r"the model holds other weights than those the edit was made for"):
+    with pytest.raises(UserError, match=r"other weights"):
         load_edits(tmp_path / "edit", other)
-    with pytest.raises(UserError, match=r"holds values that are not finite"):
+    with pytest.raises(UserError, match=r"not finite"):
         save_edits(tmp_path / "nan", edits.map(lambda tensor: tensor * float("nan")))
     assert not (tmp_path / "nan").exists()
-    with pytest.raises(UserError, match=r"do not say for which weights they were made"):
+    with pytest.raises(UserError, match=r"for which weights"):
         save_edits(tmp_path / "edit", some_edits(model))
 
 

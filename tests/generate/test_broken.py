@@ -130,12 +130,12 @@ def test_features_that_are_not_finite_are_refused_and_spoil_no_clip_beside_them(
     clips = [tone(0.3), tone(0.31, 330.0), tone(0.5)]
     clean = [said(lm.generate(clip, **SHORT)) for clip in clips]
     with lm.session(adapter=huge, **SHORT) as session:
-        with pytest.raises(UserError, match="features of the question that are not finite"):
+        with pytest.raises(UserError, match="features.*not finite"):
             session.ask(clips[0])
         assert not session.turns
     with lm.session(**SHORT) as session:
         session.answer(clips[0])
-    with pytest.raises(UserError, match="features of the question that are not finite"):
+    with pytest.raises(UserError, match="features.*not finite"):
         lm.session(adapter=huge, history=session.history)
     answers = lm.generate_batch(clips, adapter=[None, huge, None], **SHORT)
     assert broke(answers[1]) and [said(answers[i]) for i in (0, 2)] == [clean[0], clean[2]]

@@ -166,7 +166,7 @@ def test_a_bad_history_is_refused(name: str) -> None:
         lm.session(history=history)
     assert lm.generate("hi", "T1T2", max_tokens=2).text is not None
     silent = SpeechLM(lm.model, lm.tokenizer)
-    with pytest.raises(UserError, match="message 2 has sound, but the model has no codec"):
+    with pytest.raises(UserError, match=r"message 2\b.*no codec"):
         silent.session(history=[USER, {"role": "assistant", "content": torch.rand(50)}])
 
 

@@ -164,14 +164,14 @@ def test_a_file_is_open_for_bytes_and_not_at_its_end(model: SpeechModel, tmp_pat
         heard(model, text)
     with path.open("rb") as file:
         file.read()
-        with pytest.raises(UserError, match=r"q.wav' has been read to its end: go back with seek\(0\)"):
+        with pytest.raises(UserError, match=r"q.wav'.*seek\(0\)"):
             heard(model, file)
         file.seek(0)
         assert torch.equal(heard(model, file), torch.from_numpy(TONE))
 
 
 def test_no_task_is_named_that_is_not_there(model: SpeechModel) -> None:
-    with pytest.raises(UserError, match="no sound file 'what is two'; check its path"):
+    with pytest.raises(UserError, match="'what is two'.*path"):
         read_question("what is two", "A1T1", model, Tokenizer.bytes())
 
 
@@ -179,7 +179,7 @@ def test_a_text_that_names_a_sound_is_told(model: SpeechModel, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sound").write_bytes(b"")
     for text in ("q.wav", "sound"):
-        with pytest.warns(SoundWarning, match=rf"the question '{text}' is the name of a file, but task T1T2 .*task='A1T2'"):
+        with pytest.warns(SoundWarning, match=rf"'{text}'.*T1T2.*task='A1T2'"):
             read_question(text, "T1T2", model, Tokenizer.bytes())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -155,7 +155,7 @@ def test_a_question_that_is_too_long_is_named_before_any_is_answered(monkeypatch
 def test_a_written_question_is_not_taken_for_a_file() -> None:
     lm = make_lm(LAYOUTS["pad"])
     for question, task, use in (("What is two plus two?", "A1A2", "T1A2"), ("hello", "A1T2", "T1T2")):
-        with pytest.raises(UserError, match=rf"for a written question use task='{use}'"):
+        with pytest.raises(UserError, match=rf"task='{use}'"):
             lm.generate(question, task)
     with pytest.raises(UserError, match=r"'hello.wav': No such file"):
         lm.generate("hello.wav")
@@ -268,7 +268,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UserError, match=r"codec echo has codebooks \(14, 14, 14\)"):
         SpeechLM(lm.model, lm.tokenizer, EchoCodec(other.codebook_sizes))
     small = make_model(Layout.build([8, 8], 100, specials=5))
-    with pytest.raises(UserError, match="the tokenizer has 256 ids, but the model's text stream has 100"):
+    with pytest.raises(UserError, match=r"tokenizer.*\b256\b.*\b100\b"):
         SpeechLM(small, lm.tokenizer)
     with pytest.raises(UserError, match="3 tasks for 2 questions"):
         lm.generate_batch(["a", "b"], ["T1T2"] * 3)

@@ -187,7 +187,7 @@ def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
             lambda: activate(model, "other"),
             lambda: selection_of(model, [None, "other"]),
         ):
-            with pytest.raises(UserError, match="default is merged into the weights, for all rows; unmerge first"):
+            with pytest.raises(UserError, match="default.*merged.*unmerge"):
                 refused()
         assert active_names(model) == ("default",) and selection_of(model, [None, None]) is None
         activate(model, "default", "other", "other")
@@ -201,7 +201,7 @@ def test_while_adapters_are_merged_none_is_chosen_but_they_and_more() -> None:
 @pytest.mark.parametrize("name", ["active", "original", "attached", "training", "forward", "names", "half"])
 def test_a_name_that_is_in_use_changes_nothing(name: str) -> None:
     model = Ours(mistral())
-    with pytest.raises(UserError, match=f"adapter '{name}': this name is in use here; choose another"):
+    with pytest.raises(UserError, match=f"'{name}'.*in use"):
         add_adapter(model, LoRAConfig(), name)
     assert lora.adapted(model) == {} and not any(part._forward_hooks for part in model.modules())
 
@@ -288,7 +288,7 @@ def test_an_adapter_of_a_quantised_base_knows_the_plain_weights_it_came_from(kin
         other.decoder.blocks[1].mlp.up.weight[3, 5] += 0.1
     chosen = add_adapter(model, LoRAConfig())
     base = base_checksum(model, chosen)
-    with pytest.raises(UserError, match="attention.q has adapters or edits beside it, which would be lost; quantise first"):
+    with pytest.raises(UserError, match=r"attention.q\b.*quantise first"):
         quantize(model, kind, ["decoder.blocks.*"])  # type: ignore[arg-type]
     weights = weights_of(model, model.state_dict(), base=base)
     for plain, taken in ((Ours(mistral()), True), (other, False)):

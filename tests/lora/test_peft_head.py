@@ -49,7 +49,7 @@ def test_an_adapter_loses_no_rows_in_its_own_place_and_tells_what_it_leaves_out(
     rows = load_adapter(tmp_path / "a").pairs["decoder.text_head"][1].shape[0] - VOCABULARY
     assert f"names, without {rows} rows of the text head or table, those of our own ids" in capsys.readouterr().out
     before = (tmp_path / "a" / WEIGHTS).read_bytes()
-    with pytest.raises(UserError, match=f"is SOURCE too: under transformers' names it would lose {rows} rows"):
+    with pytest.raises(UserError, match=f"SOURCE.*lose {rows} rows"):
         main([str(tmp_path / "a"), str(tmp_path / "a"), "--kind", "hf", "--overwrite"])
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == before
     assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--kind", "omni"]) == 0
@@ -59,7 +59,7 @@ def test_an_adapter_loses_no_rows_in_its_own_place_and_tells_what_it_leaves_out(
 def test_a_head_that_is_the_embedding_is_no_target(tmp_path: Path) -> None:
     folder = save_text(text_model("llama3-tied"), tmp_path / "lm")
     assert main([str(folder), str(tmp_path / "grown"), "--encoder", "nano", "--codec", "codec2", "--quiet"]) == 0
-    with pytest.raises(UserError, match="decoder.text_head is no linear here: this model's head is its text embedding"):
+    with pytest.raises(UserError, match="decoder.text_head.*text embedding"):
         adapter_of(model_of(tmp_path / "grown"), *HEAD)
 
 

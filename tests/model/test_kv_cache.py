@@ -233,7 +233,7 @@ def test_bad_positions_are_refused(decoder, layout):
     cache = make_cache(decoder, 1, 4, chunk=4)
     with torch.no_grad():
         if decoder.config.window is None:
-            with pytest.raises(UserError, match="position 4 does not fit a cache of length 4"):
+            with pytest.raises(UserError, match=r"position 4\b.*length 4\b"):
                 decoder(random_tokens(layout, 1, 1), input_pos=torch.tensor([[4]]), cache=cache)
         with pytest.raises(UserError, match="needs \\[1, T\\]"):
             decoder(random_tokens(layout, 2, 1), input_pos=torch.zeros(2, 1, dtype=torch.long), cache=cache)

@@ -210,7 +210,7 @@ def test_dselect_k_settles_on_k(experts: int) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400])
 def test_settings_are_finite(value: float) -> None:
-    with pytest.raises(UserError, match=r"projector.settings.width is .*; it must be a finite number"):
+    with pytest.raises(UserError, match=r"projector.settings.width.*finite"):
         ProjectorConfig("dselect_k", settings={"width": value})
 
 
@@ -246,7 +246,7 @@ def test_clips_by_name_are_positions_by_number(name: str) -> None:
 
 def test_a_task_must_be_given_and_known() -> None:
     projector, frames = Projector(replace(SHARED.projector, tasks=("A1T1", "A1A2")), 6, 8), torch.randn(4, 6)
-    with pytest.raises(ValueError, match="gated by task: say what each clip is asked as"):
+    with pytest.raises(ValueError, match="gated by task"):
         projector(frames, [4])
     with pytest.raises(UserError, match="made for the tasks A1T1, A1A2; it has no part for A1T2"):
         projector(frames, [4], ["A1T2"])

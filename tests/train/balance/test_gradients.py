@@ -316,5 +316,5 @@ def test_misuse() -> None:
     with pytest.raises(ValueError, match="modo takes 3 batches, got 1"):
         combine_wrong = Balancer(BalanceConfig("modo"), NAMES)
         combine_wrong.combine(LOSSES, Rows(rows()), [nn.Parameter(torch.zeros(40))])
-    with pytest.raises(ValueError, match="a gradient of 40 values was given to parameters of 39"):
+    with pytest.raises(ValueError, match=r"\b40\b.*\b39\b"):
         balancer.combine(LOSSES, Rows(rows()), [nn.Parameter(torch.zeros(39))])

@@ -273,7 +273,7 @@ def test_a_run_keeps_the_folders_alignment_head_and_a_plan_knows_it(
 
 
 def test_a_configuration_that_does_not_fit_names_the_field(folder: str) -> None:
-    with pytest.raises(UserError, match=r"model\.decoder\.layers is 2, but the weights in .*small are of a model with 1"):
+    with pytest.raises(UserError, match=r"model\.decoder\.layers is 2\b.*small\b.*\b1\b"):
         build_initial(small(init_from=folder, decoder={**SMALL["decoder"], "layers": 2}), 0)
     with pytest.raises(UserError, match=r"model\.layout\.fill is 'sampled', but .* 'pad'"):
         build_initial(ModelSection(init_from=folder, layout={"fill": "sampled"}), 0)

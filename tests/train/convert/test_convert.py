@@ -254,16 +254,16 @@ def test_what_is_no_checkpoint_is_refused(lm, tmp_path):
 
 def test_what_is_named_wrongly_is_told(lm, tmp_path):
     for kind in ([], ["--kind", "hf"]):
-        with pytest.raises(UserError, match=f"lm/model.safetensors is a file, .* give the folder that it is in: {lm}$"):
+        with pytest.raises(UserError, match=f"lm/model.safetensors.*folder.*{lm}$"):
             run(lm / "model.safetensors", tmp_path / "out", *GROW, *kind)
     (tmp_path / "lit_model.pth").touch()
     with pytest.raises(UserError, match=f"lit_model.pth is a file, .*: {tmp_path}$"):
         run(tmp_path / "lit_model.pth", tmp_path / "out")
     settings = json.loads((lm / "config.json").read_text())
     (lm / "config.json").write_text(json.dumps({name: settings[name] for name in settings if name != "model_type"}))
-    with pytest.raises(UserError, match="lm/config.json has no model_type, by which a model is known"):
+    with pytest.raises(UserError, match="lm/config.json.*model_type"):
         run(lm, tmp_path / "out", *GROW)
-    with pytest.raises(UserError, match="lm/config.json has no model_type; add the one that it is of: qwen2, "):
+    with pytest.raises(UserError, match="lm/config.json.*model_type.*qwen2, "):
         run(lm, tmp_path / "out", *GROW, "--kind", "hf")
 
 

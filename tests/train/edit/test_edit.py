@@ -195,7 +195,7 @@ def test_merged_edits_answer_as_lent_ones_and_come_out_bit_for_bit(place, tmp_pa
     assert back.keys() == first.keys() and all(torch.equal(back[name], first[name]) for name in first)
     assert not (tmp_path / "back" / "replaced").exists()
     for folder in (place / "model", tmp_path / "back"):
-        with pytest.raises(UserError, match=r"was never merged into .*, so there is nothing to revert"):
+        with pytest.raises(UserError, match=r"never merged.*revert"):
             main(["revert", str(folder), str(place / "edits"), str(tmp_path / "again")])
     assert not (tmp_path / "again").exists() and not (tmp_path / "twice").exists()
 
@@ -218,10 +218,10 @@ def test_of_several_edits_the_last_comes_out_first(place, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(place, "merge", "@model", "@edits", str(one)) == 0
     main(["apply", str(one), str(facts), str(tmp_path / "more"), *QUICK, "--finetune.steps", "3"])
-    with pytest.raises(UserError, match=r"holds other weights than those the edit was made for"):
+    with pytest.raises(UserError, match=r"other weights"):
         run(place, "merge", "@model", str(tmp_path / "more"), str(two))
     main(["merge", str(one), str(tmp_path / "more"), str(two)])
-    with pytest.raises(UserError, match=r"does not hold the weights that the merge left there"):
+    with pytest.raises(UserError, match=r"weights that the merge left"):
         main(["revert", str(two), str(place / "edits"), str(tmp_path / "three")])
     main(["revert", str(two), str(tmp_path / "more"), str(tmp_path / "three")])
     main(["revert", str(tmp_path / "three"), str(place / "edits"), str(tmp_path / "four")])
@@ -235,7 +235,7 @@ def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
         ["merge", str(tmp_path / "other"), str(place / "edits"), str(tmp_path / "out")],
         ["eval", str(tmp_path / "other"), str(place / "edits"), str(place / "facts.jsonl"), str(tmp_path / "out"), *JUDGE],
     ):
-        with pytest.raises(UserError, match=r"holds other weights than those the edit was made for"):
+        with pytest.raises(UserError, match=r"other weights"):
             main(words)
     assert not (tmp_path / "out").exists()
 

@@ -68,7 +68,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(place, capsys):
     assert any(not torch.equal(whole[name], half[name]) for name in whole)
     counts = [tensor for name, tensor in whole.items() if name.endswith("count")]
     assert counts and all(int(count) > 4 for count in counts)
-    with pytest.raises(UserError, match=r"belongs to a run with another configuration"):
+    with pytest.raises(UserError, match=r"another configuration"):
         fit(place, "--lr", "0.5")
 
 
@@ -142,7 +142,7 @@ def test_an_editor_of_others_edits(place, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"inner_params": ["model.layers.1.mlp.up_proj.weight"]}))
     words = ("--method", "mend", "--editor", str(archive), "--tasks", "[T1T2]", "--until", "null")
     apply = ["apply", str(place / "model"), str(facts), str(tmp_path / "edits"), *QUICK, *words]
-    with pytest.raises(UserError, match=r"does not name the linears it edits"):
+    with pytest.raises(UserError, match=r"linears"):
         main(apply)
     assert main([*apply, "--editor_settings", str(tmp_path / "config.json")]) == 0
     got = load_edits(tmp_path / "edits", lm.model).deltas["decoder.blocks.1.mlp.up"].weight()
@@ -178,7 +178,7 @@ def test_several_corrections_act_together(place, tmp_path):
 
 def test_what_is_no_number_any_more_is_not_kept(place, tmp_path):
     out = tmp_path / "run"
-    with pytest.raises(UserError, match=r"step [23]: loss .* are no numbers to train on; lower lr"):
+    with pytest.raises(UserError, match=r"step [23]\b.*loss.*lower lr"):
         fit(place, "--out", str(out), "--lr", "1e30", "--checkpoint_steps", "1")
     tensors, _ = read_tensors(out / "checkpoint", "fit")
     assert all(tensor.isfinite().all() for tensor in tensors.values()) and not (out / "editor").exists()
@@ -187,7 +187,7 @@ def test_what_is_no_number_any_more_is_not_kept(place, tmp_path):
 def test_a_save_that_broke_off_is_not_taken_for_a_new_run(place, tmp_path):
     fit(place, "--out", str(tmp_path / "run"), "--steps", "2")
     (tmp_path / "run" / "checkpoint").rename(tmp_path / "run" / ".checkpoint.old-123")
-    with pytest.raises(UserError, match=r"\.checkpoint\.old-123 is what a save that broke off left of it"):
+    with pytest.raises(UserError, match=r"\.checkpoint\.old-123\b"):
         fit(place, "--out", str(tmp_path / "run"))
 
 

@@ -40,11 +40,11 @@ def test_without_wordings_for_judging_the_taught_ones_are_asked(tmp_path):
 
 
 def test_a_wording_is_taught_or_judged(tmp_path):
-    with pytest.raises(UserError, match=r"line 1: 'Uno\?' is taught and under judged as well; keep it in one place"):
+    with pytest.raises(UserError, match=r"line 1\b.*'Uno\?'.*judged"):
         texts(tmp_path, [{**KEPT, "judged": ["Uno?"]}], "own")
-    with pytest.raises(UserError, match=r"'jeden' is a question to change and an untouched one"):
+    with pytest.raises(UserError, match=r"'jeden'.*untouched"):
         texts(tmp_path, [{**KEPT, "untouched": ["jeden"]}], "own")
-    with pytest.raises(UserError, match=r"'UN' is to be answered by 'c' and by 'ab'"):
+    with pytest.raises(UserError, match=r"'UN'.*'c'.*'ab'"):
         texts(tmp_path, [KEPT, {**BARE, "rephrased": ["UN"]}], "own")
 
 

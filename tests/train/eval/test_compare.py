@@ -37,7 +37,7 @@ def test_a_folder_and_the_rows_prepared_of_it(tmp_path: Path) -> None:
         compare(a, b)
     for damaged in ("", file.read_text()[:20], "what?\n"):
         file.write_text(damaged)
-        with pytest.raises(UserError, match=r"b/answers\.jsonl has no whole record of an answer: it was cut"):
+        with pytest.raises(UserError, match=r"b/answers\.jsonl.*cut"):
             compare(a, b)
 
 

@@ -167,7 +167,7 @@ def test_rows_become_items_of_the_tasks_that_they_can_be() -> None:
         ("T1T2", "so", "", False),
     ]
     assert isinstance(items[0].question, Tensor) and items[2].question == "what"
-    with pytest.raises(UserError, match=r"no held-out row has what the tasks A1A2 need"):
+    with pytest.raises(UserError, match=r"held-out.*\bA1A2\b"):
         items_of(rows[1:], ["A1A2"], codec)  # type: ignore[arg-type]
 
 

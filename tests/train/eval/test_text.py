@@ -116,7 +116,7 @@ def test_rows_are_scored_in_order_and_exact_match_is_by_the_greedy_answer(tmp_pa
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the text-only score needs rows with a question's text and a reference answer"):
+    with pytest.raises(UserError, match="text-only.*reference"):
         check_texts(listed([("only asked", "")]))
     check_texts(listed())
     (tmp_path / "config.json").write_text("{}")
@@ -127,5 +127,5 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     lower.save(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match="--text_before has another tokenizer .it cuts 'WHY' differently"):
         check_before(tmp_path, TOKENIZER, listed([("what", "that"), ("WHY", "so")]))
-    with pytest.raises(UserError, match="is no folder of a model"):
+    with pytest.raises(UserError, match="no folder"):
         check_before(tmp_path / "nowhere", TOKENIZER, listed())

@@ -335,5 +335,5 @@ def test_bad_weights_are_refused(model):
     with pytest.raises(UserError, match="ctc_weight is 0"):
         ObjectiveConfig(align_first=0.1)
     if not model.config.ctc:
-        with pytest.raises(UserError, match="the model has no alignment head: set data.alignment to words or letters"):
+        with pytest.raises(UserError, match="alignment head.*data.alignment"):
             Objective(model, ObjectiveConfig(ctc_weight=1.0))

@@ -193,9 +193,7 @@ def test_the_table_of_a_run(tmp_path: Path) -> None:
 
 def test_a_task_that_touches_nothing_shared_is_told_once(tmp_path: Path) -> None:
     """Where the adapter alone learns, a question in writing has no gradient, and stops nobody."""
-    with pytest.warns(
-        UserWarning, match="T1A2 did not touch the shared parameters: balance.method mgda chooses without"
-    ) as said:
+    with pytest.warns(UserWarning, match=r"T1A2\b.*shared parameters.*mgda") as said:
         balanced_fit(balanced_config(tmp_path, section_of("mgda", "parameters"), trainable=("projector.*",)))
     assert sum("did not touch" in str(one.message) for one in said) == 1
     for row in read_table(tmp_path / BALANCE):

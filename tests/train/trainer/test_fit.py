@@ -214,7 +214,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(tmp_path: Pat
         checkpoint=CheckpointConfig(every_steps=3, every_minutes=None),
     )
     object.__setattr__(config.optimizer, "lr", float("inf"))
-    with pytest.raises(UserError, match=r"the loss is nan at step 3; no checkpoint was written yet; try a lower"):
+    with pytest.raises(UserError, match=r"loss is nan at step 3\b.*no checkpoint"):
         toy_fit(config)
     assert not retention.checkpoints(tmp_path / "checkpoints")
 
@@ -303,7 +303,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None
 
 def test_ten_steps_without_a_gradient_end_the_run(tmp_path: Path) -> None:
     config = toy_config(tmp_path, budget=BudgetConfig(steps=30), checkpoint=CheckpointConfig(every_steps=5, every_minutes=None))
-    with pytest.raises(UserError, match=r"norm of 10 steps one after another is nan at step 16; .*step-00000015; try a lower"):
+    with pytest.raises(UserError, match=r"\b10 steps.*nan at step 16\b.*step-00000015"):
         toy_fit(config, replace(toy_parts(), objective=Bad((*range(3, 5), *range(6, 30)))))
 
 
@@ -333,7 +333,7 @@ def test_a_validation_that_fails_comes_after_the_checkpoint(tmp_path: Path) -> N
         validation=ValidationConfig(every_steps=4),
         checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
     )
-    with pytest.raises(UserError, match=r"answers\.jsonl cannot be read or written \(No space left on device\)"):
+    with pytest.raises(UserError, match=r"answers\.jsonl.*\(No space left on device\)"):
         toy_fit(config, toy_parts(validate=fail))
     newest = retention.newest(tmp_path / "checkpoints")
     assert newest is not None and newest.name == "step-00000004"

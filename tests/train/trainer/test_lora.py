@@ -70,12 +70,12 @@ def test_another_base_below_the_same_adapters_is_refused(tmp_path: Path) -> None
     toy_fit(replace(config, budget=BudgetConfig(steps=8)), adapted_parts(SECTION))
     parts = adapted_parts(SECTION)
     other = {name: value + 1 for name, value in parts.rows.items()}
-    with pytest.raises(UserError, match="the checksum of the weights below the adapters is"):
+    with pytest.raises(UserError, match="checksum"):
         toy_fit(config, replace(parts, rows=other))
 
 
 def test_what_learns_is_said_once() -> None:
-    with pytest.raises(UserError, match="trainable and lora are both given"):
+    with pytest.raises(UserError, match="trainable.*lora"):
         toy_config("x", lora=SECTION, trainable=("blocks.*",))
     assert toy_config("x", lora=SECTION).trainable_patterns == ("*.lora.*", "audio_head.*")
     assert toy_config("x").trainable_patterns == ("*",)

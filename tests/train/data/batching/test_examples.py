@@ -199,7 +199,7 @@ def test_codes_are_made_of_the_answers_audio_where_there_are_none():
     made = maker_of(model).make(0, Prepared(row), ["T1A2"])
     start = len(prompt(model.layout, Turn("T1A2", question=TOKENIZER.encode("q"))))
     assert torch.equal(model.layout.undelayed(made.columns.tokens[:, start:])[1], codec_of(model).encode(audio))
-    with pytest.raises(UserError, match=r"row, turn 0: its task answers in speech, but the data has no codec"):
+    with pytest.raises(UserError, match=r"turn 0\b.*no codec"):
         ExampleMaker(model, TOKENIZER).make(0, Prepared(row), ["T1A2"])
 
 

@@ -200,9 +200,7 @@ def test_a_folder_that_has_changed_is_noticed(tmp_path):
 def test_an_output_within_the_data_is_refused(out, tmp_path):
     source = told(tmp_path / "in", "a")
     (tmp_path / "link").symlink_to(source)
-    with pytest.raises(
-        UserError, match=r"output .* lies in the data .*/in, of which it would become a part: name a folder out"
-    ):
+    with pytest.raises(UserError, match=r"output.*lies in.*/in\b"):
         prepare(source, tmp_path / out, PrepareConfig(workers=0))
     assert [path.name for path in source.iterdir()] == ["a.jsonl"]
 
@@ -216,18 +214,18 @@ def test_an_output_by_a_link_is_made_where_it_leads(tmp_path):
             assert made(tmp_path / name, ToySource(3)).rows == 3
         assert (tmp_path / name).is_symlink() and (tmp_path / real / "report.json").is_file()
     (tmp_path / "round").symlink_to("round")
-    with pytest.raises(UserError, match="round is no name that leads to a folder"):
+    with pytest.raises(UserError, match=r"round\b.*no name"):
         made(tmp_path / "round", ToySource(3))
 
 
 def test_folders_that_cannot_be_replaced_are_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UserError, match=r"output \. is the folder that this runs in"):
+    with pytest.raises(UserError, match=r"output \..*folder that this runs in"):
         made(Path("."), ToySource(3))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "here")
-    with pytest.raises(UserError, match="output here is a mount point"):
+    with pytest.raises(UserError, match=r"here\b.*mount point"):
         made(Path("here"), ToySource(3))
     assert [path.name for path in tmp_path.iterdir()] == ["here"] and not list((tmp_path / "here").iterdir())
     assert made(Path("other"), ToySource(3)).rows == 3
@@ -247,7 +245,7 @@ def test_folders_of_others_are_refused(tmp_path):
     made(tmp_path / "out", ToySource(3))  # empty: taken
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match="exists and is none of this command's"):
+    with pytest.raises(UserError, match="exists"):
         made(tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 

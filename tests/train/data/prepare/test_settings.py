@@ -24,7 +24,7 @@ def test_a_start_that_failed_before_it_stored_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
     assert prepare(source, tmp_path / "out", PrepareConfig(ReaderOptions(audio="none"), workers=0)).rows == 1
     source.write_text("question_text,answer_text\n")
-    with pytest.raises(UserError, match="has 0 items and none makes a row"):
+    with pytest.raises(UserError, match=r"\b0 items"):
         prepare(source, tmp_path / "odd", PrepareConfig(workers=0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "out"]
 

@@ -44,7 +44,7 @@ def test_tables_by_name_and_by_map(tmp_path, ending):
     assert [row.turns[0].question_text for row in rows(path)] == ["", ""]  # not guessed: only answer_text has its name
     with pytest.raises(UserError, match=r"has no column 'x': it has wav, question"):
         open_source(path, ReaderOptions(columns={"question_audio": "x"}))
-    with pytest.raises(UserError, match=r"columns maps 'sound', which is no field of a row"):
+    with pytest.raises(UserError, match=r"columns.*'sound'"):
         open_source(path, ReaderOptions(columns={"sound": "wav"}))
 
 
@@ -88,7 +88,7 @@ def rows_in_other_folder(tmp_path: Path) -> Row:
     (tmp_path / "lists").mkdir()
     write_lines(tmp_path / "lists/a.jsonl", [{"question_audio": "q.wav"}])
     (row,) = rows(tmp_path / "lists/a.jsonl", folder=str(tmp_path))
-    with pytest.raises(UserError, match=r"folder .*nowhere of the recordings does not exist"):
+    with pytest.raises(UserError, match=r"nowhere\b.*does not exist"):
         open_source(tmp_path / "lists/a.jsonl", ReaderOptions(folder=str(tmp_path / "nowhere")))
     return row
 
@@ -149,7 +149,7 @@ def test_the_columns_that_a_message_names_read_the_data(tmp_path):
 @pytest.mark.parametrize(("name", "held"), [("a.jsonl", ""), ("a.csv", ""), ("a.json", "[1]")])
 def test_a_table_without_any_column_says_so(tmp_path, name, held):
     (tmp_path / name).write_text(held)
-    with pytest.raises(UserError, match=f"{name} names no columns: it is empty, or does not start with a row"):
+    with pytest.raises(UserError, match=f"{name}.*no columns"):
         open_source(tmp_path / name, ReaderOptions(columns={"question_text": "a"}))
 
 

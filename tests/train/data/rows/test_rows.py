@@ -97,7 +97,7 @@ def test_a_link_may_not_lead_out_of_the_folder(tmp_path, path, link):
     (tmp_path / "in" / "q.wav").symlink_to("../disk/q.wav")
     (tmp_path / "in" / "more" / "deep").symlink_to(tmp_path / "disk")
     where = tmp_path / "disk" / ("q.wav" if link == "q.wav" else "")
-    with pytest.raises(UserError, match=rf"leaves the data's folder .*/in: '{link}' in it is a link to {where}; put there"):
+    with pytest.raises(UserError, match=rf"/in\b.*'{link}'.*link to {where}"):
         Sound(path=path, folder=tmp_path / "in").load(16000)
 
 
@@ -129,7 +129,7 @@ def test_a_snapshot_of_a_hub_cache_is_read_though_it_is_links(tmp_path, folder):
         assert len(Sound(path=f"{place}own.flac", folder=root / folder).load(16000)) == 10
         assert inside(root / folder, f"{place}own.flac") == snapshot / "clips" / "own.flac"
         for name in ("refs", "other"):
-            with pytest.raises(UserError, match=f"{name}.flac' in it is a link to .*c0ffee"):
+            with pytest.raises(UserError, match=f"{name}.flac'.*link to .*c0ffee"):
                 Sound(path=f"{place}{name}.flac", folder=root / folder).load(16000)
         with pytest.raises(UserError, match="name a file inside it"):
             Sound(path="../" * (2 + bool(folder)) + "blobs/c0ffee", folder=root / folder).load(16000)
@@ -140,7 +140,7 @@ def test_a_folder_that_only_looks_like_a_snapshot_is_none(tmp_path):
     (tmp_path / "set" / "snapshots" / "a").mkdir(parents=True)
     soundfile.write(tmp_path / "set" / "blobs" / "b", [0.0] * 10, 16000, format="FLAC")
     (tmp_path / "set" / "snapshots" / "a" / "q.flac").symlink_to("../../blobs/b")
-    with pytest.raises(UserError, match="'q.flac' in it is a link to"):
+    with pytest.raises(UserError, match="'q.flac'.*link to"):
         Sound(path="q.flac", folder=tmp_path / "set" / "snapshots" / "a").load(16000)
 
 

@@ -79,7 +79,7 @@ def test_espeak_speaks_each_row_in_a_voice_of_its_own():
     assert torch.equal(said[1], voice.say("one two three", "en", 2).load(22050))
     german = make_voice("espeak:+f3")
     assert not torch.equal(german.say("drei", "de", 0).load(22050), german.say("drei", "en", 0).load(22050))
-    with pytest.raises(UserError, match="does not speak the language 'tlh-x'"):
+    with pytest.raises(UserError, match="language 'tlh-x'"):
         voice.say("nuqneH", "tlh-x", 0)
 
 
