@@ -35,7 +35,8 @@ class WeightReader:
     """
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self.matrices = [m.detach() for m in matrices]
+        # Whole numbers have none of these ways; as many bytes are read instead.
+        self.matrices = [m.detach() if m.is_floating_point() else torch.ones(len(m), m[0].nbytes // 4) for m in matrices]
         self.device = self.matrices[0].device
         self.bytes = sum(m.numel() * m.element_size() for m in self.matrices)
         self._ways = {how: self._prepare(one) for how, one in _READERS.items()}

@@ -160,7 +160,8 @@ def weights_of_a_step(lm: SpeechLM) -> list[Tensor]:
     a few rows."""
     decoder = lm.model.decoder
     blocks = (*decoder.blocks.parameters(), *decoder.post_blocks.parameters())
-    return [p for p in (*blocks, decoder.text_weight, decoder.audio_head.weight) if p.ndim == 2]
+    text = decoder.text_embedding if decoder.text_head is None else decoder.text_head
+    return [p for p in (*blocks, text.weight, decoder.audio_head.weight) if p.ndim == 2]
 
 
 def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: bool, rounds: int, each: int) -> Steps:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from omni.attention import attention
 from omni.config import DecoderConfig
 from omni.kv_cache import Cache
+from omni.model.int8 import together
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -88,8 +89,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
         b, t, _ = x.shape
-        q, k = self.q(x), self.k(x)
-        v = self.v(x).view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = together(x, self.q, self.k, self.v)
+        v = v.view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.view(b, t, self.heads, self.head_dim)).flatten(2)
             k = self.k_norm(k.view(b, t, self.kv_heads, self.head_dim)).flatten(2)
@@ -128,7 +129,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, out or width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = together(x, self.gate, self.up)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):

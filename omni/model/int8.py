@@ -1,0 +1,194 @@
+"""Linears in int8 for inference on a CPU: a scale per row of the weight and per row of the activations, sums exact.
+
+    n = max |x| of a row        u = floor(x * 127 / n + 1/2)        y = (u @ W^T) * scale * n / 127 + bias        u, W: int8
+
+Sums of products of two int8 are exact in int32, so a row's product is bitwise the same in any company of rows. The product is
+oneDNN's, through PyTorch's `onednn.qlinear_prepack` and `onednn.qlinear_pointwise` (their use:
+`torch/_inductor/quantized_lowerings.py`); where these are missing or not exact, a plain one takes their place.
+
+M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.model.linears import checksum_of, text_rows_of
+from omni.model.quantize import is_quantized
+
+MOST = 127
+"""Largest number of either sign."""
+
+FEWEST = 4
+"""Rows that are multiplied at least: on an AMD EPYC all weights of a 0.5B model take 23.3 ms for one row, 26.6 for two, 21.5
+for four (from memory, of which reading them is 15.3)."""
+
+
+class Packed(NamedTuple):
+    """Weights [N, K] as they are multiplied: packed (or int8, for the plain product), scales [N] over 127, and biases [N]."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+class Int8Linear(nn.Linear):
+    """A linear with an int8 weight [N, K] and a scale [N]; takes and gives float32 or bfloat16."""
+
+    scale: Tensor
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("scale", torch.empty(out_features))
+        self._packed: dict[tuple[int, ...], Packed] = {}  # by the linears that are multiplied together
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
+        """The int8 form of a weight [N, K]."""
+        new = cls(weight.shape[1], weight.shape[0])
+        rows, most = _rounded(weight.float())
+        new.weight.copy_(rows[: len(weight)].to(torch.int16) - 128)
+        new.scale.copy_(most[:, 0] / MOST)
+        if bias is not None:
+            new.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return new
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] in float32."""
+        return self.weight * self.scale[:, None]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        """Keeps the scales in float32 in a model of another precision."""
+        before = self.scale
+        super()._apply(fn, recurse)
+        self.scale, self._packed = before.to(self.weight.device), {}
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(x, (self,))
+
+
+def together(x: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
+    """Outputs of several linears of one input [..., K]: of one product where all are in int8 and nothing acts beside them."""
+    if type(linears[0]) is not Int8Linear or any(type(p) is not Int8Linear or p._forward_hooks for p in linears):
+        return [part(x) for part in linears]
+    parts = cast("tuple[Int8Linear, ...]", linears)
+    return _product(x, parts).split([part.out_features for part in parts], -1)
+
+
+def _product(x: Tensor, linears: tuple[Int8Linear, ...]) -> Tensor:
+    first, key = linears[0], tuple(map(id, linears))
+    packed = first._packed.get(key)
+    if packed is None:
+        packed = first._packed[key] = _pack(linears)
+    weight, scale, bias = packed
+    rows, most = _rounded(x.reshape(-1, first.in_features).float())
+    out = _exact_product(rows, weight, scale) if exact() else plain_product(rows, weight) * scale
+    out = out[: len(most)]
+    out = out.mul_(most) if bias is None else torch.addcmul(bias, out, most)
+    return out.view(*x.shape[:-1], len(scale)).to(x.dtype)
+
+
+def _pack(linears: Sequence[Int8Linear]) -> Packed:
+    weight, scale = (torch.cat([getattr(part, name).detach() for part in linears]) for name in ("weight", "scale"))
+    biases = [part.bias for part in linears]
+    bias = None
+    if any(one is not None for one in biases):
+        bias = torch.cat([scale.new_zeros(len(p.weight)) if p.bias is None else p.bias.detach().float() for p in linears])
+    return Packed(_prepack(weight) if exact() else weight, scale / MOST, bias)
+
+
+@cache
+def _constants() -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return torch.tensor(float(MOST)), torch.tensor(128.5)
+
+
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] as whole numbers of 1 to 255, of which 128 is 0, at least `FEWEST`; and the largest |x| of each, [M, 1].
+
+    What makes up the number is of any values, and so is a row of zeros; one that is not finite has no finite largest.
+    """
+    most, half = _constants()
+    largest = rows.abs().amax(1, keepdim=True)
+    held = rows.new_empty(max(len(rows), FEWEST), rows.shape[1], dtype=torch.uint8)
+    held[: len(rows)].copy_(torch.addcmul(half, rows, most / largest))
+    return held, largest
+
+
+def _prepack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, [2, weight.shape[1]])
+    return packed
+
+
+@cache
+def _zeros(count: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int64)
+
+
+def _exact_product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """Products [M, N] float32 of rows [M, K] uint8, whose 0 is 128, and a packed weight, times the scale [N]."""
+    out: Tensor = torch.ops.onednn.qlinear_pointwise.default(
+        rows, 1.0, 128, packed, scale, _zeros(len(scale)), None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return out
+
+
+def plain_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """The same sums for an int8 weight [N, K]. 1,024 products of two int8 stay below 2^24, up to which float32 holds every
+    whole number."""
+    pieces = zip((rows.float() - 128).split(1024, 1), weight.split(1024, 1), strict=True)
+    return torch.stack([a @ b.float().T for a, b in pieces]).double().sum(0).float()
+
+
+@cache
+def exact() -> bool:
+    """Whether oneDNN's product is there and gives the exact sums."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randint(-MOST, MOST + 1, (n, 96), generator=generator) for n in (3, 40))
+    try:
+        found = _exact_product((rows + 128).to(torch.uint8), _prepack(weight.to(torch.int8)), torch.ones(40))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return bool(found.equal((rows @ weight.T).float()))
+
+
+@torch.no_grad()
+def to_int8(model: nn.Module) -> nn.Module:
+    """Turns every linear of a speech model to int8, in place, one at a time; a text head that is tied to its table gets a
+    weight of its own. Convolutions, tables and norms stay.
+
+    Raises:
+        UserError: a linear is quantised already or has adapters or edits beside it, or the model is not on a CPU.
+    """
+    text_rows = text_rows_of(model)
+    linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    for name, part in linears:
+        if is_quantized(part):
+            raise UserError(f"{name} is quantised already; start from the model in full precision")
+        if "lora" in part._modules:
+            raise UserError(f"{name} has adapters or edits beside it, which would be lost; quantise first, then load them")
+        if part.weight.device.type != "cpu":
+            raise UserError(f"int8 is for device cpu, and the model is on {part.weight.device}; leave quantize out")
+    for name, part in linears:
+        _put(model, name, part.weight, part.bias, text_rows)
+    decoder: Any = getattr(model, "decoder", None)
+    if decoder is not None and decoder.text_head is None:
+        _put(model, "decoder.text_head", decoder.text_embedding.weight, None, text_rows)
+    return model
+
+
+def _put(model: nn.Module, name: str, weight: Tensor, bias: Tensor | None, text_rows: int | None) -> None:
+    new = Int8Linear.of(weight, bias)
+    new.plain_checksum = checksum_of(name, weight, text_rows)  # type: ignore[assignment]
+    place, _, last = name.rpartition(".")
+    setattr(model.get_submodule(place), last, new.train(model.training))

@@ -1,0 +1,111 @@
+"""Laws of linears in int8: exact sums, in any company of rows, and what is near to the model in full precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.model import int8
+from omni.model.int8 import Int8Linear, to_int8, together
+from omni.model.speech_model import SpeechModel
+from tests.train.data.toys import MODELS
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["onednn", "plain"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(int8, "exact", lambda: False)
+    elif not int8.exact():
+        pytest.skip("this processor or PyTorch has no exact product of int8")
+    return str(request.param)
+
+
+def by_hand(x: Tensor, weight: Tensor) -> Tensor:
+    """The product with both rounded to 255 steps of the row's largest, in float64."""
+    s, w = (t.abs().amax(1, keepdim=True) for t in (x, weight))
+    whole = [(t * (127 / most) + 128.5).floor().double() - 128 for t, most in ((x, s), (weight, w))]
+    return (whole[0] @ whole[1].T) * (s.double() / 127) * (w.double() / 127).T
+
+
+@pytest.mark.parametrize("inputs", [7, 96, 3000])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_whole_numbers(product: str, inputs: int, bias: bool) -> None:
+    weight, x, more = random(40, inputs), random(5, inputs, seed=1), random(40, seed=2) if bias else None
+    linear, wanted = Int8Linear.of(weight, more), by_hand(x, weight) + (more if more is not None else 0)
+    torch.testing.assert_close(linear(x).double(), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    torch.testing.assert_close(linear.dequantize(), weight, rtol=0, atol=float(weight.abs().max()) / 127)
+
+
+def test_a_row_is_the_same_in_any_company(product: str) -> None:
+    """Also beside one that is not finite, which stays so."""
+    linear, x = Int8Linear.of(random(200, 300)), random(70, 300, seed=1)
+    x[3], x[4, 5], x[6] = float("nan"), float("inf"), 0
+    alone = torch.cat([linear(row[None]) for row in x])
+    for count in (2, 3, 8, 17, 64, 70):
+        torch.testing.assert_close(linear(x[:count]), alone[:count], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(linear(x[None, 7:9])[0], alone[7:9])
+    assert not alone[3:5].isfinite().any() and alone[6].eq(0).all() and alone[7:].isfinite().all()
+
+
+def test_linears_of_one_input_are_multiplied_together(product: str) -> None:
+    """Unless something acts beside one of them."""
+    parts = [Int8Linear.of(random(n, 96, seed=n), random(n) if n == 8 else None) for n in (40, 8, 16)]
+    x, calls = random(2, 3, 96, seed=1), []
+    apart = [part(x) for part in parts]
+    for part in parts:
+        part._packed.clear()
+    assert all(map(torch.equal, together(x, *parts), apart)) and [len(part._packed) for part in parts] == [1, 0, 0]
+    parts[1].register_forward_hook(lambda module, given, out: calls.append(1) or out + 1)
+    found = together(x, *parts)
+    assert calls == [1] and torch.equal(found[0], apart[0]) and torch.equal(found[1], apart[1] + 1)
+
+
+def test_another_precision_keeps_the_scales(product: str) -> None:
+    linear, x = Int8Linear.of(random(40, 96)), random(3, 96, seed=1)
+    before = linear(x.bfloat16())
+    linear.to(torch.bfloat16)
+    assert linear.scale.dtype == torch.float32 and linear.weight.dtype == torch.int8
+    assert before.dtype == torch.bfloat16 and torch.equal(linear(x.bfloat16()), before)
+    torch.testing.assert_close(before.float(), linear(x), rtol=0.05, atol=0.3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_answers_nearly_as_in_full_precision(name: str) -> None:
+    torch.manual_seed(0)
+    model = SpeechModel(MODELS[name]).eval()
+    tokens = torch.stack([torch.randint(0, s.size, (2, 9)) for s in model.layout.streams], 1)
+    with torch.no_grad():
+        full = model.decoder.logits(model.decoder(tokens))
+        tied = model.decoder.text_head is None
+        linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear)]
+        assert to_int8(model) is model
+        found = model.decoder.logits(model.decoder(tokens))
+        alone = model.decoder.logits(model.decoder(tokens[1:]))
+    held = [n for n, part in model.named_modules() if isinstance(part, nn.Linear)]
+    assert set(held) == {*linears, *(["decoder.text_head"] if tied else [])}
+    assert all(isinstance(model.get_submodule(n), Int8Linear) for n in held)
+    for ours, wanted, one in zip(found, full, alone, strict=True):
+        assert 0 < float((ours - wanted).norm() / wanted.norm()) < 0.05
+        torch.testing.assert_close(one, ours[1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [lambda model: to_int8(model), lambda model: model.to("meta")])
+def test_what_cannot_be_turned_is_refused(make: Any) -> None:
+    model = make(SpeechModel(MODELS["codec2"]))
+    with pytest.raises(UserError, match=r"quantised already|\bmeta\b"):
+        to_int8(model)
+
+
+def test_a_product_that_is_not_exact_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = int8._exact_product
+    for wrong in (lambda *given: real(*given) + 1, lambda *given: torch.ops.onednn.no_such_product(*given)):
+        monkeypatch.setattr(int8, "_exact_product", wrong)
+        assert not int8.exact.__wrapped__()
