@@ -67,6 +67,7 @@ class AskOptions:
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
     threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
     dtype: str | None = option(None, "float32, bfloat16 or float16; as stored by default")
+    quantize: str | None = option(None, "int8: linears in int8, on a CPU")
     debug: bool = option(False, "show the traceback of an error")
 
     order: str = ""
@@ -94,6 +95,7 @@ class BenchOptions:
     answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")
     repeat: int = option(3, "measurements of each figure, after one to warm up; the median is shown")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    quantize: str | None = option(None, "int8: linears in int8, on a CPU")
     threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
     json: bool = option(False, "one JSON object on standard output instead of tables")
     debug: bool = option(False, "show the traceback of an error")

@@ -49,6 +49,18 @@ def check_dtype(name: object) -> None:
         raise UserError(f"dtype {str(name)!r} is unknown; use auto, float32, bfloat16 or float16")
 
 
+QUANTIZED = ("int8",)
+"""Formats of weights in fewer bits (`omni.model.int8`)."""
+
+
+def check_quantize(name: object, device: str = "cpu") -> None:
+    """UserError for an unknown format of weights in fewer bits, or one that a type of device does not take; None means none."""
+    if name is not None and name not in QUANTIZED:
+        raise UserError(f"quantize {name!r} is unknown; use {' or '.join(QUANTIZED)}, or leave it out")
+    if name is not None and device.partition(":")[0] not in ("cpu", "auto"):
+        raise UserError(f"quantize {name!r} is for device cpu, not for {device}; leave one of them out")
+
+
 def find_device(name: str | int | torch.device) -> torch.device:
     """The device called `name` (a number counts CUDA devices); `auto` is a GPU where there is one. UserError where this machine
     does not have it."""

@@ -26,7 +26,8 @@ from omni.config import ModelConfig, preset
 from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import find_device, peak_flops
+from omni.hardware import check_quantize, find_device, peak_flops
+from omni.model.int8 import to_int8
 from omni.profiling import GIB, HighWater, load
 
 NANO_BATCHES = (1, 4, 16, 64, 256)
@@ -98,9 +99,14 @@ def _preset(
     dtype = torch.bfloat16 if gpu else torch.float32
     gc.collect()
     memory = HighWater(device)
+    check_quantize(options.quantize, str(device))
     lm = random_lm(_with_encoder_mode(config, "variable"), device, dtype, compile=gpu)
+    if options.quantize:
+        to_int8(lm.model)
     with cpu_threads(options.threads, lm.model) as threads:
-        precision = "bf16, compiled, CUDA graph" if gpu else f"fp32, {threads} thread{'s' * (threads > 1)}"
+        precision = (
+            "bf16, compiled, CUDA graph" if gpu else f"{options.quantize or 'fp32'}, {threads} thread{'s' * (threads > 1)}"
+        )
         what = f"{name} ({config.codec}, random weights, {precision})"
         yield from _measured(lm, options, sound, name, config, what, memory)
 
@@ -130,7 +136,7 @@ def _measured(
 
 def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[FigureTable]:
     """Measures a model folder, whose answers end by themselves."""
-    lm = SpeechLM.from_pretrained(folder, device, codec_folder=options.codec_folder)
+    lm = SpeechLM.from_pretrained(folder, device, quantize=options.quantize, codec_folder=options.codec_folder)
     if lm.codec is None:
         raise UserError(
             f"{folder} has no weights of the codec {lm.config.codec!r}, so its first audio cannot be measured; name their "

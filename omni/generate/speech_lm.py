@@ -36,7 +36,7 @@ from omni.generate.runner import Runner
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
 from omni.generate.speech_time import SpeechTime
-from omni.hardware import find_device, find_dtype
+from omni.hardware import check_quantize, find_device, find_dtype
 from omni.layout import Layout
 from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter
 from omni.lora.selection import RowSelection
@@ -110,6 +110,7 @@ class SpeechLM:
         device: str | int | torch.device = "cpu",
         dtype: str | torch.dtype | None = None,
         *,
+        quantize: str | None = None,
         codec_folder: str | os.PathLike[str] | None = None,
         graph: bool | None = None,
         compile: bool = False,
@@ -120,6 +121,7 @@ class SpeechLM:
         Args:
             device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
+            quantize: `int8` for linears in int8 (`omni.model.int8`), on a CPU; they are turned after they were read.
             codec_folder: the codec's weights, where they are not in the folder.
 
         Raises:
@@ -128,12 +130,17 @@ class SpeechLM:
         from omni.checkpoint.folder import load_folder
 
         start = time.perf_counter()
-        refuse_keywords("from_pretrained", unknown, ("device", "dtype", "codec_folder", "graph", "compile"))
+        refuse_keywords("from_pretrained", unknown, ("device", "dtype", "quantize", "codec_folder", "graph", "compile"))
         check_path(folder, "the model folder")
         if codec_folder is not None:
             check_path(codec_folder, "codec_folder")
         place, numbers = find_device(device), find_dtype(dtype)
+        check_quantize(quantize, str(place))
         loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
+        if quantize is not None:
+            from omni.model.int8 import to_int8
+
+            to_int8(loaded.model)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
         LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, lm)

@@ -21,6 +21,7 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
+from omni.model.int8 import Int8Linear
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, tone
 
@@ -353,6 +354,15 @@ def silent_folder(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
+def test_in_int8_a_batch_equals_its_rows(silent_folder: Path) -> None:
+    lm = SpeechLM.from_pretrained(silent_folder, quantize="int8")
+    assert all(isinstance(part, Int8Linear) for part in lm.model.modules() if isinstance(part, torch.nn.Linear))
+    questions = ["one", "two and three", "four"]
+    together = lm.generate_batch(questions, ["T1T2"] * 3, max_tokens=20)
+    alone = [lm.generate(question, "T1T2", max_tokens=20) for question in questions]
+    assert [a.text for a in together] == [a.text for a in alone] and any(a.text for a in alone)
+
+
 def test_number_formats_and_devices_have_names(silent_folder: Path) -> None:
     names: list[Any] = ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16, "float16", "auto", None]
     found = [SpeechLM.from_pretrained(silent_folder, dtype=name).model.decoder.norm.weight.dtype for name in names]
@@ -361,6 +371,8 @@ def test_number_formats_and_devices_have_names(silent_folder: Path) -> None:
     for given, line in (
         ({"dtype": "int4"}, "dtype 'int4' is unknown; use auto, float32"),
         ({"dtype": torch.int8}, "dtype 'torch.int8' is unknown"),
+        ({"quantize": "int3"}, "quantize 'int3' is unknown; use int8"),
+        ({"quantize": "int8", "device": "meta"}, "device 'meta'"),
         ({"device": "gpu"}, "device 'gpu' is unknown; use auto, cpu, cuda"),
         ({"device": "cuda:97"}, r"device 'cuda:97': there are \d+ CUDA devices here"),
         ({"device": 97}, r"device '97': there are \d+ CUDA devices here"),

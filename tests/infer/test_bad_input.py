@@ -82,6 +82,8 @@ WORDS = {
     "device": (["ask", "q.wav", "--device", "abacus"], "--device 'abacus' is unknown"),
     "device that is not there": (["ask", "q.wav", "--device", "cuda:97"], "--device 'cuda:97'", "use --device cpu"),
     "dtype": (["ask", "q.wav", "--dtype", "int4"], "--dtype 'int4'", "bfloat16"),
+    "quantize": (["ask", "q.wav", "--quantize", "int3"], "--quantize 'int3'", "int8"),
+    "quantize on a GPU": (["ask", "q.wav", "--quantize", "int8", "--device", "cuda"], "--quantize 'int8'", "cuda"),
     "threads": (["ask", "q.wav", "--threads", "-1"], "--threads is -1"),
     "out folder": (["ask", "q.wav", "--out", "no/where.wav"], "no/where.wav", "folder"),
     "out is a folder": (["ask", "q.wav", "--out", "."], "folder"),

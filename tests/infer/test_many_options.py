@@ -24,7 +24,8 @@ NUMBERS = {
 FLAGS = ["--text_assist", "--chat", "--forget", "--json", "--realtime", "--debug"]
 WORDS = {
     "task": ["A1A2", "A1T2", "T1A2", "T1T2", "nonsense"], "device": ["cpu", "cuda:99", "abacus"],
-    "dtype": ["float32", "int4"], "out": ["b.wav", "-", "q.wav", "no/b.wav", "/dev/full/b.wav", "fr\udce9.wav", "a" * 300],
+    "dtype": ["float32", "int4"], "quantize": ["int8", "int3"],
+    "out": ["b.wav", "-", "q.wav", "no/b.wav", "/dev/full/b.wav", "fr\udce9.wav", "a" * 300],
     "adapter": ["nowhere"], "edits": ["q.wav"], "codec_folder": ["."],
 }  # fmt: skip
 QUESTIONS = [["q.wav"], ["q.wav", "q.wav"], ["none.wav"], ["fr\udce9.wav"], ["fr\udce9"], ["--text", "hi"],
