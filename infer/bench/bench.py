@@ -122,7 +122,7 @@ def _measured(
         yield _sessions(lm, sound, what, compile=gpu)
     weights = bytes_of(lm.model)
     beyond = (memory.bytes - weights) / GIB
-    target = None if gpu else TARGETS.get((name, "peak beyond the weights"))
+    target = None if gpu or options.quantize else TARGETS.get((name, "peak beyond the weights"))
     rows = [
         FigureRow("weights", weights / GIB, "GiB", "encoder, projector, decoder, embeddings"),
         FigureRow("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
@@ -161,7 +161,7 @@ def _streaming(
     on_cpu = lm.model.device.type == "cpu"
 
     def target(row: str) -> float | None:
-        return TARGETS.get((name, row)) if on_cpu else None
+        return TARGETS.get((name, row)) if on_cpu and not options.quantize else None
 
     rows = [
         FigureRow("first exact sample", first.total, "s", "after the question has ended", target("first exact sample")),
@@ -189,7 +189,7 @@ def _step_table(
     found = steps_and_readings(lm, sound, assist, compile, rounds, each)
     rows_of_batch = 2 if assist else 1
     rate = lm.codec.frame_rate if lm.codec is not None else 0.0
-    target = TARGETS.get((name, "steps / readings")) if on_cpu else None
+    target = TARGETS.get((name, "steps / readings")) if on_cpu and not options.quantize else None
     rows = [
         FigureRow(
             "step",
