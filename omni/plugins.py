@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -57,7 +57,9 @@ class Registry(dict[str, T]):
             raise UserError(f"{self.kind} {name!r} is {entry!r:.80}; it must be {self.must}")
         owner = self._sources.get(name, source)
         if name in self and owner != source:
-            raise UserError(f"{self.kind} {name!r} is registered twice, first by {owner}: give this one another name")
+            # Omni's own may come after a plug-in's.
+            first, other = (source, owner) if source.startswith(("omni.", "train.")) else (owner, source)
+            raise UserError(f"{self.kind} {name!r} is registered twice, first by {first}: give the one of {other} another name")
         self[name], self._sources[name] = entry, source
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -84,6 +86,20 @@ class Registry(dict[str, T]):
     def unknown(self, name: object) -> str:
         """The message for a name that is not registered."""
         return f"{self.kind} {name!r} is unknown; {closest(name, self)} ({PLUGIN})"
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """A context in which a failure of somebody's code is a UserError that names it; those of memory, files and PyTorch pass."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            raise
+        text = " ".join(str(error).split()) or "no message"
+        raise UserError(f"{what} failed with {type(error).__name__}: {text}") from error
 
 
 def load_plugins(names: Sequence[str], where: str = "--plugin") -> None:
@@ -142,11 +158,11 @@ def take_plugins(words: Sequence[str]) -> list[str]:
 
 
 def _load(name: str, where: str) -> None:
-    here = os.getcwd()
-    if (
-        here not in sys.path and "" not in sys.path
-    ):  # it stays there: the module may import others later, also in other processes
-        sys.path.append(here)
+    here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if here not in sys.path and "" not in sys.path:
+        # It stays there: the module may import others later, also in other processes. Those find the package first, whatever
+        # lies in the folder.
+        sys.path += [*([] if ours in sys.path else [ours]), here]
     importlib.invalidate_caches()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints must not come into an answer

@@ -18,6 +18,7 @@ from omni.errors import UserError
 from omni.layout import SPECIALS, Layout
 from omni.plugins import Registry, load_plugins, take_plugins
 from omni.tasks import TASKS, Task, Turn, example, find_writer, prompt, register_task
+from train import register_callback, register_reader, register_voice
 
 
 @pytest.fixture
@@ -74,6 +75,23 @@ def test_a_name_that_is_none_is_refused(folder: Path, names: list[str], named: l
     with pytest.raises(UserError) as caught:
         load_plugins(names)
     assert all(part in str(caught.value) for part in named)
+
+
+def test_a_new_process_finds_the_package_before_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is found by a finder that comes after the path, as an editable installation is."""
+    ours = str(Path(plugins.__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", ours)])
+    write(folder, "one", "")
+    load_plugins(["one"])
+    assert sys.path.index(ours) < sys.path.index(str(folder))
+
+
+def test_a_decorator_without_a_name_is_refused() -> None:
+    for decorator in (register_callback, register_voice):
+        with pytest.raises(UserError, match="give the decorator a name"):
+            decorator(type("Mine", (), {}))
+    with pytest.raises(UserError, match="'mine'.*no arguments"):
+        register_reader("mine")  # type: ignore[arg-type]
 
 
 def test_a_name_of_two_plugins_is_refused_and_one_module_may_register_again(folder: Path) -> None:
@@ -196,6 +214,24 @@ def test_codes_and_sound_of_a_wrong_length_are_named() -> None:
         Silence().encode(torch.zeros(20))
     with pytest.raises(UserError, match="silence made 27 samples of 3 frames; .* 30"):
         Silence().decode(torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("method", "made", "said"),
+    [("_encode", None, "silence made codes.*NoneType"), ("_encode", KeyError("x"), "silence failed with KeyError"),
+     ("_push", None, "silence failed with TypeError")],
+)  # fmt: skip
+def test_a_codec_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, method: str, made: Any, said: str) -> None:
+    def broken(self: Any, given: Tensor) -> Any:
+        if made is not None:
+            raise made
+        return made
+
+    monkeypatch.setattr(Short if method == "_push" else Silence, method, broken)
+    with pytest.raises(UserError, match=said):
+        Silence().encode(torch.zeros(20)) if method == "_encode" else Silence().stream().push(
+            torch.zeros(2, 3, dtype=torch.long)
+        )
 
 
 def test_what_a_module_prints_does_not_come_into_the_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

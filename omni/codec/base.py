@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.plugins import named
 
 
 class AudioCodec(ABC):
@@ -70,13 +71,14 @@ class AudioCodec(ABC):
             raise UserError(f"audio for {self.name}: sample {first} is {float(audio[first])}; fix or drop the recording")
         if audio.numel() == 0:
             return torch.empty(len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
-        with self._plain():
+        with self._plain(), named(f"codec {self.name}"):
             codes = self._encode(audio.to(self.device, torch.float32))
-        wanted = [len(self.codebook_sizes), self.frames(audio.numel())]
-        if list(codes.shape) != wanted:
-            raise UserError(
-                f"{self.name} made codes {list(codes.shape)} of {audio.numel()} samples; its sizes ask for {wanted}"
-            )
+        wanted, found = (
+            [len(self.codebook_sizes), self.frames(audio.numel())],
+            list(getattr(codes, "shape", [type(codes).__name__])),
+        )
+        if found != wanted:
+            raise UserError(f"{self.name} made codes {found} of {audio.numel()} samples; its sizes ask for {wanted}")
         return codes
 
     def decode(self, codes: Tensor, seed: int = 0) -> Tensor:
@@ -148,18 +150,18 @@ class CodecStream(ABC):
         if codes.shape[1] == 0:
             return self._nothing()
         self.pushed += codes.shape[1]
-        with self.codec._plain():
+        with self.codec._plain(), named(f"codec {self.codec.name}"):
             sound = self._push(codes)
-        self.returned += len(sound)
+            self.returned += len(sound)
         return sound
 
     def finish(self) -> Tensor:
         """Ends the stream and returns the remaining samples `[n]`; a second call returns none."""
         flush = not self.finished and self.pushed > 0
         self.finished = True
-        with self.codec._plain():
+        with self.codec._plain(), named(f"codec {self.codec.name}"):
             rest = self._finish() if flush else self._nothing()
-        made, whole = self.returned + len(rest), self.pushed * self.codec.frame_samples
+            made, whole = self.returned + len(rest), self.pushed * self.codec.frame_samples
         if flush and made != whole:
             name = self.codec.name
             raise UserError(f"{name} made {made} samples of {self.pushed} frames; its frame_samples asks for {whole}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from omni.encoder.config import ENCODERS, EncoderConfig
 from omni.errors import UserError
+from omni.plugins import named
 
 
 class Encoder(nn.Module):
@@ -50,10 +51,11 @@ class Encoder(nn.Module):
                 f"encoder {self.config.kind!r} is given features of {features.shape[1]} values; its configuration says "
                 f"bands {self.config.bands}"
             )
-        out: Tensor = self(features, lengths, frames)
-        wanted = [sum(frames), self.config.width]
-        if list(out.shape) != wanted:
-            raise UserError(f"encoder {self.config.kind!r} made frames {list(out.shape)}; its configuration counts {wanted}")
+        with named(f"encoder {self.config.kind!r}"):
+            out: Tensor = self(features, lengths, frames)
+        wanted, found = [sum(frames), self.config.width], list(getattr(out, "shape", [type(out).__name__]))
+        if found != wanted:
+            raise UserError(f"encoder {self.config.kind!r} made frames {found}; its configuration counts {wanted}")
         return out
 
     @torch.no_grad()

@@ -54,6 +54,8 @@ CALLBACKS: Registry[type[Callback]] = Registry(
 
 def register_callback(name: str) -> Callable[[Kind], Kind]:
     """A decorator for a subclass of `Callback`; a run takes it by `callbacks: [name]`."""
+    if not isinstance(name, str):
+        raise UserError(f'callback {name!r:.80}: give the decorator a name, as in @register_callback("mine")')
 
     def register(kind: Kind) -> Kind:
         CALLBACKS.add(name, kind)

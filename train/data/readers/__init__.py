@@ -59,6 +59,10 @@ for _reader in _ALL:
 
 def register_reader(kind: type[Reader]) -> type[Reader]:
     """A decorator for a reader's class, which has no arguments; the name is its attribute `name`."""
+    if not isinstance(kind, type):
+        raise UserError(
+            f"reader {kind!r:.80}: the decorator has no arguments, as in @register_reader; the name is an attribute"
+        )
     reader = kind()
     READERS.add(getattr(reader, "name", ""), reader)
     return kind
