@@ -5,6 +5,7 @@ And `--guard`: the graph guard looks on while tests train (tests/guarded.py).
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,8 @@ import torch
 
 torch.set_num_threads(1)
 
+gc.disable()  # until all modules are imported, of which nothing is garbage
+
 LOOKOUT = pytest.StashKey[Any]()
 COUNTS = pytest.StashKey[dict[str, int]]()
 
@@ -32,6 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "untrained(*patterns): parameters (fnmatch) that this test leaves without gradient on purpose"
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
