@@ -6,6 +6,9 @@ RUN := $(VENV)/bin/python
 TESTERS ?= 2
 READY := $(VENV)/.ready
 
+# What is compiled once need not be compiled in each process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-long lint clean
 
 demo: $(READY)

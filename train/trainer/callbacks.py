@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -66,6 +67,14 @@ def register_callback(name: str) -> Callable[[Kind], Kind]:
         return kind
 
     return register
+
+
+def check_made(kind: type[Callback]) -> None:
+    """UserError for a callback that does not take a run's folder alone."""
+    try:
+        inspect.signature(kind).bind(Path())
+    except TypeError as error:
+        raise UserError(f"callback {kind.name} cannot be made of a run's folder alone: {error}") from error
 
 
 def build_callbacks(kinds: Sequence[type[Callback]], folder: Path) -> list[Callback]:

@@ -37,7 +37,7 @@ from train.data.config import DataConfig
 from train.data.rows.parquet import files_of
 from train.data.rows.samples import missing_parts, sample_rows
 from train.data.sources.recorded_digits import find_recordings
-from train.trainer.callbacks import CALLBACKS
+from train.trainer.callbacks import CALLBACKS, check_made
 from train.trainer.initial_model import check_tokenizer, shape_of
 
 PROCESSES_A_CORE = 4
@@ -60,7 +60,7 @@ def check_start(config: FitConfig) -> list[str]:
     _check_data_files(config.data, problems)
     for name in config.callbacks:
         with problems.of("callbacks"):
-            CALLBACKS.find(name, "callbacks")
+            check_made(CALLBACKS.find(name, "callbacks"))
             if config.callbacks.count(name) > 1:
                 raise UserError(f"callbacks names {name} twice; leave one out")
     notes = _check_rows(config.data, problems)
