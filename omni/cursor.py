@@ -104,9 +104,9 @@ class Cursor:
             torch.tensor([s.size for s in lay.streams], device=device),
         )
 
-    def select(self, rows: Sequence[int] | slice) -> Cursor:
+    def select(self, rows: Sequence[int] | slice | Tensor) -> Cursor:
         """The cursor of some of the rows."""
-        index = rows if isinstance(rows, slice) else torch.tensor(list(rows), device=self.step.device)
+        index = rows if isinstance(rows, (slice, Tensor)) else torch.tensor(list(rows), device=self.step.device)
         cursor = replace(self, **{name: getattr(self, name)[index] for name in self.TENSORS})
         cursor.__dict__["_constants"] = self._constants
         return cursor

@@ -144,6 +144,14 @@ class KVCache:
         clean = self._clean[self._numbers[source]]
         self._clean[self._numbers[target]] = clean if used.stop is None else min(clean, used.stop)
 
+    def take(self, other: KVCache) -> None:
+        """Copy the rows of a smaller cache of the same window and chunk to the first rows of this one, which are empty."""
+        rows, used = other.rows, slice(0, other.slots if other.ring else max(other._clean, default=0))
+        self.keys[:, :rows, used] = other.keys[:, :, used]
+        self.values[:, :rows, used] = other.values[:, :, used]
+        self.positions[:rows, : other.slots] = other.positions[:, : other.slots]
+        self._clean[:rows] = other._clean
+
     def clean(self, positions: int | None = None) -> None:
         """Zero the forgotten slots of these rows among those that are read (or among the first `positions`, where given).
 

@@ -227,7 +227,7 @@ def _answering(lm: SpeechLM, sound: Tensor, rows: int, text_assist: bool, room: 
     if text_assist:
         speaker = Start(True, True, start.position, start.settings, partner=1)
         starts = [speaker, Start(True, False, start.position, start.settings)]
-    runner.begin(0, hidden, starts)
+    runner.begin(range(len(starts)), hidden, starts)
     return runner
 
 

@@ -24,14 +24,15 @@ Key = tuple[int, ...]
 """Identifies a column: its K ids, and the exchange and index of the feature that it takes (-1 and -1 for none)."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Exchange:
-    """A turn, the features [N, W] of its spoken question, its number in the conversation, and that question [S] at 16 kHz."""
+    """A turn, its number in the conversation, its spoken question [S] at 16 kHz, and that question's features [N, W] once they
+    were made."""
 
     turn: Turn
-    features: Tensor | None
     number: int
     clip: Tensor | None = None
+    features: Tensor | None = None
 
 
 def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int] = ()) -> tuple[Columns, list[Key]]:
@@ -97,7 +98,7 @@ def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], 
 
 
 class CachedHistory:
-    """Content of row 0 of a cache.
+    """Content of one row of a cache.
 
     Attributes:
         keys: keys of its columns.
@@ -110,22 +111,28 @@ class CachedHistory:
         self.under: Hashable = None
         self.high = 0
 
-    def keep(self, wanted: Sequence[Key], under: Hashable, cache: KVCache) -> int:
-        """Rewind the cache to the prefix that it shares with `wanted`, whose rest is about to be fed; returns its length.
+    def keep(self, wanted: Sequence[Key], under: Hashable, cache: KVCache, row: int) -> int:
+        """Rewind a row of the cache to the prefix that it shares with `wanted`, whose rest is about to be fed; returns its
+        length.
 
         The last of `wanted` is always fed. In a sliding window's ring the slots before the kept columns may have been
         overwritten: then the row is emptied.
         """
-        if under != self.under:  # its columns were fed with other edits or adapters than are active now
-            self.keys, self.under = [], under
-        keep = common_prefix(self.keys, wanted[:-1])
+        keep = self.shared(wanted, under)
+        self.under = under
         if keep == 0 or (cache.ring and self.high - keep > cache.chunk):
-            cache.reset([0])
+            cache.reset([row])
             keep = self.high = 0
         else:
-            cache.rewind(0, keep)
+            cache.rewind(row, keep)
         self.keys, self.high = self.keys[:keep], max(self.high, len(wanted))  # a failing prefill has written some of them
         return keep
+
+    def shared(self, wanted: Sequence[Key], under: Hashable) -> int:
+        """Length of the prefix that the row shares with `wanted`, the last of which does not count."""
+        if under != self.under:  # its columns were fed with other edits or adapters than are active now
+            return 0
+        return common_prefix(self.keys, wanted[:-1])
 
     def add(self, columns: Sequence[Sequence[int]], position: int) -> None:
         """Record columns that steps wrote and fed; nothing was fed at `position` or beyond."""

@@ -1,8 +1,8 @@
-"""Prefill: writes prompts into the cache and returns only the hidden state of each prompt's last column.
+"""Prefill: writes prompts into the cache, piece by piece, and returns only the hidden state of each prompt's last column.
 
 Prompts of different lengths are right-aligned in one batch, filled up at the front with columns at position
--1, which write nothing; so every row's last column is the batch's last. `prefill_fork` serves two rows whose
-prompts differ in the last column only: one sequence of T + 1 columns instead of two of T.
+-1, which write nothing; so every row's last column is the batch's last. A fork serves two rows whose prompts
+differ in the last column only: one sequence of T + 1 columns instead of two of T.
 
 Dimensions: B rows, K streams, T columns, S slots, H key/value heads, D size of a head, N features, W width.
 """
@@ -62,28 +62,92 @@ def pack(layout: Layout, prompts: Sequence[Columns], features: Sequence[Tensor],
     return Prompt(tokens, position, torch.cat(list(features)) if features else None, index)
 
 
-@torch.inference_mode()
-def prefill(model: SpeechModel, cache: KVCache, rows: range, prompt: Prompt, chunk: int = 512) -> Hidden:
-    """Write prompts into neighbouring rows of the cache, `chunk` columns at a time; returns the last hidden state [B, 1, W]."""
-    view = cache.select(rows)
-    device, time = model.device, prompt.tokens.shape[2]
-    hidden = None
-    for low in range(0, time, chunk):
-        piece = slice(low, low + chunk)
-        position = prompt.input_pos[:, piece]
-        view.limit(max(int(position.max()) + 1, 1))
-        hidden = model(
-            prompt.tokens[:, :, piece].to(device),
-            prompt.features,
-            prompt.feature_index[:, piece].to(device),
+class Fork(NamedTuple):
+    """A second row, whose prompt differs from the first one's in its last column [K]."""
+
+    row: int
+    column: Tensor
+
+
+class Prefill:
+    """Writes prompts into rows of a cache.
+
+    Args:
+        rows: one for each prompt.
+        fork: a second row for a batch of one; it gets a copy of what the first row holds.
+    """
+
+    def __init__(
+        self, model: SpeechModel, cache: KVCache, rows: Sequence[int], prompt: Prompt, fork: Fork | None = None
+    ) -> None:
+        self.model, self.cache, self.rows, self.prompt, self.fork = model, cache, rows, prompt, fork
+        self.fed, self.time = 0, prompt.tokens.shape[2]
+
+    @property
+    def left(self) -> int:
+        """Number of columns that are still to be fed."""
+        return self.time - self.fed
+
+    @torch.inference_mode()
+    def piece(self, columns: int) -> Hidden | None:
+        """Feed up to that many columns (with a fork one more at the end); returns the last hidden states [B, 1, W] with the
+        last piece, of the two rows where there is a fork."""
+        if self.fork is None:
+            hidden = self._feed(min(columns, self.left))
+        elif self.left > columns:
+            self._feed(columns)
+            return None
+        else:
+            return self._split(self.fork)
+        return Hidden(hidden.text[:, -1:], hidden.audio[:, -1:]) if not self.left else None
+
+    def _feed(self, columns: int) -> Hidden:
+        tokens, positions, features, index = self.prompt
+        piece, device = slice(self.fed, self.fed + columns), self.model.device
+        position = positions[:, piece]
+        view = self.cache.select(self.rows).limit(max(int(position.max()) + 1, 1))
+        self.fed += columns
+        return self.model(
+            tokens[:, :, piece].to(device),
+            features,
+            index[:, piece].to(device),
             input_pos=position.to(device),
             cache=view,
         )
-    assert hidden is not None  # a prompt has at least one column
-    return Hidden(hidden.text[:, -1:], hidden.audio[:, -1:])
+
+    def _split(self, fork: Fork) -> Hidden:
+        """Feed the rest; the other row's last column is one more of the first row, then moved to its own row. Where the cache
+        is too short for that column, or its window slides, the two last columns are fed as a batch of two instead."""
+        (row,), cache, device = self.rows, self.cache, self.model.device
+        tokens, positions, features, index = self.prompt
+        length = int(positions[0, -1]) + 1
+        pair = torch.stack([tokens[0, :, -1], fork.column])  # [2, K]
+        if cache.window is not None or length + 1 > cache.length:
+            if self.left > 1:
+                self._feed(self.left - 1)
+            cache.copy_row(row, fork.row, length - 1)
+            last = Prompt(pair[:, :, None], torch.full((2, 1), length - 1), None, torch.full((2, 1), -1))
+            self.fed += 1
+            return prefill(self.model, cache, (row, fork.row), last)
+        rest = slice(self.fed, self.time - 1)
+        slots = torch.cat([positions[:, self.fed :], torch.full((1, 1), length)], dim=1)
+        hidden = self.model(
+            torch.cat([tokens[:, :, rest], pair.T[None]], dim=2).to(device),
+            features,
+            torch.cat([index[:, rest], torch.full((1, 2), -1)], dim=1).to(device),
+            positions=slots.clamp_max(length - 1).to(device),
+            input_pos=slots.to(device),
+            cache=_ForkCache(cache.select((row,)).limit(length + 1)),
+        )
+        self.fed = self.time
+        cache.rewind(row, length)
+        cache.copy_row(row, fork.row, length)
+        cache.keys[:, fork.row, length - 1] = cache.keys[:, row, length]
+        cache.values[:, fork.row, length - 1] = cache.values[:, row, length]
+        return Hidden(hidden.text[:, -2:].transpose(0, 1), hidden.audio[:, -2:].transpose(0, 1))
 
 
-class _Fork:
+class _ForkCache:
     """A cache in which the newest position does not see the one before it: both follow the same past."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -98,46 +162,11 @@ class _Fork:
         return self.cache.update(layer, k, v)
 
 
-@torch.inference_mode()
-def prefill_fork(model: SpeechModel, cache: KVCache, prompt: Prompt, other: Tensor, chunk: int = 512) -> Hidden:
-    """Prefill rows 0 and 1 with prompts that differ only in the last column; returns the last hidden states [2, 1, W].
-
-    Row 1's last column `other` [K] is fed as one more column of row 0, then moved to its own row. Where
-    the cache is too short for that column, or its window slides, the two last columns are fed as a batch of
-    two instead.
-
-    Args:
-        prompt: row 0's, a batch of one; row 0 holds what comes before it.
-    """
-    positions, time = prompt.input_pos, prompt.tokens.shape[2]
-    length = int(positions[0, -1]) + 1
-    body = Prompt(prompt.tokens[:, :, :-1], positions[:, :-1], prompt.features, prompt.feature_index[:, :-1])
-    pair = torch.stack([prompt.tokens[0, :, -1], other])  # [2, K]
-    device = model.device
-    if cache.window is not None or length + 1 > cache.length:
-        if time > 1:
-            prefill(model, cache, range(1), body, chunk)
-        cache.copy_row(0, 1, length - 1)
-        last = torch.full((2, 1), length - 1)
-        return prefill(model, cache, range(2), Prompt(pair[:, :, None], last, None, torch.full((2, 1), -1)))
-    done = (time - 1) // chunk * chunk  # the last piece, of at most `chunk` columns and one more, is forked
-    if done:
-        first = Prompt(body.tokens[:, :, :done], positions[:, :done], body.features, body.feature_index[:, :done])
-        prefill(model, cache, range(1), first, chunk)
-    view = cache.select(range(1)).limit(length + 1)
-    tokens = torch.cat([body.tokens[:, :, done:], pair.T[None]], dim=2)
-    slots = torch.cat([positions[:, done:], torch.full((1, 1), length)], dim=1)
-    index = torch.cat([body.feature_index[:, done:], torch.full((1, 2), -1)], dim=1)
-    hidden = model(
-        tokens.to(device),
-        prompt.features,
-        index.to(device),
-        positions=slots.clamp_max(length - 1).to(device),
-        input_pos=slots.to(device),
-        cache=_Fork(view),
-    )
-    cache.rewind(0, length)
-    cache.copy_row(0, 1, length)
-    cache.keys[:, 1, length - 1] = cache.keys[:, 0, length]
-    cache.values[:, 1, length - 1] = cache.values[:, 0, length]
-    return Hidden(hidden.text[:, -2:].transpose(0, 1), hidden.audio[:, -2:].transpose(0, 1))
+def prefill(
+    model: SpeechModel, cache: KVCache, rows: Sequence[int], prompt: Prompt, chunk: int = 512, fork: Fork | None = None
+) -> Hidden:
+    """Write prompts into rows of the cache, `chunk` columns at a time; returns the last hidden state [B, 1, W]."""
+    filling = Prefill(model, cache, rows, prompt, fork)
+    while (hidden := filling.piece(chunk)) is None:
+        pass
+    return hidden

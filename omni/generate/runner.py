@@ -5,10 +5,10 @@ for the column that is fed next. All results of a step are packed into one tenso
 GPU that copy is read one step late, so that the device always has work. A row that is done writes nothing
 (position -1) from then on, without waiting for the host to notice.
 
-Rows are slots of the cache: `begin` puts answers into neighbouring slots, `leave` empties a slot, and a row
-that is dropped leaves a smaller batch. On CUDA a step is captured as a graph for each shape it takes
-(`_Plan`); the tensors a graph reads and writes belong to the runner and keep their addresses. The eager path
-runs the same code.
+Rows are slots of the cache: `begin` starts answers in any slots, `leave` empties a slot, and a step advances all rows or some
+of them. Few rows among many are gathered; many are stepped in place, with the others between them resting: these are fed at
+position -1 and keep their state. On CUDA a step is captured as a graph for each shape it takes (`_Plan`); the tensors a graph
+reads and writes belong to the runner and keep their addresses. The eager path runs the same code.
 
 Dimensions: B rows, K streams, A audio streams, W width.
 """
@@ -37,9 +37,10 @@ class _Plan(NamedTuple):
     """Everything that determines the shape of a step: the key of a captured graph.
 
     Attributes:
-        first, stop: the slots that are fed.
-        text, audio: the slots (from, to) for which the head of the kind is computed; None where none needs it.
+        slots: the slots that are fed, in their order; neighbours unless they are few of many.
+        text, audio: places in `slots` for which the head of the kind is computed.
         coupled: some rows take their text from another row.
+        resting: some of the slots rest.
         visible: number of slots of the cache that are read.
         selection: adapters and edits of all rows, in the order of their numbers; one alone, without numbers, where every row
             has it.
@@ -49,11 +50,11 @@ class _Plan(NamedTuple):
             captured with.
     """
 
-    first: int
-    stop: int
-    text: tuple[int, int] | None
-    audio: tuple[int, int] | None
+    slots: tuple[int, ...]
+    text: tuple[int, ...]
+    audio: tuple[int, ...]
     coupled: bool
+    resting: bool
     audio_mode: Mode
     text_mode: Mode
     visible: int
@@ -109,60 +110,73 @@ class Runner:
         compile: bool = False,
     ) -> None:
         self.model, self.layout = model, model.layout
-        self.length = min(length, model.config.decoder.context)
-        self.chunk = min(chunk, self.length)
-        self.cache = model.make_cache(rows, self.length, chunk=self.chunk)
-        self.rows: list[RunnerRow | None] = [None] * rows
         device = model.device
         self._cuda = device.type == "cuda"
         self._graph = self._cuda if graph is None else graph and self._cuda
         self._decode: Any = torch.compile(model) if compile else model
+        self._chunk = chunk
+        self._selection: list[RowSelection] = []
+        self._removals = 0
+        self._pad = self.layout.ids("pad").to(device)
+        self._pending: deque[_Record] = deque()
+        self.rows: list[RunnerRow | None] = []
+        self._allocate(rows, length)
 
+    def _allocate(self, rows: int, length: int) -> None:
+        """Make the cache and the state of all rows, which are empty."""
+        model, device = self.model, self._pad.device
+        self.length = min(length, model.config.decoder.context)
+        self.chunk = min(self._chunk, model.config.decoder.context)
+        self.cache = model.make_cache(rows, self.length, chunk=self.chunk)
+        self.rows += [None] * (rows - len(self.rows))
         a, k = self.layout.n_audio, len(self.layout)
-        self._column = self.layout.ids("pad").to(device).repeat(rows, 1)
+        self._column = self._pad.repeat(rows, 1)
         self._position = torch.full((rows,), -1, dtype=torch.long, device=device)
         self._partner = torch.arange(rows, device=device)
         self._number = torch.zeros(rows, dtype=torch.long, device=device)  # of each row's selection, from 1; 0 for none
-        self._selection: list[RowSelection] = []
-        self._removals = 0
+        self._resting = torch.zeros(rows, dtype=torch.bool, device=device)
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
         self._cursor.done.fill_(True)
         self._sampler = Sampler(self.layout, rows, device)
         self._packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
-        self._pad = self.layout.ids("pad").to(device)
-        self._pending: deque[_Record] = deque()
         self._hosts: list[Tensor] = []  # pinned buffers that wait for a record
-        self._views: dict[tuple[int, int], KVCache] = {}
+        self._views: dict[tuple[int, ...], KVCache] = {}
         self._graphs: dict[_Plan, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+
+    def _state(self) -> list[Tensor]:
+        """The tensors over rows that a step reads or writes, besides the sampler's and the cache's."""
+        cursor = (getattr(self._cursor, name) for name in Cursor.TENSORS)
+        return [self._column, self._position, self._partner, self._number, *cursor]
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
     @_on_device
     @torch.inference_mode()
-    def begin(self, first: int, hidden: Hidden, starts: Sequence[Start]) -> list[RunnerRow]:
-        """Start answers in the slots from `first` on and write their first columns.
+    def begin(self, slots: Sequence[int], hidden: Hidden, starts: Sequence[Start]) -> list[RunnerRow]:
+        """Start answers in empty slots and write their first columns.
 
         Args:
             hidden: hidden state of each prompt's last column, [B, 1, W].
-            starts: one per row.
+            starts: one per slot.
         """
-        slots = slice(first, first + len(starts))
-        rows = [RunnerRow(first + i, s.position, s.text, s.audio, s.partner, s.selection) for i, s in enumerate(starts)]
+        rows = [RunnerRow(n, s.position, s.text, s.audio, s.partner, s.selection) for n, s in zip(slots, starts, strict=True)]
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device)
+        index, device = self._index(tuple(slots)), self._position.device
         for name in Cursor.TENSORS:
-            getattr(self._cursor, name)[slots] = getattr(fresh, name)
-        device = self._position.device
-        self._position[slots] = torch.tensor([s.position for s in starts], device=device)
+            getattr(self._cursor, name)[index] = getattr(fresh, name)
+        self._position[index] = torch.tensor([s.position for s in starts], device=device)
         partners = [row.slot if row.partner is None else row.partner for row in rows]
-        self._partner[slots] = torch.tensor(partners, device=device)
-        self._number[slots] = torch.tensor([self._numbered(s.selection) for s in starts], device=device)
+        self._partner[index] = torch.tensor(partners, device=device)
+        numbers = []
         for row, start in zip(rows, starts, strict=True):
+            numbers.append(self._numbered(start.selection))
             self.rows[row.slot] = row
             self._sampler.set(row.slot, start.settings, start.key)
-        plan = self._plan(first, first + len(starts))
+        self._number[index] = torch.tensor(numbers, device=device)
+        plan = self._plan(rows, tuple(slots))
         self._write(plan, hidden)
-        self._record(plan)
+        self._record(plan, rows)
         return rows
 
     def _numbered(self, selection: RowSelection) -> int:
@@ -171,7 +185,9 @@ class Runner:
         if not any(self.rows) and (selection not in self._selection or self._removals != removals(self.model)):
             self._forget()
         if selection not in self._selection:
-            self._selection.append(selection)
+            used = {row.selection for row in self.rows if row is not None}
+            free = next((i for i, other in enumerate(self._selection) if other not in used), len(self._selection))
+            self._selection[free : free + 1] = [selection]
         return self._selection.index(selection) + 1
 
     def _forget(self) -> None:
@@ -196,46 +212,34 @@ class Runner:
             self._position[row.slot] = -1
             self._cursor.done[row.slot] = True
 
-    def compact(self) -> None:
-        """Move the last rows into empty slots before them, so that the batch gets smaller.
-
-        Where the batch only ever halves, few graphs are captured.
-        """
-        live = [row for row in self.rows if row is not None]
-        if any(row.partner is not None for row in live):
-            return
-        width = max((row.slot + 1 for row in live), default=0)
-        if self._graph and 2 * len(live) > width:
-            return
-        holes = [slot for slot in range(len(live)) if self.rows[slot] is None]
-        for slot, row in zip(holes, [r for r in live if r.slot >= len(live)], strict=True):
-            self._move(row, slot)
-
-    @torch.inference_mode()
-    def _move(self, row: RunnerRow, slot: int) -> None:
-        source = row.slot
-        self.cache.copy_row(source, slot, row.position)
-        tensors = [self._column, self._position, self._number, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
-        for tensor in tensors:
-            tensor[slot] = tensor[source]
-        self._partner[slot] = slot
-        self._sampler.move(source, slot)
-        self._sampler.clear(source)
-        self._position[source] = -1
-        self._cursor.done[source] = True
-        self.rows[slot], self.rows[source] = row, None
-        row.slot = slot
+    @torch.no_grad()
+    def grow(self, rows: int, length: int) -> None:
+        """Make room for that many rows and positions, where there is less; results must have been read before. Captured graphs
+        are dropped."""
+        old, count = self._state(), len(self.rows)
+        rows, length = max(rows, count), max(length, self.length)
+        cache, sampler = self.cache, self._sampler
+        self._allocate(rows, length)
+        for new, before in zip(self._state(), old, strict=True):
+            new[:count] = before
+        self._sampler.take(sampler)
+        self.cache.take(cache)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
     @_on_device
     @torch.inference_mode()
-    def step(self) -> None:
-        """Feed every live row its column and write the next; each must have room (`RunnerRow.position < length`)."""
-        live = [row for row in self.rows if row is not None]
-        if not live:
+    def step(self, rows: Sequence[RunnerRow] | None = None) -> None:
+        """Feed live rows (by default all) their columns and write the next; each must have room (`RunnerRow.position <
+        length`). Rows coupled by text assist go together."""
+        chosen = [row for row in self.rows if row is not None] if rows is None else rows
+        if not chosen:
             return
-        plan = self._plan(0, max(row.slot for row in live) + 1)
+        plan = self._plan(chosen)
+        if plan.resting:
+            stepped = {row.slot for row in chosen}
+            rest = torch.tensor([slot not in stepped for slot in plan.slots])
+            self._resting[self._index(plan.slots)] = rest.to(self._resting.device, non_blocking=True)
         self._view(plan).clean(plan.visible or None)
         if self._graph:
             if plan not in self._graphs:
@@ -243,7 +247,7 @@ class Runner:
             self._graphs[plan].replay()
         else:
             self._forward(plan)
-        self._record(plan)
+        self._record(plan, chosen)
 
     @_on_device
     def results(self, flush: bool = False) -> list[tuple[RunnerRow, StepOutput]]:
@@ -265,22 +269,40 @@ class Runner:
                 out.append((row, StepOutput(tuple(values[:k]), frame, text if has_text else None, row.done, bool(broken))))
         return out
 
-    def _plan(self, first: int, stop: int) -> _Plan:
-        live = [row for row in self.rows[first:stop] if row is not None]
-        coupled = any(row.partner is not None and row.needs_text for row in live)
-        text = _span([row.slot if row.partner is None else row.partner for row in live if row.needs_text])
-        audio = _span([row.slot for row in live if row.needs_audio])
-        if not coupled:  # all slots: fewer different plans as rows come and go, and a product of more rows costs no more
-            text, audio = text and (first, stop), audio and (first, stop)
-        audio_mode, text_mode = self._sampler.modes(range(first, stop))
-        visible = self._visible(max(row.position for row in live) + 1)
+    def _plan(self, chosen: Sequence[RunnerRow], slots: tuple[int, ...] = ()) -> _Plan:
+        """The plan that steps the chosen rows, in these slots where they are given."""
+        resting = False
+        if not slots:
+            slots = tuple(sorted(row.slot for row in chosen))
+            span = range(0 if self._graph else slots[0], slots[-1] + 1)
+            if self._graph or 2 * len(slots) > len(span):  # gathering half of the rows takes longer than stepping them all
+                resting = sum(self.rows[slot] is not None for slot in span) > len(slots)
+                slots = tuple(span)
+        coupled = any(row.partner is not None and row.needs_text for row in chosen)
+        every = tuple(range(len(slots)))
+        text = every if any(row.needs_text for row in chosen) else ()
+        audio = every if any(row.needs_audio for row in chosen) else ()
+        if coupled and not self._graph:  # else all: fewer different plans, and a product of more rows costs no more
+            writers = {row.slot if row.partner is None else row.partner for row in chosen if row.needs_text}
+            speakers = {row.slot for row in chosen if row.needs_audio}
+            text = tuple(i for i, slot in enumerate(slots) if slot in writers)
+            audio = tuple(i for i, slot in enumerate(slots) if slot in speakers)
+        audio_mode, text_mode = self._sampler.modes(slots)
+        visible = self._visible(max(row.position for row in chosen) + 1)
         mode = Mode()
-        used = {row.selection for row in live}
+        used = {row.selection for row in chosen}
         mixed = len(used) > 1
         selection = tuple(self._selection) if mixed else tuple(one for one in used if one is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
         edits, removed = active_edits(self.model), removals(self.model) if selection else 0
-        return _Plan(first, stop, text, audio, coupled, *modes, visible, selection, mixed, edits, removed)
+        return _Plan(slots, text, audio, coupled, resting, *modes, visible, selection, mixed, edits, removed)
+
+    def _index(self, slots: tuple[int, ...]) -> slice | Tensor:
+        """Index of some slots: a slice where they are neighbours."""
+        first, count = slots[0], len(slots)
+        if slots == tuple(range(first, first + count)):
+            return slice(first, first + count)
+        return torch.tensor(slots, device=self._position.device)
 
     def _visible(self, positions: int) -> int:
         """Number of slots that a step reads, rounded up to few different numbers (fewer still where each costs a graph)."""
@@ -291,67 +313,79 @@ class Runner:
         return min(-(-positions // 64) * 64, self.length)
 
     def _forward(self, plan: _Plan) -> None:
-        rows, view = slice(plan.first, plan.stop), self._view(plan)
+        rows, view = self._index(plan.slots), self._view(plan)
         view.limit(plan.visible or None)
-        column, position = self._column[rows, :, None], self._position[rows, None]
+        position = self._position[rows]
+        if plan.resting:
+            position = torch.where(self._resting[rows], -1, position)
         decode = self.model if plan.selection or plan.everywhere else self._decode  # the compiled decoder knows neither
-        with using(self._selection_of(plan, plan.first, plan.stop)):
-            hidden = decode(column, input_pos=position, cache=view)
+        with using(self._selection_of(plan, rows)):
+            hidden = decode(self._column[rows][:, :, None], input_pos=position[:, None], cache=view)
         self._write(plan, hidden)
 
     def _view(self, plan: _Plan) -> KVCache:
         """View of the cache with the rows of a step."""
-        rows = plan.first, plan.stop
-        if rows not in self._views:
-            self._views[rows] = self.cache.select(range(*rows))
-        return self._views[rows]
+        view = self._views.get(plan.slots)
+        if view is None:
+            view = self.cache.select(plan.slots)
+            if plan.slots[-1] - plan.slots[0] < len(plan.slots):  # of gathered rows there are too many kinds
+                self._views[plan.slots] = view
+        return view
 
-    def _selection_of(self, plan: _Plan, first: int, stop: int) -> Selection | None:
+    def _selection_of(self, plan: _Plan, rows: slice | Tensor) -> Selection | None:
         """Selection of adapters and edits for some slots."""
         if not plan.selection:
             return None
-        return Selection(plan.selection, self._number[first:stop] if plan.mixed else None)
+        return Selection(plan.selection, self._number[rows] if plan.mixed else None)
 
     def _write(self, plan: _Plan, hidden: Hidden) -> None:
         """Sample the rows' next columns from hidden states [B, 1, W], in place."""
-        rows = slice(plan.first, plan.stop)
+        rows, slots = self._index(plan.slots), plan.slots
         cursor, decoder, a = self._cursor.select(rows), self.model.decoder, self.layout.n_audio
-        sampled = self._pad.repeat(plan.stop - plan.first, 1)
+        sampled = self._pad.repeat(len(slots), 1)
         broken = torch.zeros_like(cursor.done)
         if plan.audio:
-            own, here = slice(*plan.audio), slice(plan.audio[0] - plan.first, plan.audio[1] - plan.first)
-            with using(self._selection_of(plan, *plan.audio)):
+            own, here = self._index(tuple(slots[i] for i in plan.audio)), self._index(plan.audio)
+            with using(self._selection_of(plan, own)):
                 logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             sampled[here, :a] = self._sampler.audio(logits, own, cursor.step[here], plan.audio_mode)
             broken[here] |= cursor.needs_audio[here] & broken_rows(hidden.audio[here], logits)
         if plan.text:
-            own, here = slice(*plan.text), slice(plan.text[0] - plan.first, plan.text[1] - plan.first)
-            with using(self._selection_of(plan, *plan.text)):
+            own, here = self._index(tuple(slots[i] for i in plan.text)), self._index(plan.text)
+            with using(self._selection_of(plan, own)):
                 logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
             text = self._sampler.text(logits, own, cursor.step[here], plan.text_mode)
             odd = broken_rows(hidden.text[here], logits)
             if plan.coupled:
-                writer = (self._partner[rows] - own.start).clamp(0, len(text) - 1)
+                written = torch.arange(own.start, own.stop, device=text.device) if isinstance(own, slice) else own
+                writer = torch.searchsorted(written, self._partner[rows]).clamp_max(len(text) - 1)
                 text, odd = text[writer], odd[writer]
             sampled[:, a] = text
             broken |= cursor.needs_text & odd
         after, push = cursor.push(sampled)
-        for name in ("step", "text_ended", "audio_end", "history", "done"):
-            getattr(cursor, name).copy_(getattr(after, name))
-        self._column[rows] = push.column
-        if plan.audio_mode.penalty or plan.text_mode.penalty:
-            self._sampler.remember(push.column, rows)
         position = self._position[rows]
-        position.copy_(torch.where(after.done, -1, position + 1))
+        values = {name: getattr(after, name) for name in ("step", "text_ended", "audio_end", "history", "done")}
+        column, position = push.column, torch.where(after.done, -1, position + 1)
+        if plan.resting:
+            rest = self._resting[rows]
+            values = {name: _where(rest, getattr(cursor, name), value) for name, value in values.items()}
+            column = _where(rest, self._column[rows], column)
+            position = torch.where(rest, self._position[rows], position)
+        for name, value in values.items():
+            getattr(self._cursor, name)[rows] = value
+        self._column[rows], self._position[rows] = column, position
+        if plan.audio_mode.penalty or plan.text_mode.penalty:
+            self._sampler.remember(column, rows)
         flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio, broken)
         self._packed[rows] = torch.cat([push.column, push.frame, *(f[:, None] for f in flags)], dim=1)
 
-    def _record(self, plan: _Plan) -> None:
+    def _record(self, plan: _Plan, chosen: Sequence[RunnerRow]) -> None:
         """Copy the results of a step to the host, in its only copy."""
-        rows, packed = self.rows[plan.first : plan.stop], self._packed[plan.first : plan.stop]
-        for row in rows:
-            if row is not None:
-                row.position += 1
+        stepped = set(chosen)
+        rows = [row if (row := self.rows[slot]) in stepped else None for slot in plan.slots]
+        packed = self._packed[self._index(plan.slots)]
+        for row in chosen:
+            row.position += 1
         if self._cuda:
             host = self._hosts.pop() if self._hosts else torch.empty(self._packed.shape, dtype=torch.long).pin_memory()
             host[: len(rows)].copy_(packed, non_blocking=True)
@@ -359,11 +393,11 @@ class Runner:
             event.record()
         else:
             host, event = packed.clone(), None
-        self._pending.append(_Record(list(rows), host, event))
+        self._pending.append(_Record(rows, host, event))
 
     def _capture(self, plan: _Plan) -> torch.cuda.CUDAGraph:
         """Capture a step as a graph. The warm-up runs have every row done, so that they write to the spare slot only."""
-        state = [self._column, self._position, self._packed, *(getattr(self._cursor, n) for n in Cursor.TENSORS)]
+        state = [*self._state(), self._packed]
         if self._sampler.seen is not None:
             state.append(self._sampler.seen)
         saved = [tensor.clone() for tensor in state]
@@ -395,6 +429,6 @@ def _all_names(several: Sequence[RowSelection]) -> list[str]:
     return [name for selection in several for name in names_in(selection)]
 
 
-def _span(slots: Sequence[int]) -> tuple[int, int] | None:
-    """First slot and the one after the last; None for no slots."""
-    return (min(slots), max(slots) + 1) if slots else None
+def _where(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """`yes` in the rows [B] that are true, else `no`; both [B, ...]."""
+    return torch.where(rows.view(-1, *[1] * (yes.ndim - 1)), yes, no)

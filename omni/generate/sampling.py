@@ -178,7 +178,7 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
 
 
 class Sampler:
-    """Settings, keys and written ids of all rows as tensors at fixed addresses; draws for a run of neighbouring rows."""
+    """Settings, keys and written ids of all rows as tensors at fixed addresses; draws for some of them."""
 
     def __init__(self, layout: Layout, rows: int, device: torch.device | str | None = None) -> None:
         a, k = layout.n_audio, len(layout)
@@ -214,31 +214,40 @@ class Sampler:
         self.top_p[row] = torch.tensor([s.top_p for s in settings], device=device)
         self.penalty[row] = torch.tensor([s.repetition_penalty for s in settings], device=device)
         self._modes[row] = (mode_of(settings[:a], self._audio_ids), mode_of(settings[a:], self._text_ids))
-        if self.seen is None and any(mode.penalty for mode in self._modes[row]):
-            vocabulary = max(s.vocabulary for s in self.layout.streams)
-            self.seen = torch.zeros(len(self.key), len(self.layout), vocabulary, dtype=torch.bool, device=device)
+        if any(mode.penalty for mode in self._modes[row]):
+            self.see()
         if self.seen is not None:
             self.seen[row] = False
+
+    def see(self) -> Tensor:
+        """`seen`, made where it is not there yet."""
+        if self.seen is None:
+            vocabulary = max(s.vocabulary for s in self.layout.streams)
+            shape = len(self.key), len(self.layout), vocabulary
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.key.device)
+        return self.seen
 
     def clear(self, row: int) -> None:
         """Empty a row, so that it needs nothing of the draw."""
         self._modes[row] = (Mode(), Mode())
 
-    def move(self, source: int, target: int) -> None:
-        """Copy the state of row `source` to row `target`."""
-        for tensor in (self.key, self.temperature, self.top_k, self.top_p, self.penalty, self.seen):
-            if tensor is not None:
-                tensor[target] = tensor[source]
-        self._modes[target] = self._modes[source]
+    def take(self, other: Sampler) -> None:
+        """Copy the rows of a smaller sampler to the first ones of this one."""
+        count = len(other.key)
+        for name in ("key", "temperature", "top_k", "top_p", "penalty"):
+            getattr(self, name)[:count] = getattr(other, name)
+        if other.seen is not None:
+            self.see()[:count] = other.seen
+        self._modes[:count] = other._modes
 
-    def modes(self, rows: range) -> tuple[Mode, Mode]:
+    def modes(self, rows: Sequence[int]) -> tuple[Mode, Mode]:
         """Modes that these rows need, for the audio streams and for the text stream."""
         audio = text = Mode()
         for row in rows:
             audio, text = audio.join(self._modes[row][0]), text.join(self._modes[row][1])
         return audio, text
 
-    def audio(self, logits: Tensor, rows: slice, step: Tensor, mode: Mode) -> Tensor:
+    def audio(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
         """Ids [B, A] of the audio streams, drawn from the audio head's logits [B, sum of V]."""
         a = self.layout.n_audio
         if self._even:
@@ -247,17 +256,19 @@ class Sampler:
             logits = F.pad(logits, (0, 1), value=float("-inf"))[:, self._audio_index]
         return self._draw(logits, rows, slice(0, a), step, mode)
 
-    def text(self, logits: Tensor, rows: slice, step: Tensor, mode: Mode) -> Tensor:
+    def text(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
         """Ids [B] of the text stream, drawn from its logits [B, V]."""
         a = self.layout.n_audio
         return self._draw(logits[:, None, : self._text_ids], rows, slice(a, a + 1), step, mode).squeeze(1)
 
-    def remember(self, column: Tensor, rows: slice) -> None:
+    def remember(self, column: Tensor, rows: slice | Tensor) -> None:
         """Note the ids [B, K] that were written, for the repetition penalty."""
-        if self.seen is not None:
+        if self.seen is not None and isinstance(rows, slice):
             self.seen[rows].scatter_(2, column[:, :, None], True)
+        elif self.seen is not None:
+            self.seen[rows] = self.seen[rows].scatter(2, column[:, :, None], True)
 
-    def _draw(self, logits: Tensor, rows: slice, streams: slice, step: Tensor, mode: Mode) -> Tensor:
+    def _draw(self, logits: Tensor, rows: slice | Tensor, streams: slice, step: Tensor, mode: Mode) -> Tensor:
         if mode == Mode():
             return logits.argmax(-1)
         logits = logits.float()

@@ -23,26 +23,25 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
+from omni.engine.client import Pace, Running
+from omni.engine.engine import Engine
+from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.bounds import check_number
-from omni.generate.history import CachedHistory, Exchange, Past, check_room, fit
+from omni.generate.history import Exchange, Past, check_room, fit
 from omni.generate.messages import Message, messages
 from omni.generate.options import AnswerOptions, refuse_keywords
-from omni.generate.prefill import pack, prefill, prefill_fork
-from omni.generate.question import FEATURES_NOT_FINITE, Asked, Question, encode_questions, is_finite, read_question, read_system
-from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
+from omni.generate.question import Asked, Question, read_question, read_system
+from omni.generate.results import Answer, AudioChunk, Clock, Ended, Event, TextDelta, Timings
 from omni.generate.rows import Start
-from omni.generate.runner import Runner
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
-from omni.generate.turn import Reply, Running
-from omni.hardware import synchronize
-from omni.lora.attach import active_edits, kept, removals, selection_of
-from omni.lora.selection import RowSelection, using
+from omni.generate.turn import Limits, Reply
+from omni.lora.attach import kept, selection_of
+from omni.lora.selection import RowSelection
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_writer, prompt
 from omni.text import Tokenizer
@@ -54,10 +53,14 @@ class Session:
     One answer at a time: `ask` gives its events as they come, `cancel` stops it from any thread.
 
     Args:
-        past: the conversation before; its questions are encoded one by one, as they were when they were asked.
-        release: called when the session ends; from then on the runner belongs to others.
+        engine: answers its questions.
+        context: positions that the conversation may fill.
+        past: the conversation before.
+        release: called when the session ends.
         edits: the name under which its edits are attached to the model (`omni.edit.attach`).
         time: speaking time of the model's voice.
+        pace: how its listener takes sound (`omni.engine.client.Pace`).
+        sound: decode the answers' codes, where there is a codec.
     """
 
     def __init__(
@@ -65,33 +68,35 @@ class Session:
         model: SpeechModel,
         tokenizer: Tokenizer,
         codec: AudioCodec | None,
-        runner: Runner,
+        engine: Engine,
         options: AnswerOptions,
         *,
+        context: int,
         past: Past,
         release: Callable[[], None],
         edits: str | None,
         time: SpeechTime,
+        pace: Pace = "read",
+        sound: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.options, self.time = options, time
         self._selection: RowSelection = options.adapter if edits is None else (options.adapter, edits)
-        self._active = selection_of(model, [self._selection])
+        selection_of(model, [self._selection])
         self.settings = per_stream(model.layout, options.sampling)
         self._system = read_system(options.system, tokenizer)
-        self._runner: Runner | None = runner
-        self._release = release
+        self._engine, self._release, self._pace, self._sound = engine, release, pace, sound
         first = past.asked - len(past.turns)
-        self._past = [Exchange(a.turn, self._encode(a), number, a.clip) for number, a in enumerate(past.turns, first)]
+        self._past = [Exchange(a.turn, number, a.clip) for number, a in enumerate(past.turns, first)]
         self._asked = past.asked
         if options.overflow == "end":
-            check_room(model.layout, self._past, self._system, runner.length, model.config.decoder.context)
+            check_room(model.layout, self._past, self._system, context, model.config.decoder.context)
+        self._seat: Seat | None = engine.seat(context)
         self._last: Running | None = None
         self._lock = threading.RLock()  # guards the history and the last answer
-        self._idle = threading.Condition(self._lock)  # notified when work on an answer pauses or is over
-        self._closing = False
-        self._held = CachedHistory()
         _OPEN.add(self)
+        self._dropped = weakref.finalize(self, _abandon, engine, self._seat, release)
+        self._dropped.atexit = False
 
     # --- the interface ----------------------------------------------------------------------------------------
 
@@ -117,36 +122,63 @@ class Session:
                 `AnswerOptions.overflow`), another answer being made in another thread, an adapter that was removed or
                 merged meanwhile, or a closed session.
         """
-        clock = Clock()
         refuse_keywords("ask", more, ("sample_rate", "seed"))
+        running = self._read(question, task, sample_rate, seed)
+        self._engine.ask([running])
+        return self._events(running)
+
+    def _read(self, question: Question, task: Task | str, sample_rate: int, seed: int | None) -> Running:
+        """Read a question and lay it out."""
+        clock = Clock()
         if seed is not None:
             check_number("seed", seed)
         self._open()
         self._commit(self._last)
+        return self.lay_out(read_question(question, task, self.model, self.tokenizer, sample_rate), seed, clock)
+
+    def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Running:
+        """Lay out a question for the engine; the last answer is settled first.
+
+        Args:
+            clock: started when the question came.
+        """
         with ExitStack() as held:
             held.enter_context(kept(self.model, [self._selection]))
-            self._active = selection_of(self.model, [self._selection])  # its adapter may have been removed, or merged, since
-            asked = read_question(question, task, self.model, self.tokenizer, sample_rate)
-            features, encoded = self._encode(asked), clock.seconds
-            layout = self.model.layout
-            frames, most = self.options.limits(asked.task, self.codec, layout.max_delay)
-            stop = self.options.stops
-            reply = Reply(
-                layout, asked.task, self.tokenizer, self.codec, max_frames=frames, max_columns=most, stop=stop, time=self.time
-            )
+            active = selection_of(self.model, [self._selection])  # its adapter may have been removed, or merged, since
+            layout, options, kind = self.model.layout, self.options, asked.task
+            frames, most = options.limits(kind, self.codec, layout.max_delay)
+            codec = self.codec if self._sound else None
+            limits = Limits(frames, most, options.stops)
+            reply = Reply(layout, kind, self.tokenizer, codec, limits, self.time)
             with self._lock:
-                runner = self._open()
+                seat = self._open()
                 self._commit(self._last)  # once more: another thread may have asked meanwhile
                 clip = None if asked.clip is None else asked.clip.clone()  # a caller may fill its buffer again
-                before, exchange = self._past, Exchange(asked.turn, features, self._asked, clip)
-                room, forget = (runner.length, self.model.config.decoder.context), self.options.overflow == "forget"
+                before, exchange = self._past, Exchange(asked.turn, self._asked, clip)
+                room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
                 self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
-                key = seed_key(self.options.seed, self._asked) if seed is None else seed_key(seed)
+                key = seed_key(options.seed, self._asked) if seed is None else seed_key(seed)
                 self._asked += 1
-                parts = (exchange, before, columns, keys, reply, self.codec, clock, key, encoded)
-                running = self._last = Running(*parts, release=held.pop_all().close)
-                running.hold()
-        return self._events(running, runner)
+                fork = None
+                if options.text_assist and kind.text and kind.audio:
+                    fork = prompt(layout, replace(exchange.turn, task=find_writer(kind))).tokens[:, -1]
+                running = self._last = Running(
+                    exchange=exchange,
+                    before=before,
+                    said=(*self._past, exchange),
+                    columns=columns,
+                    keys=keys,
+                    reply=reply,
+                    codec=codec,
+                    seat=seat,
+                    start=Start(kind.text, kind.audio, len(keys) - 1, self.settings, key, selection=self._selection),
+                    release=held.pop_all().close,
+                    clock=clock or Clock(),
+                    fork=fork,
+                    active=active,
+                    pace=self._pace,
+                )
+        return running
 
     def answer(
         self,
@@ -158,23 +190,28 @@ class Session:
         **more: NoReturn,
     ) -> Answer:
         """Ask, and wait for the whole answer; `Answer.error` says so where it broke."""
+        refuse_keywords("answer", more, ("sample_rate", "seed"))
+        running = self._read(question, task, sample_rate, seed)
+        running.pace = "whole"
+        self._engine.ask([running])
+        return self.gather(running)
+
+    def gather(self, running: Running) -> Answer:
+        """Wait for the whole of an answer."""
         text, sound = [], [torch.zeros(0)]
         ended = Ended("cancelled", Timings())
-        events = self.ask(question, task, sample_rate=sample_rate, seed=seed, **more)
-        last, codec = self._last, self.codec
-        assert last is not None
-        for event in events:
+        for event in self._events(running):
             if isinstance(event, TextDelta):
                 text.append(event.text)
             elif isinstance(event, AudioChunk):
                 sound.append(event.samples)
             else:
                 ended = event
-        turn = last.delivered().turn
+        turn, codec = running.delivered().turn, running.codec
         return Answer(
             text="".join(text),
             audio=torch.cat(sound) if codec is not None and turn.codes is not None else None,
-            sample_rate=codec.sample_rate if codec is not None else 0,
+            sample_rate=self.codec.sample_rate if self.codec is not None else 0,
             tokens=tuple(turn.text or ()),
             codes=turn.codes,
             timings=ended.timings,
@@ -186,8 +223,7 @@ class Session:
         """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
 
         May be called from any thread, between events, or after the answer has ended (a listener interrupts what
-        is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once, or, where a
-        thread is at work on it just now, after that thread's next event.
+        is still playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once.
 
         Args:
             played_seconds: seconds of the sound that were heard; only its whole frames stay in the history, and of the
@@ -207,9 +243,7 @@ class Session:
                 return
             last.interrupt(played_seconds, shown_characters)
             if not last.settled:
-                last.cancelled = True
-                if not last.busy:
-                    self._commit(last)
+                self._settle(last)
             elif self._past and last.reply.error is None:
                 self._past[-1] = last.delivered()
 
@@ -238,29 +272,23 @@ class Session:
         return save_conversation(path, past, asked, self.model, self.tokenizer)
 
     def __repr__(self) -> str:
-        runner, turns = self._runner, len(self._past)
-        place = "closed" if runner is None else f"{len(self._held.keys)} of {runner.length} positions"
+        seat, turns = self._seat, len(self._past)
+        place = "closed" if seat is None else f"{len(seat.held.keys)} of {seat.limit} positions"
         adapter = f", adapter={self.options.adapter!r}" if self.options.adapter else ""
         return f"Session({turns} turn{'' if turns == 1 else 's'}, {place}{adapter})"
 
     def close(self) -> None:
-        """End the session and free its cache.
-
-        May be called from any thread. An answer under way is cancelled: another thread that works on it is waited for
-        (until the next event or the end), and its iterator ends with `Ended("cancelled")`. Called from within that work
-        itself (by a signal's handler), the session ends together with it.
-        """
-        with self._idle:
-            self._closing = True
-            while (last := self._last) is not None and last.busy:
-                last.cancelled = True
-                if last.worker == threading.get_ident():
-                    return
-                self._idle.wait()
-            self._commit(self._last)
-            runner, self._runner = self._runner, None
-        if runner is not None:
-            self._release()
+        """End the session and free its slot; from any thread. An answer under way is cancelled: its iterator ends with
+        `Ended("cancelled")`."""
+        with self._lock:
+            seat, self._seat = self._seat, None
+            if seat is None:
+                return
+            if self._last is not None:
+                self._settle(self._last)
+            self._engine.vacate(seat)
+            self._dropped.detach()
+        self._release()
 
     def __enter__(self) -> Session:
         return self
@@ -268,125 +296,54 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- one answer -------------------------------------------------------------------------------------------
+    # --- one answer ------------------------------------------------------------------------------------------
 
-    def _events(self, running: Running, runner: Runner) -> Iterator[Event]:
-        reply = running.reply
-        self._resume(running)
+    def _events(self, running: Running) -> Iterator[Event]:
         try:
-            if not running.cancelled:
-                self._begin(running, runner)
-            while running.rows and not running.cancelled:
-                room = running.rows[0].position < runner.length
-                for event in self._written(running, runner, flush=not room):
-                    yield from self._hand_over(running, event)
-                if running.cancelled:
+            while True:
+                event = running.take()
+                if isinstance(event, Ended):
                     break
-                if reply.reason is None and not room:
-                    reply.reason = "cache"
-                if reply.reason is not None:
-                    for event in reply.finish() if reply.error is None else []:
-                        yield from self._hand_over(running, event)
-                    break
-                runner.step()
-            reason: Reason = reply.reason or "cancelled"
-            if running.cancelled and reply.error is None:
-                reason = "cancelled"
+                yield event
         finally:
-            self._pause(running)
-            self._commit(running)
-            if self._closing:  # `close` was called from within this work
-                self.close()
-        yield Ended(reason, running.timings(), reply.error)
-
-    def _encode(self, asked: Asked) -> Tensor | None:
-        """Features of a question, after waiting for the device; UserError where they are not finite."""
-        with using(self._active):
-            (features,) = encode_questions(self.model, [asked])
-        if not is_finite(features):
-            raise UserError(FEATURES_NOT_FINITE)
-        return features
-
-    def _begin(self, running: Running, runner: Runner) -> None:
-        """Prefill the cache to the end of the question and write the answer's first column."""
-        model, task, keys = self.model, running.task, running.keys
-        features = [e.features for e in (*self._past, running.exchange) if e.features is not None]
-        under = (active_edits(model), self._selection and removals(model))
-        keep = self._held.keep(keys, under, runner.cache)
-        question = pack(model.layout, [running.columns], features, [keep])
-        start = Start(task.text, task.audio, len(keys) - 1, self.settings, running.key, selection=self._selection)
-        if self.options.text_assist and task.text and task.audio:
-            other = prompt(model.layout, replace(running.exchange.turn, task=find_writer(task)))
-            with using(self._active):
-                hidden = prefill_fork(model, runner.cache, question, other.tokens[:, -1], runner.chunk)
-            starts = [replace(start, partner=1), replace(start, audio=False)]
-        else:
-            with using(self._active):
-                hidden = prefill(model, runner.cache, range(1), question, runner.chunk)
-            starts = [start]
-        self._held.keys = list(keys)
-        synchronize(model.device)
-        running.prefill = running.clock.seconds
-        running.rows = runner.begin(0, hidden, starts)
-
-    def _written(self, running: Running, runner: Runner, flush: bool) -> Iterator[TextDelta | AudioChunk]:
-        """Events of the steps' outputs on the speaking row. An assisting row that has ended its text leaves."""
-        for row, written in runner.results(flush):
-            if running.settled:  # settled while the caller had the event before: the rows belong to others now
-                return
-            if row is running.rows[0]:
-                yield from running.reply.write(written)
-            elif row.done:
-                runner.leave(row)
-
-    def _hand_over(self, running: Running, event: TextDelta | AudioChunk) -> Iterator[Event]:
-        if not running.cancelled:
-            running.count(event)
-            self._pause(running)
-            yield event
-            self._resume(running)
-
-    def _resume(self, running: Running) -> None:
-        """Mark that work on an answer starts or continues; where it was settled meanwhile it is `cancelled`, and soon over."""
-        with self._lock:
-            running.go_on()
-
-    def _pause(self, running: Running) -> None:
-        """Mark that work on an answer pauses or is over."""
-        with self._idle:
-            running.hold()
-            self._idle.notify_all()
+            with self._lock:
+                self._settle(running)
+        yield event
 
     # --- the history ------------------------------------------------------------------------------------------
 
     def _commit(self, running: Running | None) -> None:
-        """Put the delivered part of an answer into the history (once), and free its rows; its iterator gives no more of it."""
+        """Settle an answer, unless another thread waits for it."""
         with self._lock:
             if running is None or running.settled:
                 return
-            if running.busy:
+            if running.reader not in (0, threading.get_ident()):
                 raise UserError(
                     "another answer of this session is being made in another thread; cancel it, or wait for its end"
                 )
-            running.settled = running.cancelled = True
-            runner = self._runner
-            assert runner is not None  # it is released only after the last answer was settled
-            if running.rows:
-                self._held.add(running.reply.columns[:-1], running.rows[0].position)
-            for row in running.rows:
-                runner.leave(row)
-            running.rows = []
-            runner.results(flush=True)
-            running.release()
-            if running.reply.error is None:
-                self._past.append(running.delivered())
-            else:
-                self._past, self._asked, self._held.keys = running.before, running.exchange.number, []
+            self._settle(running)
 
-    def _open(self) -> Runner:
-        if self._runner is None or self._closing:
+    def _settle(self, running: Running) -> None:
+        """Put the delivered part of an answer into the history (once); its iterator gives no more of it."""
+        if running.settled:
+            return
+        running.settled = True
+        self._engine.stop(running)
+        if running.reply.error is None and running.failure is None:
+            self._past.append(running.delivered())
+        else:
+            self._past, self._asked = running.before, running.exchange.number
+
+    def _open(self) -> Seat:
+        if self._seat is None:
             raise UserError("this session is closed; start a new one")
-        return self._runner
+        return self._seat
+
+
+def _abandon(engine: Engine, seat: Seat, release: Callable[[], None]) -> None:
+    """Frees what a session held that nobody has any more."""
+    engine.vacate(seat)
+    release()
 
 
 _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -396,5 +353,4 @@ _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 def _close_all() -> None:
     """Closes all sessions at exit, before the interpreter clears its modules: a held iterator could not end afterwards."""
     for session in list(_OPEN):
-        if session._last is None or not session._last.busy:
-            session.close()
+        session.close()

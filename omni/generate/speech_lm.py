@@ -13,8 +13,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,35 +27,41 @@ from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.edit.attach import Bases, attach_edits, attached, edited_everywhere
 from omni.edit.deltas import Edits
+from omni.engine.client import Running
+from omni.engine.engine import Engine
 from omni.errors import UserError
 from omni.files import check_path
-from omni.generate.batch import BatchRunner, one_each
+from omni.generate.batch import answer_all, check_lengths, one_each
 from omni.generate.bounds import check_number
+from omni.generate.history import Past
 from omni.generate.messages import History, read_history
-from omni.generate.options import Keywords, SamplingNames, SessionOptions, check_adapter, make_options, refuse_keywords
+from omni.generate.options import (
+    AnswerOptions,
+    Keywords,
+    SamplingNames,
+    SessionOptions,
+    check_adapter,
+    make_options,
+    refuse_keywords,
+)
 from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
 from omni.generate.results import Answer, Event
-from omni.generate.runner import Runner
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
 from omni.generate.speech_time import SpeechTime
 from omni.hardware import check_quantize, find_device, find_dtype
 from omni.layout import Layout
-from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter
-from omni.lora.selection import RowSelection
+from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
 from omni.lora.weights import base_weight, has_weight
 from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
-from omni.tasks import Task
+from omni.tasks import Task, prompt
 from omni.text import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 LOG = logging.getLogger(__name__)
-
-IDLE_RUNNERS = 2
-"""Number of idle caches (with their captured graphs) that are kept for the next call."""
 
 _QUESTION = ("question", "task", "sample_rate", "context")
 _BATCH = ("questions", "task", "sample_rate", "batch_size", "sound")
@@ -61,7 +70,7 @@ _BATCH = ("questions", "task", "sample_rate", "batch_size", "sound")
 class SpeechLM:
     """A speech language model with its tokenizer and codec, which answers questions.
 
-    Weights are shared by any number of sessions and never changed; each session has its own cache.
+    Weights are shared by any number of sessions and never changed; all of them are answered by one engine.
 
     Args:
         model, tokenizer: they must fit each other.
@@ -99,7 +108,7 @@ class SpeechLM:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
-        self._idle: list[Runner] = []
+        self._engine: Engine | None = None
         self._lock = threading.Lock()
         self._bases = Bases()
 
@@ -244,15 +253,35 @@ class SpeechLM:
             if options.edits is not None:
                 name = attach_edits(self.model, options.edits)
                 stack.callback(detach, self.model, name)
-            runner = self._take(2 if options.text_assist else 1, length, exact=context is not None)
-            stack.callback(self._give, runner)
-            parts = (self.model, self.tokenizer, self.codec, runner, options)
-            session = Session(*parts, past=past, release=stack.close, edits=name, time=self.speech_time)
+            session = self._open(options, length, past, stack.close, name)
         except BaseException:
             stack.close()
             raise
-        LOG.debug("a session of %d positions starts, with %d earlier turns", runner.length, len(past.turns))
+        LOG.debug("a session of %d positions starts, with %d earlier turns", length, len(past.turns))
         return session
+
+    def _open(
+        self,
+        options: AnswerOptions,
+        context: int,
+        past: Past,
+        release: Callable[[], None],
+        edits: str | None,
+        sound: bool = True,
+    ) -> Session:
+        return Session(
+            self.model,
+            self.tokenizer,
+            self.codec,
+            self.engine,
+            options,
+            context=context,
+            past=past,
+            release=release,
+            edits=edits,
+            time=self.speech_time,
+            sound=sound,
+        )
 
     def stream(
         self,
@@ -345,12 +374,26 @@ class SpeechLM:
         asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
         options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
-        batch = BatchRunner(self.model, self.tokenizer, self.codec, sound, options, self._take, self._give)
+        if options.text_assist:
+            raise UserError("text_assist couples the rows of one conversation; a batch of questions goes without")
         for own in corrections:
             self._bases.check(self.model, own)
+        lengths = [len(prompt(self.layout, a.turn)) for a in asked]
+        context = self.config.decoder.context
+        check_lengths(lengths, context)
+        most = max((options.limits(a.task, self.codec, self.layout.max_delay)[1] for a in asked), default=0)
+        room = min(max(lengths, default=0) + most, context)
         with attached(self.model, corrections) as names, kept(self.model, adapters):
-            selection: list[RowSelection] = [a if e is None else (a, e) for a, e in zip(adapters, names, strict=True)]
-            return batch.answer(asked, seeds, batch_size, selection)
+            selection_of(self.model, adapters)  # checks every name before any question is answered
+
+            def session_of(number: int) -> tuple[Session, Running]:
+                own = replace(options, adapter=adapters[number], seed=seeds[number], system=systems[number])
+                session = self._open(own, room, Past(), lambda: None, names[number], sound)
+                return session, session.lay_out(asked[number])
+
+            order = sorted(range(len(asked)), key=lengths.__getitem__)
+            answers = answer_all(self.engine, [partial(session_of, number) for number in order], batch_size)
+        return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 
     # --- edits --------------------------------------------------------------------------------------------------------
 
@@ -365,27 +408,15 @@ class SpeechLM:
         with edited_everywhere(self.model, edits):
             yield self
 
-    # --- caches -------------------------------------------------------------------------------------------------------
+    # --- the engine ---------------------------------------------------------------------------------------------------
 
-    def _take(self, rows: int, length: int, exact: bool = False) -> Runner:
-        """A runner of that many rows and at least (with `exact`, exactly) that many positions: an idle one, or a new one."""
-        length = min(length, self.config.decoder.context)
-        device, dtype = self.model.device, self.model.decoder.norm.weight.dtype
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers; made when it is first needed, with as many slots as are asked for."""
         with self._lock:
-            for runner in self._idle:
-                fits = runner.length == length if exact else runner.length >= length
-                keys = runner.cache.keys
-                if len(runner.rows) == rows and fits and (keys.device, keys.dtype) == (device, dtype):
-                    self._idle.remove(runner)
-                    return runner
-        return Runner(self.model, rows, length, graph=self._graph, compile=self._compile)
-
-    def _give(self, runner: Runner) -> None:
-        if len(runner.rows) > 2 and self.model.device.type == "cpu":
-            return  # a batch's cache is large, and quick to make without captured graphs
-        runner.cache.reset()
-        with self._lock:
-            self._idle = [*self._idle, runner][-IDLE_RUNNERS:]
+            if self._engine is None:
+                self._engine = Engine(self.model, graph=self._graph, compile=self._compile)
+            return self._engine
 
 
 def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:

@@ -175,8 +175,7 @@ def test_a_runner_forgets_edits_that_are_gone(lm):
     for seed in range(3):
         lm.generate(tone(0.3), edits=made(lm.model, seed), max_seconds=0.2)
     lm.generate(tone(0.3), max_seconds=0.2)
-    (runner,) = lm._idle
-    assert len(runner._selection) <= 1
+    assert len(lm.engine.runner._selection) <= 1
 
 
 def test_mistakes_are_told_and_leave_nothing(layout, lm):
@@ -212,10 +211,10 @@ def test_an_answer_that_nobody_takes_leaves_nothing(lm):
     assert not unchanged(lm.model, before)
     del unread
     gc.collect()
-    assert unchanged(lm.model, before) and len(lm._idle) == 1
+    assert unchanged(lm.model, before) and not lm.engine._seats
     with pytest.raises(UserError, match=r"not finite"):
         lm.session(edits=edits.map(lambda t: t * float("nan")))
-    assert len(lm._idle) == 1
+    assert not lm.engine._seats
 
 
 def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, lm):
@@ -227,7 +226,7 @@ def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, 
         with lm.session(**ASKED) as session:
             for number, question in enumerate(turns):
                 if again:
-                    session._held.keys = []
+                    session._seat.held.keys = []
                 with lm.edited(edits) if number == 1 else nullcontext():
                     answers.append(session.answer(question))
         return answers

@@ -12,7 +12,7 @@ from torch import Tensor
 from omni.codec.base import AudioCodec, CodecStream
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.whisper_config import WhisperConfig
-from omni.generate import session as session_module
+from omni.engine import entering as entering_module
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
@@ -106,17 +106,17 @@ def chatty(request: pytest.FixtureRequest, layout: Layout) -> SpeechLM:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, int]]:
     """Of each answer: the hidden state it began from (for the audio heads), and how many columns the cache held before."""
     kept, seen = [], []
-    begin, pack = Runner.begin, session_module.pack
+    begin, pack = Runner.begin, entering_module.pack
 
     def watched_pack(layout: Any, columns: Any, features: Any, starts: Any) -> Any:
         kept.append(starts[0])
         return pack(layout, columns, features, starts)
 
-    def watched_begin(self: Runner, first: int, hidden: Any, starts: Any) -> Any:
+    def watched_begin(self: Runner, slots: Any, hidden: Any, starts: Any) -> Any:
         seen.append((hidden.audio[0, -1].clone(), kept[-1]))
-        return begin(self, first, hidden, starts)
+        return begin(self, slots, hidden, starts)
 
-    monkeypatch.setattr(session_module, "pack", watched_pack)
+    monkeypatch.setattr(entering_module, "pack", watched_pack)
     monkeypatch.setattr(Runner, "begin", watched_begin)
     return seen
 

@@ -142,9 +142,8 @@ def test_captured_and_late_equals_plain(
 
 def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
     lm = make_lm(layout)
-    with lm.session() as session:
-        events = session.ask("hello", "T1T2")
-        next(events)
+    with lm.session(max_tokens=20) as session:
+        list(session.ask("hello", "T1T2"))
         (runner,) = as_if_on_a_gpu
         assert session._last is not None
         assert int(runner._cursor.step[0]) == len(session._last.reply.columns) + 1
@@ -163,7 +162,8 @@ def test_a_captured_step_sees_nothing_of_a_slot_s_last_holder(shape: dict[str, A
         assert {a.ended for a in lm.generate_batch(["hello"] * 8, "T1A2")} == {"error"}
         down.copy_(kept)
     for runner in as_if_on_a_gpu:
-        runner.cache.values.fill_(float("nan"))
+        for values in runner.cache.values:
+            values.fill_(float("nan"))
     assert (talk(lm, SAMPLINGS[1], True), batch(lm, SAMPLINGS[1])) == expected
 
 
@@ -172,6 +172,7 @@ def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if
     lm = make_lm(layout)
     talk(lm, GREEDY, assist=True)
     batch(lm, GREEDY)
+    lm.engine.close()
     assert Nothing.homeless == 0 and Nothing.device is None
     assert torch.cuda.Event().device is None and Nothing.homeless == 1  # and it would have been counted
 
@@ -179,8 +180,7 @@ def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if
 def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
     """Capturing a step takes some steps before it; cache and rows must not notice."""
     lm = make_lm(layout)
-    with lm.session() as session:
-        events = session.ask("hello", "T1T2")  # 8 columns
-        next(events)
+    with lm.session(max_tokens=20) as session:
+        list(session.ask("hello", "T1T2"))  # 8 columns
         (runner,) = as_if_on_a_gpu
         assert int((runner.cache.positions[0] >= 0).sum()) == 8 + int(runner._cursor.step[0]) - 1

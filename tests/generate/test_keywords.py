@@ -147,7 +147,10 @@ def test_keywords_that_a_call_lacks_are_told(lm: SpeechLM) -> None:
     calls: list[tuple[Any, str]] = [
         (lambda: SpeechLM.from_pretrained("x", devise="cpu"), r"from_pretrained\(\) .*'devise'; did you mean 'device'"),
         (lambda: lm.session().ask("hi", "T1T2", sead=3), r"ask\(\) has no keyword 'sead'; did you mean 'seed'"),
-        (lambda: lm.session().answer("hi", "T1T2", max_seconds=1), r"ask\(\) has no keyword 'max_seconds'; give it to session"),
+        (
+            lambda: lm.session().answer("hi", "T1T2", max_seconds=1),
+            r"answer\(\) has no keyword 'max_seconds'; give it to session",
+        ),
     ]
     for call, line in calls:
         with pytest.raises(TypeError, match=line):
@@ -208,7 +211,7 @@ def test_the_next_turn_knows_only_what_came_before_the_stop(lm: SpeechLM) -> Non
         past = session.turns
     assert lm.tokenizer.decode(past[1].text or ()) == second.text
     with lm.session(stop=whole.text[8:10], **options) as session:
-        session._past = [Exchange(past[0], None, 0)]  # as if nothing had been cut
+        session._past = [Exchange(past[0], 0)]  # as if nothing had been cut
         session._asked = 1
         assert session.answer("and?", "T1T2").tokens == second.tokens
 

@@ -94,8 +94,8 @@ def test_overfit_then_say_it_back(layout: Layout) -> None:
 def check_cache(lm: SpeechLM, session: Session, turns: list[Turn]) -> None:
     """What the session's cache holds are the training example's columns: all but the last, which waits for a question."""
     columns = example(lm.layout, turns).tokens
-    fed = torch.tensor(session._held.keys)[:, : len(lm.layout)].T
+    fed = torch.tensor(session._seat.held.keys)[:, : len(lm.layout)].T
     if lm.layout.fill == "pad":
         assert torch.equal(fed, columns[:, :-1])
-    held = session._runner.cache.positions[0]  # type: ignore[union-attr]
+    held = lm.engine.runner.cache.positions[session._seat.slot]  # type: ignore[union-attr]
     assert int((held >= 0).sum()) == columns.shape[1] - 1

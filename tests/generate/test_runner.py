@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.cursor import Cursor
-from omni.generate.prefill import pack, prefill, prefill_fork
+from omni.generate.prefill import Fork, pack, prefill
 from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY, Sampling, per_stream, seed_key
 from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, find_task, prompt
-from tests.generate.conftest import LAYOUTS, last_logits, make_model
+from tests.generate.conftest import last_logits, make_model
 
 QUESTIONS = [("T1A2", b"how are you?"), ("T1T2", b"hi"), ("T1A1", b"read me"), ("T1A2", b"a much longer question")]
 
@@ -38,7 +39,7 @@ def begin(runner: Runner, which: Sequence[int], first: int = 0, sampling: Sampli
     packed = pack(layout, [ask(layout, i) for i in which], [])
     rows = range(first, first + len(which))
     hidden = prefill(runner.model, runner.cache, rows, packed, runner.chunk)
-    return runner.begin(first, hidden, [start(layout, i, sampling) for i in which])
+    return runner.begin(rows, hidden, [start(layout, i, sampling) for i in which])
 
 
 def slow(model: SpeechModel, which: int, steps: int) -> list[StepOutput]:
@@ -69,7 +70,6 @@ def collect(runner: Runner, said: dict[RunnerRow, list[StepOutput]], steps: int)
                 runner.leave(row)
         if not any(runner.rows):
             return said
-        runner.compact()
         runner.step()
 
 
@@ -145,7 +145,7 @@ def test_a_forked_prefill_equals_two(model: SpeechModel, length: int, chunk: int
     if held:
         first = Columns(whole.tokens[:, :held], whole.targets[:, :held], whole.feature_index[:held])
         prefill(model, cache, range(1), pack(layout, [first], []), chunk)
-    hidden = prefill_fork(model, cache, pack(layout, [whole], [], [held]), other[:, -1], chunk)
+    hidden = prefill(model, cache, (0,), pack(layout, [whole], [], [held]), chunk, Fork(1, other[:, -1]))
     for mine, theirs in zip(hidden, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert torch.equal(cache.positions, two.positions)
@@ -236,17 +236,29 @@ def test_a_row_that_left_writes_nothing_more(layout: Layout) -> None:
     assert {row.slot for row, _ in runner.results()} == {1}
 
 
-def test_moving_up_keeps_what_a_row_says() -> None:
-    model = make_model(LAYOUTS["pad"])
-    runner = Runner(model, 4, 80)
-    rows = begin(runner, range(4))
-    runner.step()
-    said: dict[RunnerRow, list[StepOutput]] = {row: [] for row in rows}
-    for row, written in runner.results():
-        said[row].append(written)
-    runner.leave(rows[0])
-    runner.leave(rows[2])
-    runner.compact()
-    assert [row.slot for row in rows] == [0, 1, 2, 0] and runner.rows == [rows[3], rows[1], None, None]
-    rest = collect(runner, {rows[1]: said[rows[1]], rows[3]: said[rows[3]]}, steps=20)
-    assert rest[rows[1]] == slow(model, 1, 20) and rest[rows[3]] == slow(model, 3, 20)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_in_any_company_write_what_they_write_alone(model: SpeechModel, seed: int) -> None:
+    """Rows in scattered slots, of which any are stepped while the others rest, in a cache that grows meanwhile."""
+    draw = random.Random(seed)
+    sampling = draw.choice([GREEDY, Sampling(1.0, top_k=6, repetition_penalty=1.3)])
+    runner, layout = Runner(model, 6, 40), model.layout
+    slots, which = draw.sample(range(6), 4), [draw.randrange(4) for _ in range(4)]
+    said: dict[RunnerRow, list[StepOutput]] = {}
+    rows = []
+    for slot, question in zip(slots, which, strict=True):
+        hidden = prefill(model, runner.cache, (slot,), pack(layout, [ask(layout, question)], []), 5)
+        rows += runner.begin((slot,), hidden, [start(layout, question, sampling)])
+        runner.step(draw.sample(rows, draw.randint(1, len(rows))))
+    for step in range(40):
+        for row, written in runner.results():
+            said.setdefault(row, []).append(written)
+        if step == 10:
+            runner.grow(9, 80)
+        going = [row for row in rows if not row.done and len(said[row]) < 12]
+        if going:
+            runner.step(draw.sample(going, draw.randint(1, len(going))))
+    for question, row in zip(which, rows, strict=True):
+        alone = Runner(model, 1, 60)
+        begin(alone, [question], sampling=sampling)
+        (expected,) = collect(alone, {}, steps=30).values()
+        assert said[row] == expected[: len(said[row])] and len(said[row]) > 3

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from omni.errors import UserError
 from omni.generate import session as session_module
+from omni.generate.prefill import Prefill
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
 from omni.generate.runner import Runner
 from omni.generate.session import Session
@@ -212,7 +213,8 @@ def test_training_writes_a_cut_answer_as_a_session_feeds_it(
         cut(session, ask(chatty, session, begun, 1))
         events = ask(chatty, session, begun, 2)
         assert session._last is not None
-        fed = torch.tensor([key[: len(layout)] for key in session._held.keys]).T
+        known = session._seat.held.keys[: len(session._last.keys)]
+        fed = torch.tensor([key[: len(layout)] for key in known]).T
         asked = replace(session._last.exchange.turn, text=(1,))
         whole = example(layout, [*(replace(turn, cut=True) for turn in session.turns), asked])
         assert torch.equal(whole.tokens[:, : fed.shape[1]], fed)
@@ -235,7 +237,7 @@ def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(
         first_frames(events, 6)
         session.cancel(played_seconds=0.04)
         list(ask(lm, session, begun, 2))
-        assert session._runner is not None and session._runner.cache.ring
+        assert lm.engine.runner is not None and lm.engine.runner.cache.ring
         assert begun[-1][1] == 0
 
 
@@ -243,17 +245,17 @@ def test_a_prefill_that_fails_is_known_to_have_written_over_slots(
     layout: Layout, begun: list[tuple[Tensor, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = make_lm(layout, window=6)
-    init, prefill = Runner.__init__, session_module.prefill
+    init, piece = Runner.__init__, Prefill.piece
     monkeypatch.setattr(Runner, "__init__", lambda self, *a, **k: init(self, *a, **{**k, "chunk": 4}))
 
     def failing(*args: Any) -> Any:
-        prefill(*args)
+        piece(*args)
         raise RuntimeError("no memory")
 
     with lm.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=12) as session:
         list(ask(lm, session, begun, 0))
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
-            patch.setattr(session_module, "prefill", failing)
+            patch.setattr(Prefill, "piece", failing)
             list(session.ask(*ASKED[1]))
         list(ask(lm, session, begun, 2))
         assert begun[-1][1] == 0
@@ -325,12 +327,13 @@ def test_a_closed_session_s_iterator_leaves_the_next_owner_of_its_cache_alone(ch
     with chatty.session(**kwargs) as session:
         alone = said_by(session.ask(*ASKED[0]))
     with chatty.session(**kwargs) as session:
-        runner, old = session._runner, held(session, 1)
+        old = held(session, 1)
+        runner, slot = chatty.engine.runner, session._seat.slot
     with chatty.session(**kwargs) as session:
-        assert session._runner is runner
         new = session.ask(*ASKED[0])
         first = [next(new), next(new)]
         assert reason(old) == "cancelled"
+        assert chatty.engine.runner is runner and session._seat.slot == slot
         assert said_by(chain(first, new)) == alone
 
 
@@ -363,10 +366,10 @@ def test_one_answer_at_a_time(lm: SpeechLM) -> None:
     session = lm.session()
     events = session.ask("one", "T1T2")
     next(events)
-    session._last.busy = True  # type: ignore[union-attr]  # as if another thread were inside
+    session._last.reader = -1  # type: ignore[union-attr]  # as if another thread were inside
     with pytest.raises(UserError, match="another thread"):
         session.ask("two", "T1T2")
-    session._last.busy = False  # type: ignore[union-attr]
+    session._last.reader = 0  # type: ignore[union-attr]
     session.close()
     with pytest.raises(UserError, match="closed"):
         session.ask("three", "T1T2")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,15 @@ def lm() -> SpeechLM:
     return make_lm(LAYOUTS["pad"], context=2000)
 
 
+def is_free(lm: SpeechLM) -> bool:
+    """Whether all slots become free."""
+    for _ in range(3000):
+        if lm.engine._slots.free == len(lm.engine._slots.holders):
+            return True
+        time.sleep(0.001)
+    return False
+
+
 def ended(events: list[Event]) -> str:
     assert isinstance(events[-1], Ended)
     return events[-1].reason
@@ -39,12 +50,12 @@ def test_close_from_another_thread_waits_for_the_step_and_frees_the_cache(
     inside, go_on = threading.Event(), threading.Event()
     events: list[Event] = []
 
-    def waiting(runner: Runner) -> None:
+    def waiting(runner: Runner, *rows: Any) -> None:
         if len(events) >= 3:
             inside.set()
             assert go_on.wait(30)
-            assert not lm._idle  # nobody has freed it meanwhile
-        step(runner)
+            assert runner.rows[0] is not None  # nobody has freed it meanwhile
+        step(runner, *rows)
 
     monkeypatch.setattr(Runner, "step", waiting)
     consumer = threading.Thread(target=lambda: [events.append(event) for event in session.ask("go on", "T1A2")])
@@ -58,7 +69,7 @@ def test_close_from_another_thread_waits_for_the_step_and_frees_the_cache(
     closer.join(30)
     consumer.join(30)
     assert not closer.is_alive() and not consumer.is_alive()
-    assert ended(events) == "cancelled" and len(lm._idle) == 1 and len(session.turns) == 1
+    assert ended(events) == "cancelled" and is_free(lm) and len(session.turns) == 1
     with pytest.raises(UserError, match="closed"):
         session.ask("again", "T1A2")
 
@@ -69,20 +80,32 @@ def test_close_within_the_consumer_s_loop_ends_it(lm: SpeechLM) -> None:
         events.append(event)
         if len(events) == 3:
             session.close()
-    assert ended(events) == "cancelled" and len(events) == 4 and len(lm._idle) == 1
+    assert ended(events) == "cancelled" and len(events) == 4 and is_free(lm)
 
 
 def test_close_within_a_step_waits_for_nobody(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a signal's handler may."""
     session, step = lm.session(max_seconds=70.0), Runner.step
 
-    def closing(runner: Runner) -> None:
+    def closing(runner: Runner, *rows: Any) -> None:
         session.close()
-        step(runner)
+        step(runner, *rows)
 
     monkeypatch.setattr(Runner, "step", closing)
     assert ended(list(session.ask("go on", "T1A2"))) == "cancelled"
-    assert session._runner is None and len(lm._idle) == 1
+    assert is_free(lm)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.004, 0.02])
+def test_a_signal_s_handler_may_close_the_session_that_it_interrupts(lm: SpeechLM, after: float) -> None:
+    session = lm.session(max_seconds=70.0)
+    before = signal.signal(signal.SIGALRM, lambda *_: session.close())
+    try:
+        events = session.ask("go on", "T1A2")
+        signal.setitimer(signal.ITIMER_REAL, after + 1e-4)
+        assert ended(list(events)) == "cancelled" and is_free(lm)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_answer_that_is_cancelled_between_events_is_in_the_history_at_once(lm: SpeechLM, tmp_path: Path) -> None:

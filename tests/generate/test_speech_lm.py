@@ -135,20 +135,18 @@ def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("omni.generate.results.time.perf_counter", lambda: now[0])
 
-    def looked_at(features: torch.Tensor) -> bool:  # which waits for them
-        wait(features.device)
+    def looked_at(features: torch.Tensor) -> bool:
         return True
 
-    monkeypatch.setattr("omni.generate.session.is_finite", looked_at)
-    monkeypatch.setattr("omni.generate.session.synchronize", wait)
-    monkeypatch.setattr("omni.generate.batch.synchronize", wait)
+    monkeypatch.setattr("omni.engine.entering.is_finite", looked_at)
+    monkeypatch.setattr("omni.engine.entering.synchronize", wait)
     for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate_batch([tone(0.3)], max_seconds=0.3)):
         assert (answer.timings.encode, answer.timings.prefill) == (5.0, 10.0)
 
 
 def test_a_question_that_is_too_long_is_named_before_any_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = make_lm(LAYOUTS["pad"])
-    monkeypatch.setattr("omni.generate.batch.prefill", lambda *_: pytest.fail("a question was answered"))
+    monkeypatch.setattr("omni.engine.engine.Engine.ask", lambda *_: pytest.fail("a question was answered"))
     with pytest.raises(UserError, match="question 2 of 3 takes 604 positions, but the model's context has 512"):
         lm.generate_batch(["a", "x" * 601, "b"], "T1T2", batch_size=1)
 
@@ -196,13 +194,14 @@ def test_a_waveform_at_another_rate_and_a_file_are_the_same_question(lm: SpeechL
 
 def test_caches_are_used_again(lm: SpeechLM) -> None:
     first = lm.generate("one question", "T1A2", max_seconds=0.3)
-    (runner,) = lm._idle
+    runner = lm.engine.runner
     other = lm.generate("another one", "T1A2", max_seconds=0.3)
     again = lm.generate("one question", "T1A2", max_seconds=0.3)
-    assert lm._idle == [runner] and first.tokens == again.tokens != other.tokens
-    with lm.session(), lm.session(), lm.session(context=100):
-        assert lm._idle == []
-    assert len(lm._idle) == 2
+    assert lm.engine.runner is runner and len(runner.rows) == 1 and first.tokens == again.tokens != other.tokens
+    with lm.session() as one, lm.session() as two, lm.session(context=100) as three:
+        for session in (one, two, three):
+            assert session.answer("one question", "T1A2").tokens[: len(first.tokens)] == first.tokens
+        assert len(lm.engine.runner.rows) == 4 and {one._seat.slot, two._seat.slot, three._seat.slot} == {0, 1, 2}
 
 
 def test_an_empty_batch_and_no_codec(layout: Layout) -> None:

@@ -153,7 +153,7 @@ def steps(device: torch.device, real: bool) -> Lines:
     for compiled, rows, slots in [*product((False, True), (1, 64, 256), (256, 2048))][: None if real else 1]:
         runner = Runner(lm.model, rows, slots, compile=compiled)
         hidden = Hidden(*[torch.randn(rows, 1, lm.config.decoder.width, device=device, dtype=HALF)] * 2)
-        runner.begin(0, hidden, [Start(True, True, slots - 60, (GREEDY,) * len(lm.layout))] * rows)
+        runner.begin(range(rows), hidden, [Start(True, True, slots - 60, (GREEDY,) * len(lm.layout))] * rows)
         held, first, taken = torch.cuda.memory_allocated(), seconds_of(runner.step, device), timed(runner.step, device, 20)
         text = f"{rows} rows, {slots} slots{', compiled' * compiled}: {taken * 1e3:.2f} ms, {copied / taken:.2f} of a copy"
         yield f"{text}; first {first * 1e3:.0f} ms, {(torch.cuda.memory_allocated() - held) >> 20} MiB", None

@@ -1,0 +1,295 @@
+"""An answer under way, as its listener, the stepping thread and the sound thread share it.
+
+The stepping thread owns the rows and counts what they wrote; the sound thread turns it into events (`put`); the listener takes
+them (`take`). What all of them read is guarded by `changed`. Nobody waits for a listener: one that does not read lets its row
+rest once it is `AHEAD` time steps behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+from torch import Tensor
+
+from omni.codec.base import AudioCodec
+from omni.engine.slots import Seat
+from omni.generate.heard import Loudness, heard_characters
+from omni.generate.history import Exchange, Key
+from omni.generate.results import AudioChunk, Clock, Ended, Event, TextDelta, Timings
+from omni.generate.rows import Start
+from omni.generate.turn import Reply
+from omni.lora.selection import Selection
+from omni.tasks import Columns, Task, find_task
+
+N = TypeVar("N", int, float)
+
+AHEAD = 64
+"""Time steps that may be written before what an iterator reads next."""
+
+Pace = Literal["read", "live", "whole"]
+"""How a listener takes an answer: as it reads; as sound that plays from its first sample on; or whole, however large."""
+
+
+@dataclass(eq=False)
+class Running:
+    """The turn that is being answered, or that was answered last.
+
+    Attributes:
+        exchange: the question.
+        before: the conversation before it was asked.
+        said: the exchanges of `columns`, of which some may wait for the encoder.
+        columns, keys: the whole conversation up to the end of the question.
+        reply: the answer written so far.
+        seat: the conversation's place in the cache.
+        start: the start of its row.
+        fork: last column [K] of the second row of text assist, None without one.
+        active: adapters and edits of its question's encoder and prefill.
+        release: called when its rows are free; its adapter may be removed from then on.
+        cancelled, settled: whether it is to stop; whether it is in the history.
+        over: whether `Ended` is among its events.
+        written: number of time steps that were written; `read` those whose events were taken.
+        resting: its row waits for a listener that is behind.
+        characters, samples: number handed over so far.
+        loudness: loudness of the sound that was handed over.
+        played, shown: seconds that were heard and characters that were seen, where an interruption gave them.
+        wake, hungry: called when there is an event, and when a listener that was behind has read.
+        reader: thread that waits for an event, 0 for none.
+        left: its rows are free.
+        plays: when a live listener's sound began, by `time.perf_counter`, less the time in which it waited.
+        lateness: largest number of seconds by which a chunk came after it was due; `underruns`, how often one did.
+    """
+
+    exchange: Exchange
+    before: list[Exchange]
+    said: Sequence[Exchange]
+    columns: Columns
+    keys: list[Key]
+    reply: Reply
+    codec: AudioCodec | None
+    seat: Seat
+    start: Start
+    release: Callable[[], None]
+    clock: Clock
+    fork: Tensor | None = None
+    active: Selection | None = None
+    pace: Pace = "read"
+    encode: float = 0.0
+    prefill: float = 0.0
+    cancelled: bool = False
+    settled: bool = False
+    over: bool = False
+    written: int = 0
+    processed: int = 0
+    read: int = 0
+    resting: bool = False
+    characters: int = 0
+    samples: int = 0
+    loudness: Loudness | None = None
+    first_text: float | None = None
+    first_audio: float | None = None
+    total: float | None = None
+    played: float | None = None
+    shown: int | None = None
+    plays: float | None = None
+    lateness: float | None = None
+    underruns: int = 0
+    failure: BaseException | None = None
+    wake: Callable[[], None] | None = None
+    hungry: Callable[[], None] | None = None
+    reader: int = 0
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    left: threading.Event = field(default_factory=threading.Event)
+    _events: deque[tuple[int, Event]] = field(default_factory=deque)
+
+    @property
+    def task(self) -> Task:
+        return find_task(self.exchange.turn.task)
+
+    @property
+    def ahead(self) -> int:
+        """Time steps that were written and not read yet."""
+        return self.written - self.read
+
+    def rest(self) -> bool:
+        """Mark that its row waits for its listener, whose time does not count; returns whether that is known.
+
+        The stepping thread waits for no listener: whoever holds `changed` may be a signal's handler that waits for it.
+        """
+        if self.resting or not self.changed.acquire(blocking=False):
+            return self.resting
+        try:
+            if self.ahead >= AHEAD:
+                self.resting = True
+                self.clock.hold()
+            return self.resting
+        finally:
+            self.changed.release()
+
+    def _mark(self) -> None:
+        """Note how far the listener has read."""
+        self.read = self._events[0][0] - 1 if self._events else self.processed
+        if self.resting and self.ahead < AHEAD // 2:
+            self.resting = False
+            self.clock.go_on()
+            if self.hungry is not None:
+                self.hungry()
+
+    # --- the sound thread ---------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Note that the output of a time step was turned into events; `changed` is held."""
+        self.processed += 1
+        if not self._events:
+            self._mark()
+
+    def put(self, event: Event) -> None:
+        """Give the listener an event; `changed` is held."""
+        now = self.clock.seconds
+        if isinstance(event, TextDelta):
+            self.first_text = self.first_text or now
+        elif isinstance(event, AudioChunk):
+            self.first_audio = self.first_audio or now
+            self._due(event)
+        else:
+            self.over, self.total = True, now
+        self._events.append((self.processed, event))
+        self.changed.notify_all()
+        if self.wake is not None:
+            self.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an exception for the listener, instead of an end."""
+        with self.changed:
+            self.failure = error
+            self.changed.notify_all()
+            if self.wake is not None:
+                self.wake()
+
+    def _due(self, chunk: AudioChunk) -> None:
+        """Compare the time at which a live listener needs a chunk with the present."""
+        if self.pace != "live":
+            return
+        now = time.perf_counter()
+        if self.plays is None:
+            self.plays = now
+            return
+        late = now - (self.plays + chunk.start)
+        self.lateness = late if self.lateness is None else max(self.lateness, late)
+        if late > 0:
+            self.underruns += 1
+            self.plays += late
+
+    def held(self, now: float, frames: float) -> float:
+        """Frames that a live listener still has to play, of those that have sounded."""
+        codec = self.codec
+        assert codec is not None and self.plays is not None
+        return frames - (now - self.plays) * codec.frame_rate
+
+    # --- the listener -------------------------------------------------------------------------------------------------
+
+    def take(self) -> Event:
+        """Wait for the next event and take it; it counts as delivered. After a cancel there is only the end."""
+        with self.changed:
+            self.reader = threading.get_ident()
+            try:
+                while not self._events and not self.cancelled and self.failure is None:
+                    self.changed.wait()
+                return self._taken()
+            finally:
+                self.reader = 0
+
+    def poll(self) -> Event | None:
+        """The next event, where there is one."""
+        with self.changed:
+            return self._taken() if self._events or self.cancelled or self.failure is not None else None
+
+    def _taken(self) -> Event:
+        if self.cancelled:
+            error = self.reply.error
+            return Ended("cancelled" if error is None else "error", self.timings(), error)
+        if self._events:
+            event = self._events.popleft()[1]
+            self._mark()
+            if isinstance(event, Ended):
+                return replace(event, timings=self.timings())
+            self._count(event)
+            return event
+        assert self.failure is not None
+        raise self.failure
+
+    def _count(self, event: TextDelta | AudioChunk) -> None:
+        if isinstance(event, TextDelta):
+            self.characters += len(event.text)
+        else:
+            self.samples += len(event.samples)
+            if self.codec is not None:
+                self.loudness = self.loudness or Loudness(self.codec.sample_rate)
+                self.loudness.push(event.samples)
+
+    def stop(self) -> None:
+        """Mark it as cancelled: its listener gets nothing more of it."""
+        with self.changed:
+            self.cancelled = True
+            self._events.clear()
+            self.changed.notify_all()
+            if self.wake is not None:
+                self.wake()
+
+    def interrupt(self, played: float | None, shown: int | None) -> None:
+        """Note that less was heard and seen than was handed over; the least of several notes counts."""
+        self.played, self.shown = _least(self.played, played), _least(self.shown, shown)
+
+    def timings(self) -> Timings:
+        return Timings(
+            encode=self.encode,
+            prefill=self.prefill,
+            first_text=self.first_text,
+            first_audio=self.first_audio,
+            total=self.clock.seconds if self.total is None else self.total,
+            steps=len(self.reply.columns),
+            audio=self.samples / self.codec.sample_rate if self.codec is not None else 0.0,
+        )
+
+    # --- the history --------------------------------------------------------------------------------------------------
+
+    def delivered(self) -> Exchange:
+        """The exchange with the part of the answer that reached the listener: whole tokens and whole frames.
+
+        Where an interruption gave the seconds played, the text is cut to the words that were heard; where it gave the
+        characters shown, to those.
+        """
+        with self.changed:
+            reply, frames = self.reply, len(self.reply.frames)
+            if self.codec is not None:
+                frames = min(frames, self.samples // self.codec.frame_samples)
+                if self.played is not None:
+                    frames = min(frames, int(self.played * self.codec.frame_rate + 1e-6))
+            characters = min(self.characters, self._heard() if self.shown is None else self.shown)
+            text = tuple(reply.text.ids[: reply.text.tokens_of(characters)]) if self.task.text else None
+            whole = reply.reason == "end" and frames == len(reply.frames)
+            whole = whole and (text is None or len(text) == len(reply.text.ids))
+            turn = replace(self.exchange.turn, text=text, codes=reply.codes(frames), cut=not whole)
+            return replace(self.exchange, turn=turn)
+
+    def _heard(self) -> int:
+        """Number of characters heard, by the alignment of `omni.generate.heard`; all where there was no interruption."""
+        reply, codec = self.reply, self.codec
+        if self.played is None or codec is None or not (self.task.text and self.task.audio):
+            return self.characters
+        speech = self.loudness.speech() if self.loudness is not None else []
+        end = None
+        if reply.reason == "end":  # silence after the last word is known when all of the sound was handed over
+            whole = self.samples == len(reply.frames) * codec.frame_samples
+            end = speech[-1][1] if whole and speech else len(reply.frames) / codec.frame_rate
+        played = min(self.played, self.samples / codec.sample_rate)
+        text = reply.text.tokenizer.decode(reply.text.ids)
+        return heard_characters(text, reply.time, played, speech, end)
+
+
+def _least(a: N | None, b: N | None) -> N | None:
+    return b if a is None else a if b is None else min(a, b)

@@ -1,0 +1,164 @@
+"""Questions on their way into the cache: encoded together, then prefilled together, piece by piece.
+
+Dimensions: K streams, N features, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from omni.engine.client import Running
+from omni.errors import UserError
+from omni.generate.history import Exchange
+from omni.generate.prefill import Fork, Prefill, pack
+from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
+from omni.generate.rows import RunnerRow
+from omni.generate.runner import Runner
+from omni.hardware import synchronize
+from omni.lora.attach import active_edits, removals, selection_of
+from omni.lora.selection import using
+from omni.model.decoder import Hidden
+from omni.model.speech_model import SpeechModel
+
+TOGETHER = 16
+"""Questions that are encoded, or prefilled, together at most."""
+
+ALIKE = 2.0
+"""Prompts are prefilled together up to this ratio of their lengths: the shorter ones are padded."""
+
+
+@dataclass(eq=False)
+class Talk:
+    """An answer whose rows are in the engine.
+
+    Attributes:
+        slots: of its rows, the speaking one first.
+        rows: its rows once they started; the second leaves when its text has ended.
+        columns: what the speaking row wrote.
+        frames: number of frames among them.
+        left: whether its rows are free again.
+    """
+
+    running: Running
+    slots: list[int]
+    rows: list[RunnerRow] = field(default_factory=list)
+    columns: list[tuple[int, ...]] = field(default_factory=list)
+    frames: int = 0
+    left: bool = False
+
+
+def unheard(talk: Talk) -> list[Exchange]:
+    """Spoken questions of its conversation that the encoder has not heard yet."""
+    return [e for e in talk.running.said if e.clip is not None and e.features is None]
+
+
+def encode(model: SpeechModel, talks: Sequence[Talk]) -> list[Talk]:
+    """Encode what is unheard of the first talks that have the same adapters and edits; returns those with features that are not
+    finite, whose features are dropped again."""
+    first = next(talk for talk in talks if unheard(talk))
+    alike = [talk for talk in talks if talk.running.start.selection == first.running.start.selection][:TOGETHER]
+    todo = [exchange for talk in alike for exchange in unheard(talk)]
+    with using(first.running.active):
+        for low in range(0, len(todo), TOGETHER):
+            some = todo[low : low + TOGETHER]
+            found = encode_questions(model, [Asked(e.turn, e.clip) for e in some])
+            for exchange, features in zip(some, found, strict=True):
+                exchange.features = features
+    synchronize(model.device)
+    broken = []
+    for talk in alike:
+        running = talk.running
+        running.encode = running.clock.seconds
+        odd = [e for e in running.said if not is_finite(e.features)]
+        if odd:
+            running.reply.fail(FEATURES_NOT_FINITE)
+            broken.append(talk)
+        for exchange in odd:
+            exchange.features = None
+    return broken
+
+
+def left_of(talk: Talk, runner: Runner) -> int:
+    """Columns of its prompt that its slot does not hold."""
+    running = talk.running
+    return len(running.keys) - running.seat.held.shared(running.keys, _under(running, runner.model))
+
+
+def _under(running: Running, model: SpeechModel) -> object:
+    selection = running.start.selection
+    return active_edits(model), selection and removals(model)
+
+
+class Entering:
+    """Talks that are prefilled together.
+
+    Args:
+        talks: with features; of the same kind (`together`).
+    """
+
+    def __init__(self, runner: Runner, talks: Sequence[Talk]) -> None:
+        self.runner, self.talks = runner, talks
+        model, first = runner.model, talks[0].running
+        keeps = []
+        for talk in talks:
+            running, (row, *_) = talk.running, talk.slots
+            keeps.append(running.seat.held.keep(running.keys, _under(running, model), runner.cache, row))
+        features = [e.features for talk in talks for e in talk.running.said if e.features is not None]
+        packed = pack(model.layout, [talk.running.columns for talk in talks], features, keeps)
+        fork = None if first.fork is None else Fork(talks[0].slots[1], first.fork)
+        self._prefill = Prefill(model, runner.cache, [talk.slots[0] for talk in talks], packed, fork)
+
+    @property
+    def left(self) -> int:
+        return self._prefill.left
+
+    @property
+    def rows(self) -> int:
+        return len(self.talks)
+
+    def piece(self, columns: int) -> bool:
+        """Feed up to that many columns of each row; returns whether the rows have started."""
+        model = self.runner.model
+        selection = selection_of(model, [talk.running.start.selection for talk in self.talks], model.device)
+        with using(selection):
+            hidden = self._prefill.piece(min(columns, self.runner.chunk))
+        if hidden is None:
+            return False
+        self._begin(hidden)
+        return True
+
+    def _begin(self, hidden: Hidden) -> None:
+        slots, starts = [], []
+        for talk in self.talks:
+            running = talk.running
+            running.seat.held.keys = list(running.keys)
+            slots += talk.slots
+            if running.fork is None:
+                starts.append(running.start)
+            else:
+                starts += [replace(running.start, partner=talk.slots[1]), replace(running.start, audio=False)]
+        rows = iter(self.runner.begin(slots, hidden, starts))
+        synchronize(self.runner.model.device)
+        for talk in self.talks:
+            talk.rows = [next(rows) for _ in talk.slots]
+            talk.running.prefill = talk.running.clock.seconds
+
+
+def together(talks: Sequence[Talk], runner: Runner) -> list[Talk]:
+    """The talks to prefill next: the first one, with others that wait for about as many columns. One with a fork goes alone."""
+    first = talks[0]
+    if first.running.fork is not None:
+        return [first]
+    own = left_of(first, runner)
+    alike = [first]
+    for talk in talks[1:]:
+        if talk.running.fork is None and own / ALIKE <= left_of(talk, runner) <= own * ALIKE:
+            alike.append(talk)
+    return alike[:TOGETHER]
+
+
+def check_room(slots: int | None, wanted: int) -> None:
+    """UserError for more rows than an engine of a fixed number of slots has."""
+    if slots is not None and wanted > slots:
+        raise UserError(f"this answer takes {wanted} slots, and the engine has {slots}; give it more")

@@ -1,0 +1,76 @@
+"""Which rows step next: deadlines belong to listeners.
+
+A listener who has heard nothing yet, or holds less than `low` frames, is served at once; rows that hold less than `high` come
+along, since a step costs little more with them. Once everybody holds `high`, all rest until somebody is low again, so that rows
+stay together, and the time between belongs to questions that come in. Answers that nobody plays (a program reads them) are
+written whenever nothing else is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from omni.engine.client import AHEAD
+from omni.engine.entering import Talk
+from omni.errors import UserError
+
+
+@dataclass(frozen=True)
+class Watermarks:
+    """Frames of sound that live listeners hold.
+
+    Attributes:
+        low: a row whose listener holds less is stepped at once.
+        high: a row whose listener holds more rests.
+    """
+
+    low: float = 2.0
+    high: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high:
+            raise UserError(f"watermarks: low is {self.low} and high is {self.high}; low must be above 0 and below high")
+
+
+@dataclass
+class Due:
+    """Talks by what their listeners hold.
+
+    Attributes:
+        due: to be stepped at once.
+        along: of live listeners, to be stepped with those.
+        read: of programs that read.
+        behind: of programs that do not.
+        slack: seconds until another live listener is low; infinite where there is none.
+        late: somebody has run out of sound.
+    """
+
+    due: list[Talk] = field(default_factory=list)
+    along: list[Talk] = field(default_factory=list)
+    read: list[Talk] = field(default_factory=list)
+    behind: list[Talk] = field(default_factory=list)
+    slack: float = float("inf")
+    late: bool = False
+
+
+def choose(talks: Iterable[Talk], now: float, marks: Watermarks) -> Due:
+    """Sort the talks whose rows have started by what their listeners hold at the time `now` of `time.perf_counter`."""
+    found = Due()
+    for talk in talks:
+        running = talk.running
+        if running.pace != "live" or running.codec is None or not running.task.audio:
+            whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
+            (found.read if whole else found.behind).append(talk)
+        elif running.plays is None:
+            found.due.append(talk)
+        else:
+            codec = running.codec
+            held = running.held(now, codec.exact_samples(talk.frames) / codec.frame_samples)
+            if held < marks.low:
+                found.due.append(talk)
+                found.late |= held <= 0
+            elif held < marks.high:
+                found.along.append(talk)
+            found.slack = min(found.slack, (held - marks.low) / codec.frame_rate)
+    return found

@@ -1,0 +1,93 @@
+"""Slots of the engine's cache and who holds them.
+
+A conversation keeps its slot between its turns, so that only what is new is fed; the one that waited longest gives it up where
+others need it. Its turns are kept apart (`omni.generate.history`), so it finds another slot and is fed again there. Every
+holder counts the slot's generation up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from omni.errors import UserError
+from omni.generate.history import CachedHistory
+
+_TURNS = count()
+
+
+@dataclass(eq=False)
+class Seat:
+    """One conversation's place in the cache.
+
+    Attributes:
+        limit: positions that it may fill.
+        slot: its slot, None while it has none.
+        held: what the slot holds of it.
+        busy: whether an answer of it is under way; such a seat keeps its slot.
+        used: number that grows with each use.
+    """
+
+    limit: int
+    slot: int | None = None
+    held: CachedHistory = field(default_factory=CachedHistory)
+    busy: bool = False
+    used: int = 0
+
+
+class Slots:
+    """The slots, lowest first, so that the rows of a step are neighbours.
+
+    Attributes:
+        holders: the seat that has each slot; a second row of an answer has the seat of the first.
+        generations: number of holders that each slot has had.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.holders: list[Seat | None] = [None] * number
+        self.generations = [0] * number
+
+    def grow(self, number: int) -> None:
+        more = number - len(self.holders)
+        self.holders += [None] * more
+        self.generations += [0] * more
+
+    @property
+    def free(self) -> int:
+        """Number of slots that nobody holds."""
+        return self.holders.count(None)
+
+    def idle(self) -> list[Seat]:
+        """Seats that have a slot and no answer under way, the one that waited longest first."""
+        held = {id(seat): seat for seat in self.holders if seat is not None and not seat.busy}
+        return sorted(held.values(), key=lambda seat: seat.used)
+
+    def take(self, seat: Seat) -> int:
+        """A free slot for a seat, or one of a seat that is idle."""
+        if None not in self.holders:
+            self.give(self.idle()[0])
+        slot = self.holders.index(None)
+        self.holders[slot] = seat
+        self.generations[slot] += 1
+        return slot
+
+    def place(self, seat: Seat) -> None:
+        """Give a seat its slot, where it has none, and mark it as busy."""
+        seat.busy, seat.used = True, next(_TURNS)
+        if seat.slot is None:
+            seat.slot, seat.held = self.take(seat), CachedHistory()
+
+    def give(self, seat: Seat) -> None:
+        """Free a seat's slots."""
+        self.holders = [None if holder is seat else holder for holder in self.holders]
+        seat.slot = None
+
+    def drop(self, slot: int) -> None:
+        """Free one slot."""
+        self.holders[slot] = None
+
+
+def check_slots(slots: object) -> None:
+    """UserError for a number of slots that is none."""
+    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 65536):
+        raise UserError(f"slots is {slots!r}; give a whole number from 1 to 65536, or None for as many as are asked for")

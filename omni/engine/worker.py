@@ -1,0 +1,94 @@
+"""A thread that lives while there is work."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from omni.errors import UserError
+
+LINGER = 2.0
+"""Seconds without work after which the thread ends; the next work starts another."""
+
+
+class Worker:
+    """Calls a method again and again in a thread of its own.
+
+    The thread is started by `wake` and ends when there was no work for a while, or when the method's object is gone: it holds
+    no reference to the object while it waits.
+
+    Args:
+        work: does a piece of work; returns 0.0 to be called again, a number of seconds to be called again by then, or None
+            where there is nothing to do until the next `wake`.
+    """
+
+    def __init__(self, name: str, work: Callable[[], float | None]) -> None:
+        self.name = name
+        self._work = weakref.WeakMethod(work)
+        self._signal = threading.Condition(threading.RLock())
+        self._asked = self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """UserError in a process that was forked from the one that the thread belongs to: it has no such thread."""
+        if os.getpid() != self._process:
+            raise UserError(
+                f"this model was loaded in process {self._process}, and process {os.getpid()} was forked from it, without its "
+                "threads; load the model in the process that uses it, or start processes with 'spawn'"
+            )
+
+    def wake(self) -> None:
+        """Have the method called, now or as soon as its present call returns."""
+        self.check_process()
+        with self._signal:
+            self._asked = True
+            if self._thread is None and not self._stopping:
+                _RUNNING.add(self)
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+            self._signal.notify_all()
+
+    def stop(self) -> None:
+        """End the thread after its present piece of work, and wait for that."""
+        if os.getpid() != self._process:
+            return
+        with self._signal:
+            self._stopping, thread = True, self._thread
+            self._signal.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller is this thread."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        while True:
+            work = self._work()
+            wait = work() if work is not None else None
+            del work
+            if wait == 0.0 and not self._stopping:
+                continue
+            with self._signal:
+                if not (self._asked or self._stopping):
+                    self._signal.wait(LINGER if wait is None else wait)
+                if self._stopping or (wait is None and not self._asked):
+                    self._thread = None
+                    _RUNNING.discard(self)
+                    return
+                self._asked = False
+
+
+_RUNNING: set[Worker] = set()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends all threads at exit, before the interpreter clears its modules."""
+    for worker in list(_RUNNING):
+        worker.stop()
