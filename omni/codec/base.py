@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from omni.codec.batch import CodecBatch, StreamsInTurn
 from omni.errors import UserError
 from omni.plugins import named
 
@@ -121,6 +122,13 @@ class AudioCodec(ABC):
     @abstractmethod
     def stream(self, seed: int = 0) -> CodecStream:
         """A new decoding stream, independent of every other; see `CodecStream`."""
+
+    def batch(self) -> CodecBatch:
+        """A batch that decodes any number of streams, with one call for several; see `CodecBatch`.
+
+        This one takes streams in turn, which serves every codec. A codec that decodes several together returns its own.
+        """
+        return StreamsInTurn(self)
 
     @abstractmethod
     def _encode(self, audio: Tensor) -> Tensor:

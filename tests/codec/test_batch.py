@@ -1,0 +1,183 @@
+"""Laws of a batch of streams, for every codec: each gets what its own stream gives, in any company and after any failure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.mimi import MimiCodec
+from omni.codec.registry import load_codec
+from omni.codec.snac import SnacCodec
+from omni.errors import UserError
+from tests.codec.test_codec import MIMI, SNAC_A, SNAC_B, random_codes
+
+MIMI_REPLICATE: dict[str, Any] = MIMI | {"pad_mode": "replicate", "use_conv_shortcut": True, "num_residual_layers": 2}
+
+
+@pytest.fixture(scope="module", params=["codec2", "snac_a", "snac_b", "mimi", "mimi_replicate"])
+def codec(request: pytest.FixtureRequest) -> AudioCodec:
+    if request.param == "codec2":
+        return load_codec("codec2")
+    if request.param.startswith("mimi"):
+        return MimiCodec.random(1, **(MIMI if request.param == "mimi" else MIMI_REPLICATE))
+    return SnacCodec.random(1, **(SNAC_A if request.param == "snac_a" else SNAC_B))
+
+
+def sound_of(result: Tensor | Exception) -> Tensor:
+    assert isinstance(result, Tensor), result
+    assert result.dtype == torch.float32 and result.device.type == "cpu"
+    return result
+
+
+@dataclass
+class Talk:
+    """A stream of a schedule: all its codes, and what was heard of it so far."""
+
+    number: int
+    seed: int
+    codes: Tensor
+    pushed: int = 0
+    heard: list[Tensor] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_batch_equals_its_streams_under_any_schedule(codec: AudioCodec, seed: int) -> None:
+    """Streams come, are pushed in any company and order, end and are dropped at random."""
+    rng, batch = random.Random(seed), codec.batch()
+    talks: list[Talk] = []
+    whole, ended = 0, 0
+    for turn in range(40):
+        for _ in range(rng.choice([0, 0, 1, 1, 3]) if turn < 34 else 0):
+            frames = rng.choice([0, 1, 2, 3, 5, 9])
+            key = rng.randint(0, 99)
+            talks.append(Talk(batch.open(key), key, random_codes(codec, frames, seed=rng.randint(0, 999))))
+        count = rng.choice([1, 1, 1, 2, 3])
+        ready = [talk for talk in talks if talk.pushed + count <= talk.codes.shape[1] and rng.random() < 0.8]
+        rng.shuffle(ready)
+        if ready:
+            codes = torch.stack([talk.codes[:, talk.pushed : talk.pushed + count] for talk in ready])
+            for talk, result in zip(ready, batch.push([talk.number for talk in ready], codes), strict=True):
+                talk.heard.append(sound_of(result))
+                talk.pushed += count
+                assert sum(map(len, talk.heard)) == codec.exact_samples(talk.pushed)
+        for talk in [talk for talk in talks if rng.random() < 0.05]:
+            batch.close(talk.number)
+            talks.remove(talk)
+        done = [talk for talk in talks if talk.pushed == talk.codes.shape[1] or rng.random() < 0.05]
+        for talk, result in zip(done, batch.finish([talk.number for talk in done]), strict=True):
+            heard = torch.cat([*talk.heard, sound_of(result)])
+            alone = codec.decode(talk.codes[:, : talk.pushed], talk.seed)
+            torch.testing.assert_close(heard, alone, rtol=0, atol=1e-5)
+            talks.remove(talk)
+            whole, ended = whole + len(heard), ended + 1
+        assert len(batch) == len(talks)
+    assert ended > 10 and whole > 20 * codec.frame_samples
+
+
+def test_a_batch_of_one_is_a_stream_bit_for_bit(codec: AudioCodec) -> None:
+    codes, batch = random_codes(codec, 12), codec.batch()
+    for _ in range(2):  # also as the next holder of whatever the first one had
+        stream = batch.open(seed=3)
+        parts = [sound_of(batch.push([stream], piece[None])[0]) for piece in codes.split([1, 3, 1, 5, 2], dim=1)]
+        parts.append(sound_of(batch.finish([stream])[0]))
+        assert torch.equal(torch.cat(parts), codec.decode(codes, seed=3))
+
+
+def test_codes_that_do_not_fit_end_their_own_stream_only(codec: AudioCodec) -> None:
+    batch, lines = codec.batch(), [random_codes(codec, 6, seed=n) for n in range(4)]
+    streams = [batch.open(seed=n) for n in range(4)]
+    first = batch.push(streams, torch.stack([line[:, :3] for line in lines]))
+    second = torch.stack([line[:, 3:] for line in lines])
+    second[2, 1, 1] = codec.codebook_sizes[1]
+    results = batch.push(streams, second)
+    assert isinstance(results[2], UserError) and str(results[2]).startswith(
+        f"code {codec.codebook_sizes[1]} in stream 1, frame 4 "
+    )
+    assert len(batch) == 3
+    for n, rest in enumerate(batch.finish(streams)):
+        if n == 2:
+            assert isinstance(rest, UserError) and f"stream {streams[2]} is not open" in str(rest)
+            continue
+        heard = torch.cat([sound_of(part) for part in (first[n], results[n], rest)])
+        torch.testing.assert_close(heard, codec.decode(lines[n], seed=n), rtol=0, atol=1e-5)
+    assert len(batch) == 0
+
+
+def test_a_closed_stream_is_a_failure_of_its_own(codec: AudioCodec) -> None:
+    batch, codes = codec.batch(), random_codes(codec, 8)
+    gone, here = batch.open(), batch.open()
+    batch.close(gone)
+    batch.close(gone)
+    new = batch.open()
+    assert new not in (gone, here)
+    late, sound = batch.push([gone, here], codes.expand(2, -1, -1))
+    assert isinstance(late, UserError) and "is not open" in str(late)
+    assert len(sound_of(sound)) == codec.exact_samples(8)
+    assert [len(sound_of(part)) for part in batch.finish([new])] == [0]
+
+
+def test_a_call_that_is_wrong_as_a_whole_takes_nothing(codec: AudioCodec) -> None:
+    batch, codes = codec.batch(), random_codes(codec, 8)
+    streams, count = [batch.open(), batch.open()], len(codec.codebook_sizes)
+    both = codes.expand(2, -1, -1)
+    for wrong, match in (
+        (both[:1], rf"2 {codec.name} streams take codes \[2, codebooks, frames\], not \[1, "),
+        (codes, "2 .* streams take codes"),
+        (both[:, 1:], rf"\[{count} streams, frames\], not \[{count - 1}, 0\]"),
+        (both.float(), "integer codes, not torch.float32"),
+    ):
+        with pytest.raises(UserError, match=match):
+            batch.push(streams, wrong)
+    for call in (lambda: batch.push([streams[0]] * 2, both), lambda: batch.finish([streams[1]] * 2)):
+        with pytest.raises(UserError, match="comes twice"):
+            call()
+    assert batch.push([], both[:0]) == [] and batch.finish([]) == []
+    assert [len(sound_of(part)) for part in batch.push(streams, both[:, :, :0])] == [0, 0]
+    alone = codec.decode(codes)
+    for heard, rest in zip(batch.push(streams, both.int()), batch.finish(streams), strict=True):
+        torch.testing.assert_close(torch.cat([sound_of(heard), sound_of(rest)]), alone, rtol=0, atol=1e-5)
+
+
+class Brittle(CodecStream):
+    """A stream of somebody's that fails at codes of its choice."""
+
+    def _push(self, codes: Tensor) -> Tensor:
+        if (codes == 1).any():
+            raise RuntimeError("this code is one too many")
+        if (codes == 2).any():
+            return torch.full((8 * codes.shape[1],), float("nan"))
+        return torch.zeros(8 * codes.shape[1] - (3 if (codes == 3).any() else 0))
+
+    def _finish(self) -> Tensor:
+        return self._nothing()
+
+
+class Plugged(AudioCodec):
+    name, sample_rate, frame_samples, codebook_sizes = "plugged", 8000, 8, (9, 9)
+
+    def stream(self, seed: int = 0) -> CodecStream:
+        return Brittle(self)
+
+    def _encode(self, audio: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_the_failures_of_a_plug_in_stay_where_they_are() -> None:
+    batch = Plugged().batch()
+    streams = [batch.open() for _ in range(4)]
+    codes = torch.zeros(4, 2, 1, dtype=torch.long)
+    codes[1], codes[2], codes[3] = 1, 2, 3
+    good, raised, not_finite, short = batch.push(streams, codes)
+    assert len(sound_of(good)) == 8 and len(sound_of(short)) == 5
+    assert isinstance(raised, RuntimeError) and "one too many" in str(raised)
+    assert isinstance(not_finite, UserError) and "not finite" in str(not_finite)
+    assert len(batch) == 2
+    good, short = batch.finish([streams[0], streams[3]])
+    assert len(sound_of(good)) == 0
+    assert isinstance(short, UserError) and "made 5 samples of 1 frames" in str(short)
