@@ -91,7 +91,7 @@ class CodecBatch(ABC):
             chosen = codes if len(fit) == len(streams) else codes[fit]
             checked = self.codec.check(_joined(chosen)).unflatten(1, (len(fit), -1)).transpose(0, 1)
             results |= self._sounds([streams[n] for n in fit], checked)
-        return [results.get(stream, torch.empty(0)) for stream in streams]
+        return [results.get(stream, _nothing()) for stream in streams]
 
     def finish(self, streams: Sequence[int]) -> list[Tensor | Exception]:
         """Ends streams, and returns the remaining samples of each, or its failure."""
@@ -102,7 +102,7 @@ class CodecBatch(ABC):
             results |= self._sounds(begun, None)
         for stream in streams:
             self.close(stream)
-        return [results.get(stream, torch.empty(0)) for stream in streams]
+        return [results.get(stream, _nothing()) for stream in streams]
 
     def close(self, stream: int) -> None:
         """Drops a stream without its rest; does nothing where it is closed."""
@@ -200,6 +200,10 @@ def _attempt(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor | Ex
         return function(*arguments)
     except Exception as error:
         return error
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.float32)
 
 
 def _joined(codes: Tensor) -> Tensor:

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from omni.codec.base import AudioCodec, CodecStream
 from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
-from omni.codec.streaming import run
+from omni.codec.network import NetworkCodec, streams_of
 from omni.errors import UserError
 
 CODEBOOKS = 8
@@ -35,7 +34,7 @@ ENCODE_FRAMES = 25
 """Frames that are encoded at once, 2 s of sound: memory stays flat, and larger pieces are hardly faster."""
 
 
-class MimiCodec(AudioCodec):
+class MimiCodec(NetworkCodec):
     """Mimi behind the `AudioCodec` contract.
 
     Frames are decoded one at a time, whatever the pushes, so that every split gives the same bits. transformers' `decode`
@@ -56,8 +55,9 @@ class MimiCodec(AudioCodec):
         self.frame_samples = config.frame_samples
         self.codebook_sizes = (config.codebook_size,) * codebooks
         self.config = config
-        self._encoder = encoder(config, take, ENCODE_FRAMES)
+        self._encoder = encoder(config, take)
         self._decoder = decoder(config, take)
+        self._latent_rate = 1
         self._quantizer = quantizer(config, take, codebooks)
         self.device = self._quantizer.parts[0].tables[0].device
 
@@ -90,32 +90,20 @@ class MimiCodec(AudioCodec):
         generator = torch.Generator().manual_seed(seed)
         return cls(MimiConfig(**config), functools.partial(_random, generator, torch.device(device)), codebooks)
 
-    def stream(self, seed: int = 0) -> CodecStream:
-        return _MimiStream(self)
+    def latents(self, codes: Tensor) -> Tensor:
+        joined = codes.transpose(0, 1).flatten(1)  # [K, N * F]
+        return self._quantizer.decode(joined).unflatten(0, (codes.shape[0], -1))
+
+    def _heard(self, sound: Tensor) -> Tensor:
+        return sound.clamp(-1, 1)
 
     def _encode(self, audio: Tensor) -> Tensor:
         audio = F.pad(audio, (0, -audio.shape[0] % self.frame_samples))
-        steps = [layer.step() for layer in self._encoder]
-        pieces = audio[:, None].split(ENCODE_FRAMES * self.frame_samples)
-        return torch.cat([self._quantizer.encode(run(steps, piece)) for piece in pieces], dim=1)
-
-
-class _MimiStream(CodecStream):
-    """One pass through the decoder's layers."""
-
-    def __init__(self, codec: MimiCodec) -> None:
-        super().__init__(codec)
-        self._latents = codec._quantizer.decode
-        self._steps = [layer.step() for layer in codec._decoder]
-
-    def _push(self, codes: Tensor) -> Tensor:
-        # Frame by frame: in other sizes the same kernels round differently.
-        sound = [run(self._steps, self._latents(frame)) for frame in codes.split(1, dim=1)]
-        return torch.cat(sound)[:, 0].clamp(-1, 1)
-
-    def _finish(self) -> Tensor:
-        self._steps = []
-        return self._nothing()
+        streams = streams_of(self._encoder, self.frame_samples, self.device, ENCODE_FRAMES)
+        rows = [streams.open()]
+        pieces = audio[None, :, None].split(ENCODE_FRAMES * self.frame_samples, dim=1)
+        latents = [streams.run(rows, piece, piece.shape[1] // self.frame_samples)[0] for piece in pieces]
+        return torch.cat([self._quantizer.encode(piece) for piece in latents], dim=1)
 
 
 class _Stored:

@@ -86,8 +86,8 @@ def quantizer(config: MimiConfig, take: Take, codebooks: int) -> Quantizer:
     return Quantizer(tuple(_codebooks(config, take, name, count) for name, count in counts.items() if count))
 
 
-def encoder(config: MimiConfig, take: Take, chunk: int) -> list[Layer]:
-    """Layers from sound `[S, 1]` to latents `[F, D]`; `chunk` is the largest number of frames of one call."""
+def encoder(config: MimiConfig, take: Take) -> list[Layer]:
+    """Layers from sound `[N, S, 1]` to latents `[N, F, D]`."""
     filters = config.num_filters
     layers: list[Layer] = [_conv(config, take, "encoder.layers.0", 1, filters, config.kernel_size)]
     for ratio in reversed(config.upsampling_ratios):
@@ -99,7 +99,7 @@ def encoder(config: MimiConfig, take: Take, chunk: int) -> list[Layer]:
     layers.append(ELU)
     size = config.hidden_size
     layers.append(_conv(config, take, f"encoder.layers.{len(layers)}", filters, size, config.last_kernel_size))
-    layers.append(_transformer(config, take, "encoder_transformer", chunk))
+    layers.append(_transformer(config, take, "encoder_transformer"))
     stride = config.latent_stride
     weight = take("downsample.conv.weight", size, size, 2 * stride)
     layers.append(Conv.of(weight, None, stride, replicate=True))
@@ -107,12 +107,12 @@ def encoder(config: MimiConfig, take: Take, chunk: int) -> list[Layer]:
 
 
 def decoder(config: MimiConfig, take: Take) -> list[Layer]:
-    """Layers from latents `[F, D]` to sound `[S, 1]`, one frame a call."""
+    """Layers from latents `[N, F, D]` to sound `[N, S, 1]`."""
     size, stride = config.hidden_size, config.latent_stride
     weight = take("upsample.conv.weight", size, size // config.upsample_groups, 2 * stride)
     before: list[Layer] = [
         Upsample.of(weight, None, config.upsample_groups),
-        _transformer(config, take, "decoder_transformer", 1),
+        _transformer(config, take, "decoder_transformer"),
     ]
     filters = config.num_filters * 2 ** len(config.upsampling_ratios)
     layers: list[Layer] = [_conv(config, take, "decoder.layers.0", size, filters, config.kernel_size)]
@@ -144,7 +144,7 @@ def _residual(config: MimiConfig, take: Take, name: str, size: int, depth: int) 
     return Residual((ELU, wide, ELU, narrow), shortcut)
 
 
-def _transformer(config: MimiConfig, take: Take, name: str, frames: int) -> Transformer:
+def _transformer(config: MimiConfig, take: Take, name: str) -> Transformer:
     blocks = [_block(config, take, f"{name}.layers.{number}") for number in range(config.num_hidden_layers)]
     device = blocks[0].out.device
     half = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device) / config.head_size
@@ -153,7 +153,6 @@ def _transformer(config: MimiConfig, take: Take, name: str, frames: int) -> Tran
         config.num_attention_heads,
         config.num_key_value_heads,
         config.sliding_window,
-        chunk=frames * config.latent_stride,
         eps=config.norm_eps,
         inverse_frequencies=1.0 / config.rope_theta**half,
     )

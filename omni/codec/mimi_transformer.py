@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.streaming import StreamStep
+from omni.codec.streaming import product
+from omni.codec.streams import Call, Place, Plan, Step
 from omni.kv_cache import KVCache
 
 
@@ -34,64 +35,82 @@ class MimiBlock(NamedTuple):
 
 
 class Transformer(NamedTuple):
-    """Causal blocks with a sliding window and rotary positions (the two halves of a head are the coordinates).
-
-    `chunk` is the largest number of positions of one call.
-    """
+    """Causal blocks with a sliding window and rotary positions (the two halves of a head are the coordinates)."""
 
     blocks: tuple[MimiBlock, ...]
     heads: int
     key_heads: int
     window: int
-    chunk: int
     eps: float
     inverse_frequencies: Tensor
 
-    def step(self, seed: int = 0) -> StreamStep:
-        return _TransformerStep(self)
+    def after(self, place: Place) -> Place:
+        return place
 
-    def ready(self, positions: int) -> int:
-        return positions
+    def step(self, place: Place, plan: Plan) -> Step:
+        return _TransformerStep(self, place, plan)
 
 
 class _TransformerStep:
-    """Streams a `Transformer`."""
+    """Streams a `Transformer`; its cache has a row per stream."""
 
-    def __init__(self, layer: Transformer) -> None:
-        self._layer = layer
-        self._position = 0
-        self._cache = KVCache(
+    def __init__(self, layer: Transformer, place: Place, plan: Plan) -> None:
+        self._layer, self._place = layer, place
+        self._chunk = plan.chunk * place.rate
+        self._cache = self._make(1)
+        plan.stores.append(self)
+
+    def __call__(self, x: Tensor, call: Call) -> Tensor:
+        layer = self._layer
+        if x.shape[1] == 0:
+            return x
+        cache = self._cache if len(call.rows) == self._cache.rows else self._cache.select(call.rows)
+        positions = call.positions(self._place, x.shape[1])
+        mask = cache.attend_to(positions)
+        angles = (positions[..., None].float() * layer.inverse_frequencies).repeat(1, 1, 2)[:, None]  # [N, 1, T, D]
+        turn = angles.cos(), angles.sin()
+        for number, block in enumerate(layer.blocks):
+            y = F.layer_norm(x, x.shape[2:], *block.attention_norm, eps=layer.eps)
+            x = x + self._attend(cache, number, y, turn, mask)
+            y = F.layer_norm(x, x.shape[2:], *block.mlp_norm, eps=layer.eps)
+            x = x + product(F.gelu(product(y, block.up)), block.down)
+        return x
+
+    def _attend(self, cache: KVCache, number: int, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        layer, block = self._layer, self._layer.blocks[number]
+        heads = product(x, block.qkv, block.qkv_bias).unflatten(2, (layer.heads + 2 * layer.key_heads, -1)).transpose(1, 2)
+        q, k, v = heads.split([layer.heads, layer.key_heads, layer.key_heads], dim=1)  # each [N, H, T, D]
+        keys, values = cache.update(number, _turned(k, turn), v)
+        grouped = layer.heads != layer.key_heads
+        y = F.scaled_dot_product_attention(_turned(q, turn), keys, values, attn_mask=mask, enable_gqa=grouped)
+        return product(y.transpose(1, 2).flatten(2), block.out, block.out_bias)
+
+    def resize(self, rows: int, used: int) -> None:
+        old, self._cache = self._cache, self._make(rows)
+        if used:
+            old.clean()
+            self._cache.keys[:, :used] = old.keys[:, :used]
+            self._cache.values[:, :used] = old.values[:, :used]
+            self._cache.positions[:used] = old.positions[:used]
+
+    def clear(self, row: int) -> None:
+        self._cache.reset([row])
+
+    def move(self, source: int, target: int) -> None:
+        self._cache.copy_row(source, target)
+
+    def _make(self, rows: int) -> KVCache:
+        layer = self._layer
+        return KVCache(
             len(layer.blocks),
-            rows=1,
+            rows=rows,
             length=2**62,  # unbounded: the window makes the cache a ring
             heads=layer.key_heads,
             head_dim=2 * len(layer.inverse_frequencies),
             window=layer.window,
-            chunk=layer.chunk,
+            chunk=self._chunk,
             device=layer.inverse_frequencies.device,
         )
-
-    def __call__(self, x: Tensor, last: bool = False) -> Tensor:
-        layer = self._layer
-        positions = torch.arange(self._position, self._position + x.shape[0], device=x.device)
-        self._position += x.shape[0]
-        mask = self._cache.attend_to(positions[None])
-        angles = (positions[:, None].float() * layer.inverse_frequencies).repeat(1, 2)
-        turn = angles.cos(), angles.sin()
-        for number, block in enumerate(layer.blocks):
-            x = x + self._attend(number, F.layer_norm(x, x.shape[1:], *block.attention_norm, eps=layer.eps), turn, mask)
-            y = F.layer_norm(x, x.shape[1:], *block.mlp_norm, eps=layer.eps)
-            x = x + F.linear(F.gelu(F.linear(y, block.up)), block.down)
-        return x
-
-    def _attend(self, number: int, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        layer, block = self._layer, self._layer.blocks[number]
-        parts = F.linear(x, block.qkv, block.qkv_bias).unflatten(1, (layer.heads + 2 * layer.key_heads, -1)).transpose(0, 1)
-        q, k, v = parts.split([layer.heads, layer.key_heads, layer.key_heads])  # each [H, T, D]
-        keys, values = self._cache.update(number, _turned(k, turn)[None], v[None])
-        grouped = layer.heads != layer.key_heads
-        y = F.scaled_dot_product_attention(_turned(q, turn)[None], keys, values, attn_mask=mask, enable_gqa=grouped)
-        return F.linear(y[0].transpose(0, 1).flatten(1), block.out, block.out_bias)
 
 
 def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

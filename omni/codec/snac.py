@@ -36,9 +36,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.network import NetworkCodec
 from omni.codec.snac_decoder import decoder
-from omni.codec.streaming import ready, run
 from omni.errors import UserError, closest
 
 SNAC_24KHZ: dict[str, Any] = {
@@ -57,7 +56,7 @@ SNAC_24KHZ: dict[str, Any] = {
 """The configuration of hubertsiuzdak/snac_24khz."""
 
 
-class SnacCodec(AudioCodec):
+class SnacCodec(NetworkCodec):
     """SNAC behind the `AudioCodec` contract; the 24 kHz model: K = 7 streams of 4,096 codes, 11.7 frames/s.
 
     The decoder's noise is keyed by (seed, layer, position). Frames pass through the network one at a time,
@@ -78,6 +77,7 @@ class SnacCodec(AudioCodec):
         self.device = torch.device(device)
         self.sample_rate = int(self._model.sampling_rate)
         self.strides: tuple[int, ...] = tuple(self._model.vq_strides)
+        self._latent_rate = self.strides[0]
         self.frame_samples = int(self._model.hop_length) * self.strides[0]
         self.latent_channels = int(self._model.latent_dim)
         self.codebook_sizes = (int(self._model.codebook_size),) * len(stream_levels(self.strides))
@@ -109,44 +109,17 @@ class SnacCodec(AudioCodec):
             torch.manual_seed(seed)
             return cls(_build({**SNAC_24KHZ, **config}), device)
 
-    def exact_samples(self, frames: int) -> int:
-        return max(0, ready(self._decoder, frames * self.strides[0]))
-
-    def stream(self, seed: int = 0) -> CodecStream:
-        return _SnacStream(self, seed)
-
     def latents(self, codes: Tensor) -> Tensor:
-        """The decoder's input `[F * strides[0], C]` of checked codes `[K, F]`."""
-        levels = to_levels(codes, self.strides)
-        size = (codes.shape[1] * self.strides[0], self.latent_channels)
-        z = torch.zeros(size, dtype=torch.float32, device=self.device)
-        for quantizer, level in zip(self._model.quantizer.quantizers, levels, strict=True):
+        z = torch.zeros(1, dtype=torch.float32, device=self.device)
+        for quantizer, level in zip(self._model.quantizer.quantizers, _levels(codes, self.strides), strict=True):
             projection = quantizer.out_proj
             part = F.linear(quantizer.codebook(level), projection.weight[:, :, 0], projection.bias)
-            z = z + part.repeat_interleave(quantizer.stride, dim=0)
+            z = z + part.repeat_interleave(quantizer.stride, dim=1)
         return z
 
     def _encode(self, audio: Tensor) -> Tensor:
         levels = self._model.encode(audio[None, None])
         return from_levels([level[0] for level in levels], self.strides)
-
-
-class _SnacStream(CodecStream):
-    """One pass through the decoder's layers."""
-
-    def __init__(self, codec: SnacCodec, seed: int) -> None:
-        super().__init__(codec)
-        self._latents = codec.latents
-        self._steps = [layer.step(seed) for layer in codec._decoder]
-
-    def _push(self, codes: Tensor) -> Tensor:
-        # Frame by frame: in other sizes the same kernels round differently, and on CPUs they are no faster.
-        return torch.cat([run(self._steps, self._latents(frame)) for frame in codes.split(1, dim=1)])[:, 0]
-
-    def _finish(self) -> Tensor:
-        no_codes = torch.empty(len(self.codec.codebook_sizes), 0, dtype=torch.long, device=self.codec.device)
-        steps, self._steps = self._steps, []
-        return run(steps, self._latents(no_codes), last=True)[:, 0]
 
 
 def stream_levels(strides: Sequence[int]) -> tuple[int, ...]:
@@ -164,8 +137,15 @@ def to_levels(codes: Tensor, strides: Sequence[int] = (4, 2, 1)) -> list[Tensor]
     of_stream = stream_levels(strides)
     if codes.ndim != 2 or codes.shape[0] != len(of_stream):
         raise UserError(f"SNAC codes are [{len(of_stream)} streams, frames], not {list(codes.shape)}: pass one row per stream")
-    rows = [[k for k, level in enumerate(of_stream) if level == wanted] for wanted in range(len(strides))]
-    return [codes[row].t().reshape(-1) for row in rows]
+    return [level[0] for level in _levels(codes[None], strides)]
+
+
+def _levels(codes: Tensor, strides: Sequence[int]) -> list[Tensor]:
+    """One sequence `[N, F]`, `[N, 2 F]` ... per level of codes `[N, K, F]`; no indices go to the codes' device."""
+    rows: list[list[Tensor]] = [[] for _ in strides]
+    for level, stream in zip(stream_levels(strides), codes.unbind(1), strict=True):
+        rows[level].append(stream)
+    return [torch.stack(row, dim=2).flatten(1) for row in rows]
 
 
 def from_levels(levels: Sequence[Tensor], strides: Sequence[int] = (4, 2, 1)) -> Tensor:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from omni.codec.streaming import Activation, Conv, Layer, Residual, StreamStep, Upsample
+from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample
+from omni.codec.streams import Call, Place, Plan, Step
 from omni.errors import UserError
 
 
 def decoder(model: Any) -> list[Layer]:
-    """Layers from latents `[T, C]` to sound `[S, 1]` of a decoder of the package, whose weights they copy or share.
+    """Layers from latents `[N, T, C]` to sound `[N, S, 1]` of a decoder of the package, whose weights they copy or share.
 
     Raises UserError for a decoder with attention, which mixes windows of frames and has no exact stream.
     """
@@ -67,8 +68,9 @@ def _layer(module: Any, number: int) -> Layer:
 
 
 def snake(alpha: Tensor, inverse: Tensor, x: Tensor) -> Tensor:
-    """The activation x + sin(alpha x)^2 / alpha of x `[T, C]`; `alpha` and its `inverse` are [C]."""
-    return torch.addcmul(x, (x * alpha).sin_().square_(), inverse)
+    """The activation x + sin(alpha x)^2 / alpha of x `[..., C]`; `alpha` and its `inverse` are [C]."""
+    y = (x * alpha).sin_().square_()
+    return torch.addcmul(x, y, inverse, out=y)
 
 
 class Noise(NamedTuple):
@@ -77,45 +79,41 @@ class Noise(NamedTuple):
     linear: Conv
     number: int
 
-    def step(self, seed: int = 0) -> StreamStep:
-        return _NoiseStep(self, seed)
+    def after(self, place: Place) -> Place:
+        return place
 
-    def ready(self, positions: int) -> int:
-        return positions
+    def step(self, place: Place, plan: Plan) -> Step:
+        return _NoiseStep(self, place, plan)
 
 
 class _NoiseStep:
     """Streams a `Noise`: the noise is keyed by absolute position."""
 
-    def __init__(self, layer: Noise, seed: int) -> None:
-        self._linear = layer.linear
-        self._noise = KeyedNoise(seed, layer.number, layer.linear.weight.device)
-        self._position = 0
+    def __init__(self, layer: Noise, place: Place, plan: Plan) -> None:
+        self._linear, self._place = layer.linear, place
+        self._key = plan.key(functools.partial(noise_key, layer.number))
 
-    def __call__(self, x: Tensor, last: bool = False) -> Tensor:
-        noise = self._noise(self._position, x.shape[0])
-        self._position += x.shape[0]
-        return torch.addcmul(x, noise[:, None], self._linear(x))
+    def __call__(self, x: Tensor, call: Call) -> Tensor:
+        noise = keyed_noise(call.key(self._key), call.positions(self._place, x.shape[1]))
+        return torch.addcmul(x, noise[..., None], self._linear(x))
 
 
 _WORD = 0xFFFFFFFF
 
 
-class KeyedNoise:
-    """The standard normal noise of one layer."""
+def noise_key(layer: int, seed: int) -> list[int]:
+    """Four words that key the noise of a layer."""
+    digest = hashlib.blake2b(f"{seed}/{layer}".encode(), digest_size=16).digest()
+    return [int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(4)]
 
-    def __init__(self, seed: int, layer: int, device: torch.device) -> None:
-        digest = hashlib.blake2b(f"{seed}/{layer}".encode(), digest_size=16).digest()
-        words = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(4)]
-        self._keys = torch.tensor(words, dtype=torch.long, device=device).reshape(2, 2, 1)  # [round, draw, 1]
 
-    def __call__(self, start: int, count: int) -> Tensor:
-        """Noise `[count]` (float32) of the positions `start` to `start + count - 1`."""
-        positions = torch.arange(start, start + count, device=self._keys.device) & _WORD
-        draws = mix32(mix32(positions ^ self._keys[0]) ^ self._keys[1])  # [2, count]
-        # 24 bits, at the centres of their intervals: never 0, whose logarithm is infinite.
-        first, second = ((draws >> 8).to(torch.float32) + 0.5) * 2.0**-24
-        return (first.log() * -2).sqrt() * (second * (2 * math.pi)).cos()
+def keyed_noise(keys: Tensor, positions: Tensor) -> Tensor:
+    """Standard normal noise `[N, T]` (float32) of `positions` `[N, T]` under `keys` `[N, 4]`, both int64."""
+    rounds = keys.unflatten(1, (2, 2, 1)).unbind(1)  # two of [N, draw, 1]
+    draws = mix32(mix32((positions & _WORD)[:, None] ^ rounds[0]) ^ rounds[1])  # [N, 2, T]
+    # 24 bits, at the centres of their intervals: never 0, whose logarithm is infinite.
+    first, second = ((draws >> 8).to(torch.float32).add_(0.5).mul_(2.0**-24)).unbind(1)
+    return (first.log() * -2).sqrt() * (second * (2 * math.pi)).cos()
 
 
 def mix32(x: Tensor) -> Tensor:

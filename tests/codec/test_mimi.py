@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import MimiModel
 
 from omni.codec.mimi import ENCODE_FRAMES, MimiCodec
-from omni.codec.streaming import run
 from omni.errors import UserError
 from omni.layout import Layout
 from tests.codec.mimi_toys import ODD, PLAIN, random_codes, random_sound, save
@@ -150,7 +149,9 @@ def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
     stream, kept = pair.codec.stream(), []
     for frames in (1, 40):
         stream.push(random_codes(pair.codec, frames))
-        kept.append(len(pickle.dumps(vars(stream)["_steps"])))  # whole storages: views count for all they keep alive
+        streams = vars(stream)["_streams"]  # whole storages: views count for all they keep alive
+        held = [streams._numbers, streams._words, *(vars(store)["_cache"] for store in streams._plan.stores)]
+        kept.append(len(pickle.dumps([vars(one) if hasattr(one, "__dict__") else one for one in held])))
     assert kept[1] - kept[0] < 64  # digits of the position
 
 
@@ -187,10 +188,11 @@ def test_nothing_is_left_on_another_device(config: dict[str, Any], tmp_path: Pat
     """On the meta device every mixture of devices is an error, as it would be on a GPU."""
     save(config, tmp_path)
     codec = MimiCodec.from_folder(tmp_path, "meta")
-    steps = [layer.step() for layer in codec._decoder]
+    streams = codec.streams()
+    rows = [streams.open(), streams.open()]
     for _ in range(3):
-        sound = run(steps, codec._quantizer.decode(torch.zeros(8, 1, dtype=torch.long, device="meta")))
-        assert sound.shape == (codec.frame_samples, 1) and sound.device.type == "meta"
+        sounds = codec._pass(streams, rows, torch.zeros(2, 8, 1, dtype=torch.long, device="meta"))
+        assert all(sound.shape == (codec.frame_samples,) and sound.device.type == "meta" for sound in sounds)
     codes = codec._encode(torch.zeros(3 * codec.frame_samples, device="meta"))
     assert codec.device.type == "meta" and codes.shape == (8, 3) and codes.device.type == "meta"
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ, SnacCodec, from_levels, stream_levels, to_levels
-from omni.codec.snac_decoder import KeyedNoise, Noise, mix32
-from omni.codec.streaming import run
+from omni.codec.snac_decoder import Noise, keyed_noise, mix32, noise_key
 from omni.errors import UserError
 
 MINI_OMNI = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50)
@@ -50,6 +49,11 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 def random_codes(codec: SnacCodec, frames: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, codec.codebook_sizes[0], (len(codec.codebook_sizes), frames), generator=generator)
+
+
+def noise_of(seed: int, layer: int, start: int, count: int) -> Tensor:
+    """Noise `[count]` of one stream's layer, from position `start`."""
+    return keyed_noise(torch.tensor([noise_key(layer, seed)]), torch.arange(start, start + count)[None])[0]
 
 
 def package_decode(model: SNAC, codec: SnacCodec, codes: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ def test_decoding_equals_the_packages_with_the_same_noise(config: dict[str, Any]
 
     def give_noise(block: NoiseBlock, key: int) -> None:
         def forward(x: Tensor) -> Tensor:
-            return x + KeyedNoise(5, key, x.device)(0, x.shape[-1]) * block.linear(x)
+            return x + noise_of(5, key, 0, x.shape[-1]) * block.linear(x)
 
         block.forward = forward
 
@@ -160,9 +164,10 @@ def test_nothing_is_left_on_another_device(config: dict[str, Any]) -> None:
     """On the meta device every mixture of devices is an error, as it would be on a GPU."""
     codec = SnacCodec(package_model(config).to("meta"), "meta")
     codes = torch.zeros(len(codec.codebook_sizes), 6, dtype=torch.long, device="meta")
-    steps = [layer.step() for layer in codec._decoder]
-    samples = run(steps, codec.latents(codes)), run(steps, codec.latents(codes[:, :0]), last=True)
-    assert sum(len(part) for part in samples) == 6 * codec.frame_samples
+    streams = codec.streams(6)
+    rows = [streams.open(), streams.open()]
+    samples = [*codec._pass(streams, rows, codes.expand(2, -1, -1)), *codec._end(streams, rows)]
+    assert sum(len(part) for part in samples) == 2 * 6 * codec.frame_samples
     assert {part.device.type for part in samples} == {"meta"}
 
 
@@ -170,13 +175,14 @@ def test_nothing_is_left_on_another_device(config: dict[str, Any]) -> None:
 
 
 def test_noise_is_keyed_by_position_seed_and_layer() -> None:
-    noise = KeyedNoise(3, 1, torch.device("cpu"))
-    whole = noise(0, 1000)
+    whole = noise_of(3, 1, 0, 1000)
     for start, count in ((0, 1), (0, 0), (17, 400), (999, 1)):
-        assert torch.equal(noise(start, count), whole[start : start + count])
-    assert torch.equal(KeyedNoise(3, 1, torch.device("cpu"))(0, 1000), whole)
+        assert torch.equal(noise_of(3, 1, start, count), whole[start : start + count])
+    keys = torch.tensor([noise_key(1, seed) for seed in (3, 8)])
+    both = keyed_noise(keys, torch.stack([torch.arange(1000), torch.arange(70, 1070)]))
+    assert torch.equal(both[0], whole) and torch.equal(both[1], noise_of(8, 1, 70, 1000))
     for seed, layer in ((4, 1), (3, 2), (1, 3), (-3, 1), (3 + 2**64, 1)):
-        other = KeyedNoise(seed, layer, torch.device("cpu"))(0, 1000)
+        other = noise_of(seed, layer, 0, 1000)
         assert abs(float(torch.corrcoef(torch.stack([whole, other]))[0, 1])) < 0.15
         assert not set(whole.tolist()) & set(other.tolist()[:20])  # nor the same numbers in another order
 
@@ -184,7 +190,7 @@ def test_noise_is_keyed_by_position_seed_and_layer() -> None:
 @pytest.mark.parametrize("start", [0, 24000 * 3600, 2**32 - 100_000])
 def test_noise_is_standard_normal_and_white(start: int) -> None:
     count = 200_000
-    noise = KeyedNoise(0, 0, torch.device("cpu"))(start, count)
+    noise = noise_of(0, 0, start, count)
     assert noise.isfinite().all() and noise.dtype == torch.float32
     tolerance = 5 / count**0.5
     assert abs(noise.mean()) < tolerance and abs(noise.square().mean() - 1) < 1.5 * tolerance
