@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omni.codec.streaming import product
-from omni.codec.streams import Call, Place, Plan, Step
+from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
 from omni.kv_cache import KVCache
 
 
@@ -44,23 +44,23 @@ class Transformer(NamedTuple):
     eps: float
     inverse_frequencies: Tensor
 
-    def after(self, place: Place) -> Place:
+    def after(self, place: LayerPlace) -> LayerPlace:
         return place
 
-    def step(self, place: Place, plan: Plan) -> Step:
+    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
         return _TransformerStep(self, place, plan)
 
 
 class _TransformerStep:
     """Streams a `Transformer`; its cache has a row per stream."""
 
-    def __init__(self, layer: Transformer, place: Place, plan: Plan) -> None:
+    def __init__(self, layer: Transformer, place: LayerPlace, plan: RowPlan) -> None:
         self._layer, self._place = layer, place
         self._chunk = plan.chunk * place.rate
         self._cache = self._make(1)
         plan.stores.append(self)
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         layer = self._layer
         if x.shape[1] == 0:
             return x

@@ -11,7 +11,7 @@ from torch import Tensor
 from omni.codec.base import AudioCodec, CodecStream
 from omni.codec.batch import CodecBatch
 from omni.codec.streaming import Layer, after, steps_of
-from omni.codec.streams import Place, Plan, Row, Streams, on_device
+from omni.codec.streams import LayerPlace, RowPlan, StreamRow, Streams, on_device
 
 GROUP = 4
 """Streams that pass through the layers together on a CPU: more would not fit its caches."""
@@ -32,7 +32,7 @@ class NetworkCodec(AudioCodec):
     """Positions of the latents in a frame."""
 
     def exact_samples(self, frames: int) -> int:
-        rate, lag = after(self._decoder, Place(self._latent_rate, 0))
+        rate, lag = after(self._decoder, LayerPlace(self._latent_rate, 0))
         return max(0, frames * rate - lag)
 
     def decode(self, codes: Tensor, seed: int = 0) -> Tensor:
@@ -60,14 +60,14 @@ class NetworkCodec(AudioCodec):
             parts = [self._pass(streams, rows, piece[None])[0] for piece in codes.split(chunk, dim=1)]
             return torch.cat([*parts, self._end(streams, rows)[0]])
 
-    def _pass(self, streams: Streams, rows: Sequence[Row], codes: Tensor) -> list[Tensor]:
+    def _pass(self, streams: Streams, rows: Sequence[StreamRow], codes: Tensor) -> list[Tensor]:
         """Sounds `[S]` of the next frames `[N, K, f]`, all at once."""
         sounds = streams.run(rows, self.latents(codes), codes.shape[2])
         return [self._heard(sound[:, 0]) for sound in sounds]
 
-    def _end(self, streams: Streams, rows: Sequence[Row]) -> list[Tensor]:
+    def _end(self, streams: Streams, rows: Sequence[StreamRow]) -> list[Tensor]:
         """Sounds `[S]` that are left at the end."""
-        if after(self._decoder, Place(self._latent_rate, 0)).lag == 0:
+        if after(self._decoder, LayerPlace(self._latent_rate, 0)).lag == 0:
             return [torch.empty(0, dtype=torch.float32, device=self.device)] * len(rows)
         empty = torch.empty(len(rows), len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
         return [self._heard(sound[:, 0]) for sound in streams.run(rows, self.latents(empty), 0, last=True)]
@@ -112,10 +112,10 @@ class NetworkBatch(CodecBatch):
         with codec._plain():
             self._streams = codec.streams()
 
-    def _start(self, seed: int) -> Row:
+    def _start(self, seed: int) -> StreamRow:
         return self._streams.open(seed)
 
-    def _push(self, states: Sequence[Row], codes: Tensor) -> list[Tensor | Exception]:
+    def _push(self, states: Sequence[StreamRow], codes: Tensor) -> list[Tensor | Exception]:
         parts: list[list[Tensor]] = [[] for _ in states]
         for group in self._groups(states):
             chosen = codes if group == list(range(len(states))) else codes[self._index(group)]
@@ -125,17 +125,17 @@ class NetworkBatch(CodecBatch):
                     parts[n].append(sound)
         return [torch.cat(sounds) for sounds in parts]
 
-    def _finish(self, states: Sequence[Row]) -> list[Tensor | Exception]:
+    def _finish(self, states: Sequence[StreamRow]) -> list[Tensor | Exception]:
         rests: list[Tensor | Exception] = [torch.empty(0)] * len(states)
         for group in self._groups(states):
             for n, sound in zip(group, self.codec._end(self._streams, [states[n] for n in group]), strict=True):
                 rests[n] = sound.clone()
         return rests
 
-    def _stop(self, state: Row) -> None:
+    def _stop(self, state: StreamRow) -> None:
         self._streams.close(state)
 
-    def _groups(self, states: Sequence[Row]) -> Iterator[list[int]]:
+    def _groups(self, states: Sequence[StreamRow]) -> Iterator[list[int]]:
         """Streams of a call in order of their rows, as many at a time as pass together."""
         order = sorted(range(len(states)), key=lambda n: states[n].number)
         size = GROUP if self.codec.device.type == "cpu" else len(order)
@@ -148,5 +148,5 @@ class NetworkBatch(CodecBatch):
 
 def streams_of(layers: Sequence[Layer], rate: int, device: torch.device, chunk: int = 1) -> Streams:
     """Streams of a network with `rate` inputs a frame, of up to `chunk` frames a call."""
-    plan, place = Plan(chunk), Place(rate, 0)
+    plan, place = RowPlan(chunk), LayerPlace(rate, 0)
     return Streams(steps_of(layers, place, plan), plan, after(layers, place), device)

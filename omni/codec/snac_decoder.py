@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample
-from omni.codec.streams import Call, Place, Plan, Step
+from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
 from omni.errors import UserError
 
 
@@ -79,21 +79,21 @@ class Noise(NamedTuple):
     linear: Conv
     number: int
 
-    def after(self, place: Place) -> Place:
+    def after(self, place: LayerPlace) -> LayerPlace:
         return place
 
-    def step(self, place: Place, plan: Plan) -> Step:
+    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
         return _NoiseStep(self, place, plan)
 
 
 class _NoiseStep:
     """Streams a `Noise`: the noise is keyed by absolute position."""
 
-    def __init__(self, layer: Noise, place: Place, plan: Plan) -> None:
+    def __init__(self, layer: Noise, place: LayerPlace, plan: RowPlan) -> None:
         self._linear, self._place = layer.linear, place
         self._key = plan.key(functools.partial(noise_key, layer.number))
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         noise = keyed_noise(call.key(self._key), call.positions(self._place, x.shape[1]))
         return torch.addcmul(x, noise[..., None], self._linear(x))
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.streams import Call, Place, Plan, Step
+from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
 
 SLICE = 2**18
 """Numbers in one slice of a matrix: slices that fit a core's cache make products with few positions faster."""
@@ -35,28 +35,28 @@ SLICE = 2**18
 class Layer(Protocol):
     """The weights of one layer."""
 
-    def after(self, place: Place) -> Place:
+    def after(self, place: LayerPlace) -> LayerPlace:
         """Where the next layer is, if this one is at `place`."""
 
-    def step(self, place: Place, plan: Plan) -> Step:
+    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
         """This layer at a place in a network, with what it keeps reserved in `plan`."""
 
 
-def run(steps: Sequence[Step], x: Tensor, call: Call) -> Tensor:
+def run(steps: Sequence[StreamStep], x: Tensor, call: StreamCall) -> Tensor:
     """Passes the next inputs through the steps."""
     for step in steps:
         x = step(x, call)
     return x
 
 
-def after(layers: Sequence[Layer], place: Place) -> Place:
+def after(layers: Sequence[Layer], place: LayerPlace) -> LayerPlace:
     """The place behind the last layer, if the first is at `place`."""
     for layer in layers:
         place = layer.after(place)
     return place
 
 
-def steps_of(layers: Sequence[Layer], place: Place, plan: Plan) -> list[Step]:
+def steps_of(layers: Sequence[Layer], place: LayerPlace, plan: RowPlan) -> list[StreamStep]:
     """The steps of layers that follow each other."""
     steps = []
     for layer in layers:
@@ -90,13 +90,13 @@ class Activation(NamedTuple):
 
     function: Callable[[Tensor], Tensor]
 
-    def after(self, place: Place) -> Place:
+    def after(self, place: LayerPlace) -> LayerPlace:
         return place
 
-    def step(self, place: Place, plan: Plan) -> Step:
+    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
         return self
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         return self.function(x)
 
 
@@ -145,10 +145,10 @@ class Conv(NamedTuple):
         """Channels of the input."""
         return self.weight.shape[1] * self.groups if self.groups > 1 else self.weight.shape[1] // self.kernel
 
-    def after(self, place: Place) -> Place:
-        return Place(place.rate // self.stride, (place.lag + self.ahead) // self.stride)
+    def after(self, place: LayerPlace) -> LayerPlace:
+        return LayerPlace(place.rate // self.stride, (place.lag + self.ahead) // self.stride)
 
-    def step(self, place: Place, plan: Plan) -> Step:
+    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
         return _ConvStep(self, place, plan) if self.span > self.stride else _Through(self)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -173,18 +173,18 @@ class _Through(NamedTuple):
 
     layer: Conv
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         return self.layer(x)
 
 
 class _ConvStep:
     """Streams a `Conv`."""
 
-    def __init__(self, layer: Conv, place: Place, plan: Plan) -> None:
+    def __init__(self, layer: Conv, place: LayerPlace, plan: RowPlan) -> None:
         self._layer, self._place, self._after = layer, place, layer.after(place)
         self._own = plan.keep(layer.span - layer.stride, layer.inputs)
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         layer = self._layer
         x = call.joined(self._own, x, self._place, layer.ahead, layer.replicate)
         count = (x.shape[1] - (layer.span - layer.stride)) // layer.stride
@@ -224,21 +224,21 @@ class Upsample(NamedTuple):
         """Channels of the input."""
         return self.weight.shape[1] // 2
 
-    def after(self, place: Place) -> Place:
-        return Place(place.rate * self.rate, place.lag * self.rate + self.cut)
+    def after(self, place: LayerPlace) -> LayerPlace:
+        return LayerPlace(place.rate * self.rate, place.lag * self.rate + self.cut)
 
-    def step(self, place: Place, plan: Plan) -> Step:
+    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
         return _UpsampleStep(self, place, plan)
 
 
 class _UpsampleStep:
     """Streams an `Upsample`: r outputs an input, of which the last `cut` come with the end."""
 
-    def __init__(self, layer: Upsample, place: Place, plan: Plan) -> None:
+    def __init__(self, layer: Upsample, place: LayerPlace, plan: RowPlan) -> None:
         self._layer, self._place, self._after = layer, place, layer.after(place)
         self._own = plan.keep(1, layer.inputs)
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         weight, bias, rate, cut = self._layer
         x = call.joined(self._own, x, self._place, ahead=1)
         pairs = torch.cat([x[:, 1:], x[:, :-1]], dim=2)
@@ -255,17 +255,17 @@ class Residual(NamedTuple):
     inner: tuple[Layer, ...]
     shortcut: Conv | None = None
 
-    def after(self, place: Place) -> Place:
+    def after(self, place: LayerPlace) -> LayerPlace:
         return after(self.inner, place)
 
-    def step(self, place: Place, plan: Plan) -> Step:
+    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
         return _ResidualStep(self, place, plan)
 
 
 class _ResidualStep:
     """Streams a `Residual`: the shortcut is delayed by the lag of the inner layers."""
 
-    def __init__(self, layer: Residual, place: Place, plan: Plan) -> None:
+    def __init__(self, layer: Residual, place: LayerPlace, plan: RowPlan) -> None:
         self._inner = steps_of(layer.inner, place, plan)
         self._shortcut = [] if layer.shortcut is None else [layer.shortcut.step(place, plan)]
         self._lag = layer.after(place).lag - place.lag
@@ -273,7 +273,7 @@ class _ResidualStep:
             channels = next(part.inputs for part in layer.inner if isinstance(part, Conv))
             self._own = plan.keep(self._lag, channels)
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         y = run(self._inner, x, call)
         x = run(self._shortcut, x, call)
         if self._lag:

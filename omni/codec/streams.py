@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where a layer is in its network: positions of a frame, and the positions by which its inputs lag."""
 
     rate: int
     lag: int
 
 
-class Own(NamedTuple):
+class RowPart(NamedTuple):
     """The numbers of a row that are one step's: `positions` by channels."""
 
     start: int
@@ -28,14 +28,14 @@ class Own(NamedTuple):
     positions: int
 
 
-class Step(Protocol):
+class StreamStep(Protocol):
     """One layer within a network."""
 
-    def __call__(self, x: Tensor, call: Call) -> Tensor:
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         """Takes the next inputs `x` `[N, T, C]` of the call's streams; returns the outputs that became exact."""
 
 
-class Store(Protocol):
+class RowStore(Protocol):
     """What a step keeps in memory of its own: rows like those of all."""
 
     def resize(self, rows: int, used: int) -> None:
@@ -48,20 +48,20 @@ class Store(Protocol):
         """Copy a row."""
 
 
-class Plan:
+class RowPlan:
     """Gathers what the steps of a network keep; `chunk` is the largest number of frames of one call."""
 
     def __init__(self, chunk: int = 1) -> None:
         self.chunk = chunk
         self.size, self.reach = 0, 0
         self.words: list[Callable[[int], Sequence[int]]] = []
-        self.stores: list[Store] = []
+        self.stores: list[RowStore] = []
 
-    def keep(self, positions: int, channels: int) -> Own:
+    def keep(self, positions: int, channels: int) -> RowPart:
         """Reserves numbers of a row."""
         start = self.size
         self.size += positions * channels
-        return Own(start, self.size, positions)
+        return RowPart(start, self.size, positions)
 
     def key(self, words: Callable[[int], Sequence[int]]) -> int:
         """Reserves the integers that `words` makes of a stream's seed, 4 of them; returns their number among all."""
@@ -69,7 +69,7 @@ class Plan:
         return len(self.words) - 1
 
 
-class Call:
+class StreamCall:
     """One pass of some streams through a network.
 
     Args:
@@ -91,7 +91,7 @@ class Call:
         self._oldest = max(begun)
         self._reach = reach
 
-    def positions(self, place: Place, count: int) -> Tensor:
+    def positions(self, place: LayerPlace, count: int) -> Tensor:
         """Positions `[N, count]` (int64) of a step's inputs, where `count` of them came."""
         first = self._missing(place, count) - place.lag
         device = self._words.device
@@ -101,13 +101,13 @@ class Call:
         """A key's words `[N, 4]` (int64)."""
         return self._words[:, 1 + 4 * number : 5 + 4 * number]
 
-    def early(self, place: Place, count: int) -> int:
+    def early(self, place: LayerPlace, count: int) -> int:
         """How many of the first of `count` outputs are before the start of every stream; `place` is behind the step."""
         if self._oldest >= self._reach:
             return 0
         return self._before(place, count, self._oldest)
 
-    def joined(self, own: Own, x: Tensor, place: Place, ahead: int = 0, replicate: bool = False) -> Tensor:
+    def joined(self, own: RowPart, x: Tensor, place: LayerPlace, ahead: int = 0, replicate: bool = False) -> Tensor:
         """What was kept of `own` and then the inputs x, zero before a stream's start, and the last kept for the next call.
 
         At the end `ahead` zeros follow.
@@ -124,7 +124,7 @@ class Call:
             kept.copy_(joined[:, joined.shape[1] - own.positions :])
         return joined
 
-    def delayed(self, own: Own, x: Tensor) -> Tensor:
+    def delayed(self, own: RowPart, x: Tensor) -> Tensor:
         """The inputs x delayed by the positions of `own`; at the end all that are left."""
         kept = self._kept(own)
         joined = torch.cat([kept, x], dim=1)
@@ -133,25 +133,25 @@ class Call:
         kept.copy_(joined[:, x.shape[1] :])
         return joined[:, : x.shape[1]]
 
-    def starts(self, place: Place, count: int) -> list[int]:
+    def starts(self, place: LayerPlace, count: int) -> list[int]:
         """For each stream, how many of the first of `count` outputs are before its start."""
         starts = [0] * len(self.rows)
         for row, begun in self._young:
             starts[row] = self._before(place, count, begun)
         return starts
 
-    def _kept(self, own: Own) -> Tensor:
+    def _kept(self, own: RowPart) -> Tensor:
         return self._numbers[:, own.start : own.stop].unflatten(1, (own.positions, -1))
 
-    def _missing(self, place: Place, count: int) -> int:
+    def _missing(self, place: LayerPlace, count: int) -> int:
         """First positions of this call that were left out because all streams have them before their start."""
         return (place.lag if self.last else self.frames * place.rate) - count
 
-    def _before(self, place: Place, count: int, begun: int) -> int:
+    def _before(self, place: LayerPlace, count: int, begun: int) -> int:
         return min(count, max(0, place.lag - begun * place.rate - self._missing(place, count)))
 
 
-class Row:
+class StreamRow:
     """A stream's place in the memory, and the frames that it has taken."""
 
     def __init__(self, number: int) -> None:
@@ -161,19 +161,19 @@ class Row:
 class Streams:
     """The streams of a network of `steps` that were made with `plan`; `end` is the place behind the last one."""
 
-    def __init__(self, steps: Sequence[Step], plan: Plan, end: Place, device: torch.device) -> None:
+    def __init__(self, steps: Sequence[StreamStep], plan: RowPlan, end: LayerPlace, device: torch.device) -> None:
         self._steps, self._plan, self._end = steps, plan, end
         self._reach = -(-end.lag // end.rate)
-        self._rows: list[Row] = []
+        self._rows: list[StreamRow] = []
         self._numbers = torch.empty(0, plan.size, dtype=torch.float32, device=device)
         self._words = torch.empty(0, 1 + 4 * len(plan.words), dtype=torch.long, device=device)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def open(self, seed: int = 0) -> Row:
+    def open(self, seed: int = 0) -> StreamRow:
         """Starts a stream."""
-        row = Row(len(self._rows))
+        row = StreamRow(len(self._rows))
         if row.number == len(self._numbers):
             self._resize(max(1, 2 * row.number))
         self._numbers[row.number].zero_()
@@ -184,7 +184,7 @@ class Streams:
         self._rows.append(row)
         return row
 
-    def close(self, row: Row) -> None:
+    def close(self, row: StreamRow) -> None:
         """Ends a stream and frees its row."""
         last = self._rows.pop()
         if last is not row:
@@ -197,7 +197,7 @@ class Streams:
         if 4 * len(self._rows) <= len(self._numbers) > 1:
             self._resize(len(self._numbers) // 2)
 
-    def run(self, rows: Sequence[Row], x: Tensor, frames: int, last: bool = False) -> list[Tensor]:
+    def run(self, rows: Sequence[StreamRow], x: Tensor, frames: int, last: bool = False) -> list[Tensor]:
         """Passes the next inputs `[N, T, C]` of `frames` frames through the network, for N streams in order of their rows.
 
         Returns the outputs `[t, C]` of each that became exact. `last`: the streams end; x is empty then.
@@ -210,7 +210,7 @@ class Streams:
         else:
             index = on_device(torch.tensor(numbers), self._numbers.device)
             kept, words = self._numbers[index], self._words[index]
-        call = Call(kept, words, numbers, [row.frames for row in rows], frames, last, self._reach)
+        call = StreamCall(kept, words, numbers, [row.frames for row in rows], frames, last, self._reach)
         for step in self._steps:
             x = step(x, call)
         if not last:
