@@ -8,6 +8,7 @@ gets exactly the samples that `decode` of all frames would give, as early as the
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -15,8 +16,36 @@ import torch
 from torch import Tensor
 
 from omni.codec.batch import CodecBatch, StreamsInTurn
+from omni.codec.streams import on_device
 from omni.errors import UserError
 from omni.plugins import named
+
+
+class _ExactConvolutions:
+    """A context in which cuDNN's convolutions do not round their inputs to TF32, as they do by default.
+
+    PyTorch has one flag for the process: the first of several threads turns it off, and the last one puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside, self._before = 0, ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.backends.cudnn.conv.fp32_precision
+                torch.backends.cudnn.conv.fp32_precision = "ieee"
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.cudnn.conv.fp32_precision = self._before
+
+
+_EXACT = _ExactConvolutions()
 
 
 class AudioCodec(ABC):
@@ -111,12 +140,13 @@ class AudioCodec(ABC):
                 f"code {int(codes[stream, frame])} in stream {stream}, frame {first_frame + frame} is not in "
                 f"{self.name}'s 0 to {sizes[stream] - 1}: strip special ids before decoding"
             )
-        return codes.to(self.device)
+        return on_device(codes, self.device)
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
         """Turns gradients off, and full precision on, whatever precision the caller's model runs in."""
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        exact = _EXACT if self.device.type == "cuda" else contextlib.nullcontext()
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False), exact:
             yield
 
     @abstractmethod

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,10 @@ class CodecBatch(ABC):
         self.codec = codec
         self._numbers = itertools.count()
         self._decoding: dict[int, Decoding] = {}
+        self._gpu: torch.cuda.Stream | None = None
+        if codec.device.type == "cuda":
+            self._gpu = torch.cuda.Stream(codec.device)
+            self._gpu.wait_stream(torch.cuda.current_stream(codec.device))  # where the weights were made
 
     def __len__(self) -> int:
         """Number of open streams."""
@@ -68,7 +72,7 @@ class CodecBatch(ABC):
 
     def open(self, seed: int = 0) -> int:
         """Starts a stream, at any time, and returns its number; `seed` keys the codec's noise, where it has some."""
-        with self.codec._plain():
+        with self._beside():
             state = self._start(seed)
         number = next(self._numbers)
         self._decoding[number] = Decoding(state)
@@ -84,13 +88,14 @@ class CodecBatch(ABC):
         if codes.ndim != 3 or len(codes) != len(streams):
             n, name = len(streams), self.codec.name
             raise UserError(f"{n} {name} streams take codes [{n}, codebooks, frames], not {list(codes.shape)}")
-        self.codec.check(_joined(codes)[:, :0])  # number of codebooks, and type
-        results = self._misfits(streams, codes)
-        fit = [n for n, stream in enumerate(streams) if stream not in results]
-        if fit and codes.shape[2]:
-            chosen = codes if len(fit) == len(streams) else codes[fit]
-            checked = self.codec.check(_joined(chosen)).unflatten(1, (len(fit), -1)).transpose(0, 1)
-            results |= self._sounds([streams[n] for n in fit], checked)
+        with self._beside():
+            self.codec.check(_joined(codes)[:, :0])  # number of codebooks, and type
+            results = self._misfits(streams, codes)
+            fit = [n for n, stream in enumerate(streams) if stream not in results]
+            if fit and codes.shape[2]:
+                chosen = codes if len(fit) == len(streams) else codes[fit]
+                checked = self.codec.check(_joined(chosen)).unflatten(1, (len(fit), -1)).transpose(0, 1)
+                results |= self._sounds([streams[n] for n in fit], checked)
         return [results.get(stream, _nothing()) for stream in streams]
 
     def finish(self, streams: Sequence[int]) -> list[Tensor | Exception]:
@@ -99,7 +104,8 @@ class CodecBatch(ABC):
         results: dict[int, Tensor | Exception] = {s: self._absent(s) for s in streams if s not in self._decoding}
         begun = [stream for stream in streams if stream in self._decoding and self._decoding[stream].pushed]
         if begun:
-            results |= self._sounds(begun, None)
+            with self._beside():
+                results |= self._sounds(begun, None)
         for stream in streams:
             self.close(stream)
         return [results.get(stream, _nothing()) for stream in streams]
@@ -108,7 +114,14 @@ class CodecBatch(ABC):
         """Drops a stream without its rest; does nothing where it is closed."""
         gone = self._decoding.pop(stream, None)
         if gone is not None:
-            self._stop(gone.state)
+            with self._beside():
+                self._stop(gone.state)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Computes as the codec does; on a GPU beside what others queue there, for which nothing waits."""
+        with self.codec._plain(), torch.cuda.stream(self._gpu) if self._gpu else contextlib.nullcontext():
+            yield
 
     def _check_streams(self, streams: Sequence[int]) -> None:
         if len(set(streams)) < len(streams):
@@ -138,8 +151,7 @@ class CodecBatch(ABC):
         decoding = [self._decoding[stream] for stream in streams]
         states = [one.state for one in decoding]
         try:
-            with self.codec._plain():
-                sounds = _on_host(self._push(states, codes) if codes is not None else self._finish(states))
+            sounds = _on_host(self._push(states, codes) if codes is not None else self._finish(states))
         except Exception as error:  # a failure of all together: nobody knows what was computed of whom
             sounds = [error] * len(states)
         results: dict[int, Tensor | Exception] = {}

@@ -42,6 +42,8 @@ class MimiCodec(NetworkCodec):
     for sound whose last frame is filled up with silence.
     """
 
+    _together = 16  # much of a frame's time goes to reading the transformer's weights, once for all
+
     def __init__(self, config: MimiConfig, take: Take, codebooks: int = CODEBOOKS) -> None:
         """Builds the codec, with its first `codebooks` codebooks, from the tensors that `take` gives, on their device.
 

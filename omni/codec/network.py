@@ -13,9 +13,6 @@ from omni.codec.batch import CodecBatch
 from omni.codec.streaming import Layer, after, steps_of
 from omni.codec.streams import LayerPlace, RowPlan, StreamRow, Streams, on_device
 
-GROUP = 4
-"""Streams that pass through the layers together on a CPU: more would not fit its caches."""
-
 WHOLE = 32
 """Frames that a whole decode takes at once where no CPU computes."""
 
@@ -30,6 +27,8 @@ class NetworkCodec(AudioCodec):
     _decoder: Sequence[Layer]
     _latent_rate: int
     """Positions of the latents in a frame."""
+    _together = 8
+    """Streams that pass through the layers together on a CPU: more do not fit its caches."""
 
     def exact_samples(self, frames: int) -> int:
         rate, lag = after(self._decoder, LayerPlace(self._latent_rate, 0))
@@ -138,7 +137,7 @@ class NetworkBatch(CodecBatch):
     def _groups(self, states: Sequence[StreamRow]) -> Iterator[list[int]]:
         """Streams of a call in order of their rows, as many at a time as pass together."""
         order = sorted(range(len(states)), key=lambda n: states[n].number)
-        size = GROUP if self.codec.device.type == "cpu" else len(order)
+        size = self.codec._together if self.codec.device.type == "cpu" else len(order)
         for first in range(0, len(order), size):
             yield order[first : first + size]
 

@@ -119,7 +119,7 @@ class StreamCall:
         parts = [kept, x, x.new_zeros(x.shape[0], ahead, x.shape[2])] if self.last and ahead else [kept, x]
         joined = torch.cat(parts, dim=1)
         for row, begun in self._young:
-            joined[row, own.positions : own.positions + self._before(place, x.shape[1], begun)] = 0
+            joined[row, own.positions : own.positions + self._before(place, x.shape[1], begun)].zero_()
         if not self.last:
             kept.copy_(joined[:, joined.shape[1] - own.positions :])
         return joined
@@ -178,7 +178,7 @@ class Streams:
             self._resize(max(1, 2 * row.number))
         self._numbers[row.number].zero_()
         words = [0, *(word for key in self._plan.words for word in key(seed))]
-        self._words[row.number] = torch.tensor(words, device=self._words.device)
+        self._words[row.number] = on_device(torch.tensor(words), self._words.device)
         for store in self._plan.stores:
             store.clear(row.number)
         self._rows.append(row)
@@ -214,7 +214,7 @@ class Streams:
         for step in self._steps:
             x = step(x, call)
         if not last:
-            words[:, 0] += frames
+            words[:, 0].add_(frames)
             if index is not None:
                 self._numbers.index_copy_(0, index, kept)
                 self._words.index_copy_(0, index, words)

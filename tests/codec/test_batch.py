@@ -20,13 +20,17 @@ from tests.codec.test_codec import MIMI, SNAC_A, SNAC_B, random_codes
 MIMI_REPLICATE: dict[str, Any] = MIMI | {"pad_mode": "replicate", "use_conv_shortcut": True, "num_residual_layers": 2}
 
 
+def codec_of(name: str, device: str = "cpu") -> Any:
+    if name == "codec2":
+        return load_codec("codec2")
+    if name.startswith("mimi"):
+        return MimiCodec.random(1, device, **(MIMI if name == "mimi" else MIMI_REPLICATE))
+    return SnacCodec.random(1, device, **(SNAC_A if name == "snac_a" else SNAC_B))
+
+
 @pytest.fixture(scope="module", params=["codec2", "snac_a", "snac_b", "mimi", "mimi_replicate"])
 def codec(request: pytest.FixtureRequest) -> AudioCodec:
-    if request.param == "codec2":
-        return load_codec("codec2")
-    if request.param.startswith("mimi"):
-        return MimiCodec.random(1, **(MIMI if request.param == "mimi" else MIMI_REPLICATE))
-    return SnacCodec.random(1, **(SNAC_A if request.param == "snac_a" else SNAC_B))
+    return codec_of(request.param)
 
 
 def sound_of(result: Tensor | Exception) -> Tensor:
@@ -181,3 +185,60 @@ def test_the_failures_of_a_plug_in_stay_where_they_are() -> None:
     good, short = batch.finish([streams[0], streams[3]])
     assert len(sound_of(good)) == 0
     assert isinstance(short, UserError) and "made 5 samples of 1 frames" in str(short)
+
+
+def damaged(name: str) -> Any:
+    """A codec whose code 0 of the first codebook is not a number."""
+    codec = codec_of(name)
+    table = (
+        codec._quantizer.parts[0].tables[0] if name.startswith("mimi") else codec._model.quantizer.quantizers[0].codebook.weight
+    )
+    table[0] = float("nan")
+    return codec
+
+
+@pytest.mark.parametrize("name", ["snac_a", "snac_b", "mimi", "mimi_replicate"])
+def test_what_is_not_a_number_in_one_stream_reaches_no_other(name: str) -> None:
+    """Neither those of the same calls nor the next holders of its memory."""
+    codec = damaged(name)
+    batch, frames = codec.batch(), 30
+    lines = [random_codes(codec, frames, seed=n).clamp(min=1) for n in range(3)]
+    spoilt = lines[1].clone()
+    spoilt[0, 2] = 0
+    streams = [batch.open(seed=n) for n in range(3)]
+    heard: list[list[Tensor]] = [[], [], []]
+    failure, begun = None, 0
+    for frame in range(frames):
+        middle = spoilt[:, frame] if failure is None else lines[1][:, frame - begun]
+        results = batch.push(streams, torch.stack([lines[0][:, frame], middle, lines[2][:, frame]])[:, :, None])
+        if isinstance(results[1], Exception):
+            failure, begun = results[1], frame + 1
+            streams[1] = batch.open(seed=1)  # in the memory of the one that failed, and in the same company
+            results[1], heard[1] = torch.empty(0), []
+        for parts, result in zip(heard, results, strict=True):
+            parts.append(sound_of(result))
+    assert isinstance(failure, UserError) and "not finite" in str(failure) and 3 <= begun < frames - 5
+    for n, rest in enumerate(batch.finish(streams)):
+        codes = lines[n] if n != 1 else lines[1][:, : frames - begun]
+        torch.testing.assert_close(torch.cat([*heard[n], sound_of(rest)]), codec.decode(codes, n), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["snac_a", "mimi"])
+def test_memory_follows_the_number_of_streams(name: str) -> None:
+    codec = codec_of(name)
+    batch, codes = codec.batch(), random_codes(codec, 1)
+
+    def held() -> int:
+        streams = batch._streams
+        stores = [store._cache.keys.shape[1] for store in streams._plan.stores]
+        assert all(rows == len(streams._numbers) for rows in stores)
+        return len(streams._numbers)
+
+    streams = [batch.open() for _ in range(33)]
+    assert all(isinstance(part, Tensor) for part in batch.push(streams, codes.expand(33, -1, -1)))
+    assert 33 <= held() <= 66
+    for stream in streams[:30]:
+        batch.close(stream)
+    assert 3 <= held() <= 12
+    batch.finish(streams)
+    assert held() <= 1 and len(batch) == 0
