@@ -44,6 +44,9 @@ class _Layer(NamedTuple):
 class KVCache:
     """Keys and values of every layer at fixed addresses, one row per sequence.
 
+    `keys` and `values` are lists of one tensor [B, S + 1, H, D] per layer. As parts of one tensor they would not be written in
+    place by a compiled step: Inductor clones every layer of such a tensor and writes the clones back (torch 2.14).
+
     A position of -1 in `input_pos` marks padding or an inactive row: it is written to a spare slot that no mask shows.
     With a sliding window the slots form a ring of `window + chunk - 1`, where `chunk` is the longest piece fed at once.
 
@@ -75,10 +78,11 @@ class KVCache:
         self.ring = window is not None and window + chunk - 1 < length
         self.slots = window + chunk - 1 if self.ring and window is not None else length
         self.length = length
-        self.keys = torch.zeros(layers, rows, self.slots + 1, heads, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.dtype = dtype
+        shape = (rows, self.slots + 1, heads, head_dim)
+        self.keys, self.values = ([torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)] for _ in "kv")
         self.positions = torch.full((rows, self.slots + 1), -1, dtype=torch.long, device=device)
-        self._memory = (self.keys, self.values)  # of all rows, in views too
+        self._memory = (*self.keys, *self.values)  # of all rows, in views too
         self._clean = [self.slots] * rows
         self._numbers: Sequence[int] = range(rows)  # the rows of this view among all
         self._visible = self.slots
@@ -88,7 +92,11 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        return self.keys.shape[1] if self._rows is None else len(self._rows)
+        return len(self.positions) if self._rows is None else len(self._rows)
+
+    @property
+    def device(self) -> torch.device:
+        return self.positions.device
 
     def select(self, rows: Sequence[int]) -> KVCache:
         """A view of some rows that shares this cache's memory: row i of a batch is row `rows[i]` of the cache.
@@ -100,11 +108,11 @@ class KVCache:
         first, count = rows[0], len(rows)
         view._numbers = [self._numbers[row] for row in rows]
         if self._rows is None and list(rows) == list(range(first, first + count)):
-            view.keys = self.keys[:, first : first + count]
-            view.values = self.values[:, first : first + count]
+            view.keys = [keys[first : first + count] for keys in self.keys]
+            view.values = [values[first : first + count] for values in self.values]
             view.positions = self.positions[first : first + count]
         else:
-            index = torch.tensor(list(rows), device=self.keys.device)
+            index = torch.tensor(list(rows), device=self.device)
             view._rows = index if self._rows is None else self._rows[index]
         view._layers = []
         return view
@@ -118,7 +126,7 @@ class KVCache:
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Empty the rows (all by default)."""
-        index = slice(None) if rows is None else torch.tensor(list(rows), device=self.keys.device)
+        index = slice(None) if rows is None else torch.tensor(list(rows), device=self.device)
         self.positions[index] = -1
         for row in range(self.rows) if rows is None else rows:
             self._clean[self._numbers[row]] = 0
@@ -128,8 +136,8 @@ class KVCache:
         held = self.positions[row]
         if self.ring:
             gone = (held >= length).nonzero().flatten()
-            self.keys[:, row, gone] = 0
-            self.values[:, row, gone] = 0
+            for memory in (*self.keys, *self.values):
+                memory[row, gone] = 0
         else:
             number = self._numbers[row]
             self._clean[number] = min(self._clean[number], length)
@@ -138,8 +146,8 @@ class KVCache:
     def copy_row(self, source: int, target: int, length: int | None = None) -> None:
         """Make row `target` equal to row `source`, or to its first `length` positions where no more is held (saves work)."""
         used = slice(None) if length is None or self.ring else slice(0, length)
-        self.keys[:, target, used] = self.keys[:, source, used]
-        self.values[:, target, used] = self.values[:, source, used]
+        for memory in (*self.keys, *self.values):
+            memory[target, used] = memory[source, used]
         self.positions[target] = self.positions[source]
         clean = self._clean[self._numbers[source]]
         self._clean[self._numbers[target]] = clean if used.stop is None else min(clean, used.stop)
@@ -147,8 +155,8 @@ class KVCache:
     def take(self, other: KVCache) -> None:
         """Copy the rows of a smaller cache of the same window and chunk to the first rows of this one, which are empty."""
         rows, used = other.rows, slice(0, other.slots if other.ring else max(other._clean, default=0))
-        self.keys[:, :rows, used] = other.keys[:, :, used]
-        self.values[:, :rows, used] = other.values[:, :, used]
+        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            mine[:rows, used] = theirs[:, used]
         self.positions[:rows, : other.slots] = other.positions[:, : other.slots]
         self._clean[:rows] = other._clean
 
@@ -161,8 +169,7 @@ class KVCache:
         for number in self._numbers:
             low = self._clean[number]
             if low < high:
-                for memory in self._memory:
-                    memory[:, number, low:high].zero_()
+                torch._foreach_zero_([memory[number, low:high] for memory in self._memory])  # few kernels on a GPU
                 self._clean[number] = high
 
     def attend_to(self, input_pos: Tensor) -> Tensor:
@@ -180,8 +187,7 @@ class KVCache:
         slot = torch.where(input_pos >= 0, slot, self.slots)
         rows = torch.arange(self.rows, device=input_pos.device) if self._rows is None else self._rows
         self._writes = (rows[:, None] * (self.slots + 1) + slot).flatten()
-        self.positions.view(-1).index_copy_(0, self._writes, input_pos.flatten())
-        self.positions.select(1, self.slots).fill_(-1)  # the spare slot never shows (a fill: index_put_ would wait on CUDA)
+        self.positions.view(-1).index_copy_(0, self._writes, input_pos.flatten())  # the spare slot gets a position below 0
         held = self.positions if self._rows is None else self.positions[self._rows]
         held = held[:, None, None, : self._visible]
         now = input_pos[:, None, :, None]
@@ -198,7 +204,7 @@ class KVCache:
             )
         if self._writes is None:
             raise RuntimeError("KVCache.update needs attend_to(input_pos) first, once per forward")
-        here, dtype, wanted = self._layer(layer), self.keys.dtype, k.dtype
+        here, dtype, wanted = self._layer(layer), self.dtype, k.dtype
         if wanted != dtype:
             k, v = k.to(dtype), v.to(dtype)
         here.key_slots.index_copy_(0, self._writes, k.transpose(1, 2).flatten(0, 1))

@@ -244,8 +244,8 @@ class Engine:
         """Whether the first of the waiting questions has its slots, or they were made."""
         runner, slots, seats = self.runner, self._slots, [running.seat for running in self._waiting]
         if runner is not None and not self._talks and self._entering is None and not self._placed:
-            keys, norm = runner.cache.keys[0], self.model.decoder.norm.weight
-            if (keys.device, keys.dtype) != (norm.device, norm.dtype):  # the model was moved or cast
+            cache, norm = runner.cache, self.model.decoder.norm.weight
+            if (cache.device, cache.dtype) != (norm.device, norm.dtype):  # the model was moved or cast
                 self._forget()
                 runner, slots = None, self._slots
         wanted = [(running.seat.slot is None) + (running.fork is not None) for running in self._waiting]

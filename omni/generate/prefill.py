@@ -142,8 +142,8 @@ class Prefill:
         self.fed = self.time
         cache.rewind(row, length)
         cache.copy_row(row, fork.row, length)
-        cache.keys[:, fork.row, length - 1] = cache.keys[:, row, length]
-        cache.values[:, fork.row, length - 1] = cache.values[:, row, length]
+        for memory in (*cache.keys, *cache.values):
+            memory[fork.row, length - 1] = memory[row, length]
         return Hidden(hidden.text[:, -2:].transpose(0, 1), hidden.audio[:, -2:].transpose(0, 1))
 
 

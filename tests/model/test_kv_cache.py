@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
 from lightning_fabric import Fabric
 from torch import nn
 
+from omni.attention import attention
 from omni.errors import UserError
 from omni.kv_cache import FunctionalKVCache, KVCache
 from tests.close import assert_near
@@ -113,8 +115,8 @@ def test_what_a_slot_held_before_is_never_looked_at(decoder, layout):
     tokens, other = random_tokens(layout, 1, 9), random_tokens(layout, 1, 5, 3)
 
     def spoil(cache, which):
-        for memory in (cache.keys, cache.values):
-            memory.masked_fill_(which[None, :, :, None, None], math.nan)
+        for memory in (*cache.keys, *cache.values):
+            memory.masked_fill_(which[:, :, None, None], math.nan)
 
     for rows in ([0], [2], [2, 0]):
         both, twice = tokens.expand(len(rows), -1, -1), other.expand(len(rows), -1, -1)
@@ -161,7 +163,7 @@ def test_writing_while_autograd_records_names_both_ways_out(decoder, layout):
     cache = make_cache(decoder, 1, 8, chunk=4)
     with pytest.raises(RuntimeError, match=r"torch.no_grad\(\).*FunctionalKVCache"):
         decoder(tokens, input_pos=pos, cache=cache)
-    assert not cache.keys.any() and not cache.keys.requires_grad
+    assert not any(memory.any() or memory.requires_grad for memory in (*cache.keys, *cache.values))
 
 
 @pytest.mark.untrained("*head.weight", "norm.weight")
@@ -224,8 +226,8 @@ def test_cache_writes_are_visible_under_every_precision(decoder, layout, precisi
     cache = make_cache(decoder, 1, 8, chunk=3)
     with torch.no_grad():
         talker(random_tokens(layout, 1, 3), torch.arange(3)[None], cache)
-    for layer in range(cache.keys.shape[0]):
-        assert cache.keys[layer, 0, :3].abs().sum() > 0 and cache.values[layer, 0, :3].abs().sum() > 0
+    for memory in (*cache.keys, *cache.values):
+        assert memory[0, :3].abs().sum() > 0
     assert cache.positions[0, :3].tolist() == [0, 1, 2]
 
 
@@ -247,3 +249,33 @@ def test_a_shorter_view_of_the_slots_changes_nothing(decoder, layout):
     a, b = run(decoder, tokens, wide, [8, 1])[0], run(decoder, tokens, short, [8, 1])[0]
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert math.isfinite(float(a.sum()))
+
+
+def test_a_compiled_step_makes_no_buffer_as_large_as_a_layer(monkeypatch):
+    """Inductor writes keys, values and positions where they are; it used to clone all layers and write the clones back."""
+    from torch._inductor.graph import GraphLowering
+
+    class Seen(Exception):
+        pass
+
+    def see(code: str) -> None:  # the code is made, but not compiled
+        written.append(code)
+        raise Seen
+
+    written: list[str] = []
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(see))
+    cache = KVCache(2, 4, 1024, 1, 16)
+    view = cache.select(range(3)).limit(64)
+
+    def step(position, x):
+        mask = view.attend_to(position)
+        for layer in range(2):
+            x = attention(x, *view.update(layer, x, x + 1), mask)
+        return x
+
+    with torch.inference_mode(), pytest.raises(Exception, match="Seen"):
+        torch.compile(step)(torch.tensor([[5], [7], [9]]), torch.randn(3, 1, 1, 16))
+    torch._dynamo.reset()
+    (code,) = written
+    made = [math.prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(r"= empty_strided_cpu\(\((.*?)\)", code)]
+    assert made and max(made) < cache.positions[:3].numel() < cache.keys[0][:3].numel()
