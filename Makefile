@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # What is compiled once need not be compiled in each process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long test-gpu lint clean
 
 demo: $(READY)
 	$(RUN) -m train demo
@@ -19,6 +19,9 @@ test: $(READY)
 
 test-long: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder -m long
+
+test-gpu: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m cuda -rs
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -1,4 +1,7 @@
-"""The attention function that every part of the model calls."""
+"""The attention function that every part of the model calls, and the choice of its kernels on a GPU.
+
+Dimensions: B batch, H heads, G key/value heads, T queries, S keys, D size of a head.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_chosen = False
+
+
+def choose_kernels() -> None:
+    """Keep cuDNN's attention out of use in this process; the first call decides, later ones change nothing.
+
+    PyTorch prefers it on H100, H200 and B200. There it makes a plan of 20 to 40 ms, or up to 0.4 s, in each thread for every
+    new shape (modelscope/FunASR#3704), and gives NaN gradients at some lengths with a mask (pytorch/pytorch#196678).
+    """
+    global _chosen
+    if not _chosen:
+        _chosen = True
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False, grouped: bool = False
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with `attn_mask`, `is_causal` and `enable_gqa`.
+    """`F.scaled_dot_product_attention` with `attn_mask`, `is_causal` and `enable_gqa`; [B, H, T, D].
 
     When bf16 is trained on a CPU, attention is computed in fp32 and rounded afterwards: the backward pass of torch's bf16
     kernel takes four times as long on short clips, and 1.6 times on 256 time steps (torch 2.14).
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, H, S, D], or [B, G, S, D] where `grouped`.
+        mask: bool (True: is seen) or added to the scores, broadcastable to [B, H, T, S]. A floating one is converted to the
+            queries' format: CUDA's kernels read another one as if it were theirs (pytorch/pytorch#191612).
     """
+    if mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
+        mask = mask.to(query.dtype)
+    if query.is_cuda:
+        if not torch.compiler.is_compiling():
+            choose_kernels()
+        if grouped and mask is not None:
+            # No fused CUDA kernel takes both groups and a mask: shared keys would go to the unfused one, which writes all of
+            # the attention's weights to memory.
+            group = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), False
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or not needs_grad:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)

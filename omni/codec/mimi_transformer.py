@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from omni.attention import attention
 from omni.codec.streaming import product
 from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
 from omni.kv_cache import KVCache
@@ -82,7 +83,7 @@ class _TransformerStep:
         q, k, v = heads.split([layer.heads, layer.key_heads, layer.key_heads], dim=1)  # each [N, H, T, D]
         keys, values = cache.update(number, _turned(k, turn), v)
         grouped = layer.heads != layer.key_heads
-        y = F.scaled_dot_product_attention(_turned(q, turn), keys, values, attn_mask=mask, enable_gqa=grouped)
+        y = attention(_turned(q, turn), keys, values, mask, grouped=grouped)
         return product(y.transpose(1, 2).flatten(2), block.out, block.out_bias)
 
     def resize(self, rows: int, used: int) -> None:

@@ -108,14 +108,7 @@ class Attention(nn.Module):
             q = q.view(b, self.kv_heads, group, self.head_dim)
             y = attention(q, k, v, mask)
         else:
-            grouped = group > 1
-            if grouped and mask is not None and q.is_cuda:
-                # No fused CUDA kernel takes both groups and a mask: shared keys would go to the unfused one, which
-                # writes all of the attention's weights to memory.
-                k, v, grouped = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), False
-            q = q.transpose(1, 2)
-            y = attention(q, k, v, mask, mask is None, grouped)
-            y = y.transpose(1, 2)
+            y = attention(q.transpose(1, 2), k, v, mask, mask is None, group > 1).transpose(1, 2)
         return self.out(y.reshape(b, t, -1))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from omni.attention import choose_kernels
 from omni.config import ModelConfig
 from omni.encoder import whisper  # noqa: F401 (registers it)
 from omni.encoder.base import build_encoder
@@ -28,6 +29,7 @@ class SpeechModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        choose_kernels()  # before anything is compiled
         self.config = config
         self.encoder = build_encoder(config.encoder)
         self.projector = Projector(config.projector, config.encoder.width, config.decoder.width)
