@@ -89,6 +89,11 @@ def find_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor from the host to a device, through pinned memory, so that the host does not wait for a CUDA device."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all queued work of a CUDA device, so that times read afterwards are right; does nothing on other devices."""
     if device.type == "cuda":

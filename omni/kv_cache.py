@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from omni.errors import UserError
+from omni.hardware import to_device
 
 
 class Cache(Protocol):
@@ -112,7 +113,7 @@ class KVCache:
             view.values = [values[first : first + count] for values in self.values]
             view.positions = self.positions[first : first + count]
         else:
-            index = torch.tensor(list(rows), device=self.device)
+            index = to_device(torch.tensor(list(rows)), self.device)
             view._rows = index if self._rows is None else self._rows[index]
         view._layers = []
         return view
@@ -126,22 +127,20 @@ class KVCache:
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Empty the rows (all by default)."""
-        index = slice(None) if rows is None else torch.tensor(list(rows), device=self.device)
-        self.positions[index] = -1
         for row in range(self.rows) if rows is None else rows:
+            self.positions[row].fill_(-1)
             self._clean[self._numbers[row]] = 0
 
     def rewind(self, row: int, length: int) -> None:
         """Keep positions below `length` of one row and forget the rest."""
         held = self.positions[row]
         if self.ring:
-            gone = (held >= length).nonzero().flatten()
             for memory in (*self.keys, *self.values):
-                memory[row, gone] = 0
+                memory[row].masked_fill_((held >= length)[:, None, None], 0)
         else:
             number = self._numbers[row]
             self._clean[number] = min(self._clean[number], length)
-        held[held >= length] = -1
+        held.masked_fill_(held >= length, -1)
 
     def copy_row(self, source: int, target: int, length: int | None = None) -> None:
         """Make row `target` equal to row `source`, or to its first `length` positions where no more is held (saves work)."""

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from omni.hardware import to_device
+
 EQUAL_LENGTHS = 1.0
 """Group ratio on a CPU: only clips of one length share a call, so attention does no padded work either.
 Measured at 64 clips of 0.6 to 3 s, width 128, one core, forward and backward of one attention: 45 ms
@@ -86,12 +88,12 @@ def pack(mel_lengths: Sequence[int], frames: Sequence[int], mel_stride: int, *, 
     first[order] = tokens.cumsum(0) - tokens
     wanted = torch.tensor(list(frames), dtype=torch.long)
     plan = Packing(
-        source=_to(source * live, device),
-        gaps=_to(~live[:, None], device),
-        kept=_to((starts // 2).repeat_interleave(tokens) + positions, device),
-        positions=_to(positions, device),
+        source=to_device(source * live, device),
+        gaps=to_device(~live[:, None], device),
+        kept=to_device((starts // 2).repeat_interleave(tokens) + positions, device),
+        positions=to_device(positions, device),
         groups=_groups(tokens.tolist(), ratio, device),
-        output=_to(first.repeat_interleave(wanted) + _ragged_arange(wanted), device),
+        output=to_device(first.repeat_interleave(wanted) + _ragged_arange(wanted), device),
     )
     return plan
 
@@ -108,8 +110,8 @@ def _groups(tokens: list[int], ratio: float, device: torch.device) -> list[Atten
         place = mask = None
         if tokens[start] < longest:
             lengths = torch.tensor(tokens[start:end], dtype=torch.long)
-            place = _to((torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device)
-            mask = _to((torch.arange(longest) < lengths[:, None])[:, None, None, :], device)
+            place = to_device((torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device)
+            mask = to_device((torch.arange(longest) < lengths[:, None])[:, None, None, :], device)
         groups.append(AttentionGroup(sum(tokens[start:end]), clips, longest, place, mask))
         start = end
     return groups
@@ -119,10 +121,3 @@ def _ragged_arange(lengths: Tensor) -> Tensor:
     """`[sum lengths]`: 0, 1, … up to each length in turn."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor from the host to the device, through pinned memory, so that the host does not wait for a CUDA device."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -22,6 +22,7 @@ from omni.attention import attention
 from omni.encoder.base import Encoder, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
+from omni.hardware import to_device
 
 
 @register_encoder(WhisperConfig)
@@ -125,7 +126,7 @@ def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: fl
     band's mean over its clip is subtracted, and the clip is divided by the standard deviation of the rest; last they are
     smoothed over the bands by a Gaussian of standard deviation `blur`.
     """
-    length = torch.tensor(lengths, dtype=torch.float32).to(mels.device, non_blocking=True)[:, None, None]
+    length = to_device(torch.tensor(lengths, dtype=torch.float32), mels.device)[:, None, None]
     behind = torch.arange(mels.shape[2], device=mels.device) >= length
     x = mels.float()
     highest = x.masked_fill(behind, float("-inf")).amax((1, 2), keepdim=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from omni.hardware import to_device
 from omni.kv_cache import KVCache
 from omni.layout import Layout
 from omni.model.decoder import Hidden
@@ -82,6 +83,7 @@ class Prefill:
     ) -> None:
         self.model, self.cache, self.rows, self.prompt, self.fork = model, cache, rows, prompt, fork
         self.fed, self.time = 0, prompt.tokens.shape[2]
+        self._sent: list[Tensor] = []
 
     @property
     def left(self) -> int:
@@ -102,23 +104,18 @@ class Prefill:
         return Hidden(hidden.text[:, -1:], hidden.audio[:, -1:]) if not self.left else None
 
     def _feed(self, columns: int) -> Hidden:
-        tokens, positions, features, index = self.prompt
-        piece, device = slice(self.fed, self.fed + columns), self.model.device
-        position = positions[:, piece]
-        view = self.cache.select(self.rows).limit(max(int(position.max()) + 1, 1))
+        if not self._sent:
+            self._sent = _sent(self.model.device, self.prompt.tokens, self.prompt.input_pos, self.prompt.feature_index)
+        piece, (tokens, positions, index) = slice(self.fed, self.fed + columns), self._sent
+        view = self.cache.select(self.rows).limit(max(int(self.prompt.input_pos[:, piece].max()) + 1, 1))
         self.fed += columns
-        return self.model(
-            tokens[:, :, piece].to(device),
-            features,
-            index[:, piece].to(device),
-            input_pos=position.to(device),
-            cache=view,
-        )
+        features = self.prompt.features
+        return self.model(tokens[:, :, piece], features, index[:, piece], input_pos=positions[:, piece], cache=view)
 
     def _split(self, fork: Fork) -> Hidden:
         """Feed the rest; the other row's last column is one more of the first row, then moved to its own row. Where the cache
         is too short for that column, or its window slides, the two last columns are fed as a batch of two instead."""
-        (row,), cache, device = self.rows, self.cache, self.model.device
+        (row,), cache = self.rows, self.cache
         tokens, positions, features, index = self.prompt
         length = int(positions[0, -1]) + 1
         pair = torch.stack([tokens[0, :, -1], fork.column])  # [2, K]
@@ -131,20 +128,24 @@ class Prefill:
             return prefill(self.model, cache, (row, fork.row), last)
         rest = slice(self.fed, self.time - 1)
         slots = torch.cat([positions[:, self.fed :], torch.full((1, 1), length)], dim=1)
-        hidden = self.model(
-            torch.cat([tokens[:, :, rest], pair.T[None]], dim=2).to(device),
-            features,
-            torch.cat([index[:, rest], torch.full((1, 2), -1)], dim=1).to(device),
-            positions=slots.clamp_max(length - 1).to(device),
-            input_pos=slots.to(device),
-            cache=_ForkCache(cache.select((row,)).limit(length + 1)),
-        )
+        tokens = torch.cat([tokens[:, :, rest], pair.T[None]], dim=2)
+        index = torch.cat([index[:, rest], torch.full((1, 2), -1)], dim=1)
+        tokens, slots, index, places = _sent(self.model.device, tokens, slots, index, slots.clamp_max(length - 1))
+        view = _ForkCache(cache.select((row,)).limit(length + 1))
+        hidden = self.model(tokens, features, index, positions=places, input_pos=slots, cache=view)
         self.fed = self.time
         cache.rewind(row, length)
         cache.copy_row(row, fork.row, length)
         for memory in (*cache.keys, *cache.values):
             memory[fork.row, length - 1] = memory[row, length]
         return Hidden(hidden.text[:, -2:].transpose(0, 1), hidden.audio[:, -2:].transpose(0, 1))
+
+
+def _sent(device: torch.device, tokens: Tensor, *by_time: Tensor) -> list[Tensor]:
+    """Copies tokens [B, K, T] and tensors [B, T] to the device, in one copy."""
+    whole = to_device(torch.cat([tokens, *(each[:, None] for each in by_time)], dim=1), device)
+    k = tokens.shape[1]
+    return [whole[:, :k], *(whole[:, k + i] for i in range(len(by_time)))]
 
 
 class _ForkCache:

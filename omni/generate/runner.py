@@ -26,6 +26,8 @@ from torch import Tensor
 from omni.cursor import Cursor
 from omni.generate.rows import RunnerRow, Start, StepOutput
 from omni.generate.sampling import Mode, Sampler
+from omni.generate.staging import Staging
+from omni.hardware import to_device
 from omni.kv_cache import KVCache
 from omni.lora.attach import active_edits, attached_names, removals
 from omni.lora.selection import RowSelection, Selection, names_in, using
@@ -136,8 +138,11 @@ class Runner:
         self._number = torch.zeros(rows, dtype=torch.long, device=device)  # of each row's selection, from 1; 0 for none
         self._resting = torch.zeros(rows, dtype=torch.bool, device=device)
         self._cursor = Cursor.start(self.layout, [False] * rows, [False] * rows, device)
+        self._cursor = self._cursor.select(slice(None))  # makes its constants now, and not in the first answer
         self._cursor.done.fill_(True)
         self._sampler = Sampler(self.layout, rows, device)
+        of_cursor = [getattr(self._cursor, name) for name in Cursor.TENSORS]
+        self._staging = Staging([self._position, self._partner, self._number, *of_cursor, *self._sampler.targets])
         self._packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
         self._hosts: list[Tensor] = []  # pinned buffers that wait for a record
         self._views: dict[tuple[int, ...], KVCache] = {}
@@ -161,19 +166,16 @@ class Runner:
             starts: one per slot.
         """
         rows = [RunnerRow(n, s.position, s.text, s.audio, s.partner, s.selection) for n, s in zip(slots, starts, strict=True)]
-        fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts], self._position.device)
-        index, device = self._index(tuple(slots)), self._position.device
-        for name in Cursor.TENSORS:
-            getattr(self._cursor, name)[index] = getattr(fresh, name)
-        self._position[index] = torch.tensor([s.position for s in starts], device=device)
+        fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
         partners = [row.slot if row.partner is None else row.partner for row in rows]
-        self._partner[index] = torch.tensor(partners, device=device)
-        numbers = []
-        for row, start in zip(rows, starts, strict=True):
-            numbers.append(self._numbered(start.selection))
+        selected = []
+        for row in rows:
+            selected.append(self._numbered(row.selection))
             self.rows[row.slot] = row
-            self._sampler.set(row.slot, start.settings, start.key)
-        self._number[index] = torch.tensor(numbers, device=device)
+        numbers = [s.position for s in starts], partners, selected
+        drawn = self._sampler.prepare(slots, [s.settings for s in starts], [s.key for s in starts])
+        of_cursor = [getattr(fresh, name) for name in Cursor.TENSORS]
+        self._staging.write(slots, [*(torch.tensor(own) for own in numbers), *of_cursor, *drawn])
         plan = self._plan(rows, tuple(slots))
         self._write(plan, hidden)
         self._record(plan, rows)
@@ -207,10 +209,15 @@ class Runner:
         """Free the row's slot; the content of the cache stays."""
         if row.live:
             row.live = False
-            self.rows[row.slot] = None
-            self._sampler.clear(row.slot)
-            self._position[row.slot] = -1
-            self._cursor.done[row.slot] = True
+            self._empty(row.slot)
+
+    @torch.inference_mode()
+    def _empty(self, slot: int) -> None:
+        """Make the step pass over a slot. Fills: to write one number by its index waits for a GPU."""
+        self.rows[slot] = None
+        self._sampler.clear(slot)
+        self._position[slot : slot + 1].fill_(-1)
+        self._cursor.done[slot : slot + 1].fill_(True)
 
     @torch.no_grad()
     def grow(self, rows: int, length: int) -> None:
@@ -239,7 +246,7 @@ class Runner:
         if plan.resting:
             stepped = {row.slot for row in chosen}
             rest = torch.tensor([slot not in stepped for slot in plan.slots])
-            self._resting[self._index(plan.slots)] = rest.to(self._resting.device, non_blocking=True)
+            self._resting[self._index(plan.slots)] = to_device(rest, self._resting.device)
         self._view(plan).clean(plan.visible or None)
         if self._graph:
             if plan not in self._graphs:
@@ -302,7 +309,7 @@ class Runner:
         first, count = slots[0], len(slots)
         if slots == tuple(range(first, first + count)):
             return slice(first, first + count)
-        return torch.tensor(slots, device=self._position.device)
+        return to_device(torch.tensor(slots), self._position.device)
 
     def _visible(self, positions: int) -> int:
         """Number of slots that a step reads, rounded up to few different numbers (fewer still where each costs a graph)."""

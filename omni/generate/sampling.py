@@ -20,6 +20,7 @@ from torch import Tensor
 
 from omni.errors import UserError, closest
 from omni.generate.sampling_config import Sampling
+from omni.generate.staging import Staging
 from omni.layout import Layout
 
 GREEDY = Sampling()
@@ -204,20 +205,29 @@ class Sampler:
 
     def set(self, row: int, settings: Sequence[Sampling], key: int) -> None:
         """Give a row its settings, one per stream, and its key; what it wrote before is forgotten."""
+        Staging(self.targets).write([row], self.prepare([row], [settings], [key]))
+
+    @property
+    def targets(self) -> tuple[Tensor, ...]:
+        """The tensors of settings and keys, which a start writes (`omni.generate.staging`)."""
+        return self.key, self.temperature, self.top_k, self.top_p, self.penalty
+
+    def prepare(self, rows: Sequence[int], settings: Sequence[Sequence[Sampling]], keys: Sequence[int]) -> list[Tensor]:
+        """Forget what rows wrote before, and note their modes; returns the numbers for their `targets`, on the host."""
         a = self.layout.n_audio
-        device = self.key.device
-        self.key[row] = key
-        self.temperature[row] = torch.tensor([s.temperature for s in settings], device=device)
         sizes = [self._audio_ids] * a + [self._text_ids]
-        top_k = [s.top_k if s.top_k < n else 0 for s, n in zip(settings, sizes, strict=True)]
-        self.top_k[row] = torch.tensor(top_k, device=device)
-        self.top_p[row] = torch.tensor([s.top_p for s in settings], device=device)
-        self.penalty[row] = torch.tensor([s.repetition_penalty for s in settings], device=device)
-        self._modes[row] = (mode_of(settings[:a], self._audio_ids), mode_of(settings[a:], self._text_ids))
-        if any(mode.penalty for mode in self._modes[row]):
-            self.see()
-        if self.seen is not None:
-            self.seen[row] = False
+        for row, own in zip(rows, settings, strict=True):
+            self._modes[row] = (mode_of(own[:a], self._audio_ids), mode_of(own[a:], self._text_ids))
+            if any(mode.penalty for mode in self._modes[row]):
+                self.see()
+            if self.seen is not None:
+                self.seen[row].fill_(False)
+        top_k = [[s.top_k if s.top_k < n else 0 for s, n in zip(own, sizes, strict=True)] for own in settings]
+        numbers = (
+            [[getattr(s, name) for s in own] for own in settings] for name in ("temperature", "top_p", "repetition_penalty")
+        )
+        temperature, top_p, penalty = (torch.tensor(each, dtype=torch.float32) for each in numbers)
+        return [torch.tensor(keys), temperature, torch.tensor(top_k), top_p, penalty]
 
     def see(self) -> Tensor:
         """`seen`, made where it is not there yet."""
@@ -234,8 +244,8 @@ class Sampler:
     def take(self, other: Sampler) -> None:
         """Copy the rows of a smaller sampler to the first ones of this one."""
         count = len(other.key)
-        for name in ("key", "temperature", "top_k", "top_p", "penalty"):
-            getattr(self, name)[:count] = getattr(other, name)
+        for mine, theirs in zip(self.targets, other.targets, strict=True):
+            mine[:count] = theirs
         if other.seen is not None:
             self.see()[:count] = other.seen
         self._modes[:count] = other._modes

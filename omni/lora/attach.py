@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
+from omni.hardware import to_device
 from omni.lora.config import LoRAConfig
 from omni.lora.layer import LowRank
 from omni.lora.selection import Active, RowSelection, Selection, current
@@ -357,7 +358,7 @@ def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.d
     if len(wanted) == 1 and None not in rows:
         return Selection((wanted[0],))
     numbers = [0 if selection is None else wanted.index(selection) + 1 for selection in rows]
-    return Selection(tuple(wanted), torch.tensor(numbers, device=device))
+    return Selection(tuple(wanted), to_device(torch.tensor(numbers), torch.device(device)))
 
 
 def _adapters_in(rows: Sequence[RowSelection]) -> list[str]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from omni.config import ProjectorConfig
 from omni.errors import UserError
+from omni.hardware import to_device
 from omni.model.blocks import SwiGLU
 from omni.model.multitask_projector import SHARING, make_sharing
 from omni.tasks import TASKS
@@ -60,7 +61,7 @@ class Projector(nn.Module):
         """The index in the projector of each feature's task, [N]; a task that it has no part for counts as the first."""
         if isinstance(task, Tensor):
             own = [self.tasks.index(name) if name in self.tasks else 0 for name in TASKS]
-            return torch.tensor(own).to(device, non_blocking=True)[task.clamp_min(0)]
+            return to_device(torch.tensor(own), device)[task.clamp_min(0)]
         for name in task:
             if name not in self.tasks:
                 raise UserError(
@@ -81,4 +82,4 @@ def stack_frames(frames: Tensor, counts: Sequence[int], stack: int) -> Tensor:
         groups.append(torch.where(index < n, index + start, sum(counts)))
         start += n
     padded = torch.cat([frames, frames.new_zeros(1, frames.shape[1])])
-    return padded[torch.cat(groups).to(frames.device, non_blocking=True)].view(-1, stack * frames.shape[1])
+    return padded[to_device(torch.cat(groups), frames.device)].view(-1, stack * frames.shape[1])
