@@ -281,8 +281,8 @@ class Runner:
         resting = False
         if not slots:
             slots = tuple(sorted(row.slot for row in chosen))
-            span = range(0 if self._graph else slots[0], slots[-1] + 1)
-            if self._graph or 2 * len(slots) > len(span):  # gathering half of the rows takes longer than stepping them all
+            span = range(0 if self._cuda else slots[0], slots[-1] + 1)
+            if self._cuda or 2 * len(slots) > len(span):  # gathering half of the rows takes longer than stepping them all
                 resting = sum(self.rows[slot] is not None for slot in span) > len(slots)
                 slots = tuple(span)
         coupled = any(row.partner is not None and row.needs_text for row in chosen)

@@ -72,7 +72,10 @@ def test_nothing_waits_from_prefill_to_the_end(model: SpeechModel, counted: Any)
         hidden = prefilled(model, runner)
 
     assert counted(fill) == ([], 1)  # one copy for the prompts of all rows, whatever the pieces
-    assert counted(lambda: rows.extend(runner.begin(range(len(starts)), hidden, starts))) == ([], 2)  # the rows' numbers, and the first columns
+    assert counted(lambda: rows.extend(runner.begin(range(len(starts)), hidden, starts))) == (
+        [],
+        2,
+    )  # the rows' numbers, and the first columns
     for _ in range(2):
         assert counted(runner.step) == ([], 1)
     assert counted(lambda: runner.leave(rows[1])) == ([], 0)
