@@ -151,13 +151,14 @@ class KVCache:
         clean = self._clean[self._numbers[source]]
         self._clean[self._numbers[target]] = clean if used.stop is None else min(clean, used.stop)
 
-    def take(self, other: KVCache) -> None:
-        """Copy the rows of a smaller cache of the same window and chunk to the first rows of this one, which are empty."""
-        rows, used = other.rows, slice(0, other.slots if other.ring else max(other._clean, default=0))
+    def take(self, other: KVCache, rows: int) -> None:
+        """Copy the first rows of another cache of the same window and chunk, and no more slots, to those of this one, which are
+        empty."""
+        used = slice(0, other.slots if other.ring else max(other._clean, default=0))
         for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-            mine[:rows, used] = theirs[:, used]
-        self.positions[:rows, : other.slots] = other.positions[:, : other.slots]
-        self._clean[:rows] = other._clean
+            mine[:rows, used] = theirs[:rows, used]
+        self.positions[:rows, : other.slots] = other.positions[:rows, : other.slots]
+        self._clean[:rows] = other._clean[:rows]
 
     def clean(self, positions: int | None = None) -> None:
         """Zero the forgotten slots of these rows among those that are read (or among the first `positions`, where given).

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,17 +35,18 @@ class _ExactConvolutions:
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._before = torch.backends.cudnn.conv.fp32_precision
-                torch.backends.cudnn.conv.fp32_precision = "ieee"
+                self._before = _CONVOLUTIONS.fp32_precision
+                _CONVOLUTIONS.fp32_precision = "ieee"
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                torch.backends.cudnn.conv.fp32_precision = self._before
+                _CONVOLUTIONS.fp32_precision = self._before
 
 
+_CONVOLUTIONS: Any = getattr(torch.backends.cudnn, "conv")  # noqa: B009 (torch's stubs lack it)
 _EXACT = _ExactConvolutions()
 
 

@@ -89,10 +89,7 @@ class _TransformerStep:
     def resize(self, rows: int, used: int) -> None:
         old, self._cache = self._cache, self._make(rows)
         if used:
-            old.clean()
-            self._cache.keys[:, :used] = old.keys[:, :used]
-            self._cache.values[:, :used] = old.values[:, :used]
-            self._cache.positions[:used] = old.positions[:used]
+            self._cache.take(old, used)
 
     def clear(self, row: int) -> None:
         self._cache.reset([row])

@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.base import AudioCodec
+from omni.codec.batch import CodecBatch
 from omni.engine.client import Running
 from omni.engine.worker import Worker
 from omni.generate.results import Ended, Reason
@@ -31,7 +33,8 @@ class SoundThread:
     def __init__(self, finished: Callable[[Running], None]) -> None:
         self._finish = weakref.WeakMethod(finished)
         self._work: deque[Outputs | tuple[Running, Reason]] = deque()
-        self._streams: dict[Running, CodecStream] = {}
+        self._batches: dict[AudioCodec, CodecBatch] = {}
+        self._streams: dict[Running, int] = {}
         self._worker = Worker("omni-sound", self._turn)
         self.stop = self._worker.stop
 
@@ -54,10 +57,14 @@ class SoundThread:
             work = self._work.popleft()
         except IndexError:
             return None
-        if isinstance(work, tuple):
-            self._end(*work)
-        else:
-            self._write(work)
+        try:
+            if isinstance(work, tuple):
+                self._end(*work)
+            else:
+                self._write(work)
+        except Exception as error:  # a fault of ours, or a lack of memory: nobody waits for what does not come
+            for running in [work[0]] if isinstance(work, tuple) else [running for running, _ in work]:
+                self._raise(running, error)
         return 0.0
 
     def _write(self, outputs: Outputs) -> None:
@@ -77,54 +84,64 @@ class SoundThread:
                 for event in events:
                     running.put(event)
                 sounding += [(running, frame) for frame in reply.frames[before:]]
-        self._decode(sounding)
+        for codec in {running.codec for running, _ in sounding}:
+            if codec is not None:
+                self._decode(codec, [(running, frame) for running, frame in sounding if running.codec is codec])
         for running, _ in outputs:
             if running.reply.reason is not None and not running.left.is_set():
                 self._finished(running)
 
-    def _decode(self, sounding: Sequence[tuple[Running, list[int]]]) -> None:
+    def _decode(self, codec: AudioCodec, sounding: Sequence[tuple[Running, list[int]]]) -> None:
+        """Turn a frame of each of some answers into sound, in one call."""
+        batch = self._batches.get(codec)
+        if batch is None:
+            batch = self._batches[codec] = codec.batch()
+        open_, frames = [], []
         for running, frame in sounding:
-            codec = running.codec
-            if codec is None:
-                continue
             try:
-                stream = self._streams.get(running)
-                if stream is None:
-                    stream = self._streams[running] = codec.stream()
-                samples = stream.push(torch.tensor(frame)[:, None]).cpu()
+                if running not in self._streams:
+                    self._streams[running] = batch.open()
             except Exception as error:
-                self._broken(running, codec, error)
+                self._play(running, error)
                 continue
-            with running.changed:
-                for chunk in running.reply.sound(samples):
-                    running.put(chunk)
+            open_.append(running)
+            frames.append(frame)
+        if open_:
+            sounds = batch.push([self._streams[running] for running in open_], torch.tensor(frames)[:, :, None])
+            for running, sound in zip(open_, sounds, strict=True):
+                self._play(running, sound)
 
-    def _broken(self, running: Running, codec: AudioCodec, error: Exception) -> None:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            self._raise(running, error)
-        else:
+    def _play(self, running: Running, sound: Tensor | Exception) -> None:
+        """Give the listener a sound, or end the answer whose codec failed."""
+        codec = running.codec
+        assert codec is not None
+        if isinstance(sound, (MemoryError, torch.OutOfMemoryError)):
+            self._raise(running, sound)
+        elif isinstance(sound, Exception):
             way = "generate_batch(sound=False) gives its codes"
-            running.reply.fail(f"codec {codec.name} cannot decode the answer ({error}); {way}")
+            running.reply.fail(f"codec {codec.name} cannot decode the answer ({sound}); {way}")
+        else:
+            with running.changed:
+                for chunk in running.reply.sound(sound):
+                    running.put(chunk)
 
     def _raise(self, running: Running, error: BaseException) -> None:
         running.fail(error)
         self._finished(running)
 
     def _end(self, running: Running, reason: Reason) -> None:
-        stream, reply, codec = self._streams.pop(running, None), running.reply, running.codec
-        if not running.cancelled and reply.error is None and reason != "error":
+        stream, reply = self._streams.pop(running, None), running.reply
+        batch = None if running.codec is None else self._batches.get(running.codec)
+        if not running.cancelled and running.failure is None and reply.error is None and reason != "error":
             with running.changed:
                 reply.reason = reply.reason or reason
                 for event in reply.finish():
                     running.put(event)
-            if stream is not None and codec is not None and reply.error is None:
-                try:
-                    samples = stream.finish().cpu()
-                    with running.changed:
-                        for chunk in reply.sound(samples):
-                            running.put(chunk)
-                except Exception as error:
-                    self._broken(running, codec, error)
+            if stream is not None and batch is not None and reply.error is None:
+                (rest,) = batch.finish([stream])
+                self._play(running, rest)
+        if stream is not None and batch is not None:
+            batch.close(stream)
         with running.changed:
             if not running.cancelled and running.failure is None:
                 running.put(Ended(reply.reason or reason, running.timings(), reply.error))

@@ -230,7 +230,7 @@ class Runner:
         for new, before in zip(self._state(), old, strict=True):
             new[:count] = before
         self._sampler.take(sampler)
-        self.cache.take(cache)
+        self.cache.take(cache, count)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

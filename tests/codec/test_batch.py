@@ -230,7 +230,7 @@ def test_memory_follows_the_number_of_streams(name: str) -> None:
 
     def held() -> int:
         streams = batch._streams
-        stores = [store._cache.keys.shape[1] for store in streams._plan.stores]
+        stores = [store._cache.rows for store in streams._plan.stores]
         assert all(rows == len(streams._numbers) for rows in stores)
         return len(streams._numbers)
 

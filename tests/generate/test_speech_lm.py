@@ -15,6 +15,7 @@ import omni
 from omni.audio.io import audio_info, read_audio, write_wav
 from omni.checkpoint.folder import save_folder
 from omni.codec.registry import CODECS, CodecSpec
+from omni.engine.client import Running
 from omni.errors import UserError
 from omni.generate.options import AnswerOptions, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -102,16 +103,16 @@ def test_streamed_equals_whole_and_sound_equals_the_codec_s(lm: SpeechLM) -> Non
 
 def test_sound_comes_with_the_first_frame_that_can_be_exact(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = make_lm(layout)
-    with lm.session(sampling=Sampling(1.0, top_k=2), max_seconds=0.8) as session:
-        for event in session.ask("hello", "T1A1"):
-            if isinstance(event, AudioChunk):
-                assert session._last is not None and lm.codec is not None
-                columns = len(session._last.reply.columns)
-                assert columns == layout.max_delay + 1 + lm.codec.lookahead
-                assert len(event.samples) == lm.codec.frame_samples
-                break
-        else:
-            pytest.fail("no sound came")
+    put, came = Running.put, []
+
+    def watched(running: Running, event: Any) -> None:
+        if isinstance(event, AudioChunk):
+            came.append((running.processed, len(event.samples)))
+        put(running, event)
+
+    monkeypatch.setattr(Running, "put", watched)
+    lm.generate("hello", "T1A1", sampling=Sampling(1.0, top_k=2), max_seconds=0.8)
+    assert lm.codec is not None and came[0] == (layout.max_delay + 1 + lm.codec.lookahead, lm.codec.frame_samples)
 
 
 def test_timings(lm: SpeechLM) -> None:
