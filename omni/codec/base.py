@@ -21,6 +21,8 @@ from omni.codec.streams import on_device
 from omni.errors import UserError
 from omni.plugins import named
 
+_CONVOLUTIONS: Any = getattr(torch.backends.cudnn, "conv")  # noqa: B009 PyTorch does not type it
+
 
 class _ExactConvolutions:
     """A context in which cuDNN's convolutions do not round their inputs to TF32, as they do by default.

@@ -6,9 +6,10 @@ A frame of 320 samples is 28 bits; in their order, most significant first: spect
 
 The library draws the phases of unvoiced frames from one random state per process, so its decoders disturb
 each other and no decoding can be repeated exactly. Here every stream loads its own copy of the library, with a
-fresh state: 1.3 ms and 2.4 MB to open, then 0.2 ms for a push of one frame, 0.06 ms for each further
-one; encoding a frame takes 0.2 ms (one core of 2.5 GHz). A frame's samples depend on no later frame: the
-lookahead is 0.
+fresh state: 0.8 ms and 0.4 MB of memory to open, no file, descriptor or thread to keep. A frame takes 0.03 ms, and 0.1
+around a push of one stream; a batch of 64 streams takes 0.05 ms for each (one core of an EPYC, of which one thread decodes
+for more than 700 listeners). The lock of Python's interpreter is free while a frame is decoded. A frame's samples depend on
+no later frame: the lookahead is 0.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecStream
+from omni.codec.batch import CodecBatch
 from omni.codec.codec2_library import library_of, load_private, unload
 from omni.errors import UserError
 
@@ -54,6 +58,9 @@ class Codec2Codec(AudioCodec):
         """A new decoder; `seed` modulo 1024 chooses the noise of its unvoiced frames."""
         return _Codec2Stream(self, seed)
 
+    def batch(self) -> CodecBatch:
+        return _Codec2Batch(self)
+
     def _encode(self, audio: Tensor) -> Tensor:
         pcm = np.zeros((self.frames(audio.numel()), FRAME_SAMPLES), dtype=np.int16)
         samples = (audio * 32768).round().clamp(-32768, 32767).to(torch.int16)
@@ -81,15 +88,41 @@ class _Codec2Stream(CodecStream):
             self._library.codec2_rand()
 
     def _push(self, codes: Tensor) -> Tensor:
-        packed = pack(codes)
-        pcm = np.empty((len(packed), FRAME_SAMPLES), dtype=np.int16)
-        for frame in range(len(packed)):
-            self._library.codec2_decode(self._state, pcm[frame].ctypes.data, packed[frame].ctypes.data)
-        return torch.from_numpy(pcm.reshape(-1)).to(torch.float32) / 32768
+        return _decoded([self], codes)[0]
 
     def _finish(self) -> Tensor:
         self._release()
         return self._nothing()
+
+
+class _Codec2Batch(CodecBatch):
+    """Streams whose frames are packed and converted together."""
+
+    def _start(self, seed: int) -> Any:
+        return self.codec.stream(seed)
+
+    def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
+        return [sound.clone() for sound in _decoded(states, codes.transpose(0, 1).flatten(1))]
+
+    def _finish(self, states: Sequence[Any]) -> list[Tensor | Exception]:
+        return [stream._nothing() for stream in states]
+
+    def _stop(self, state: Any) -> None:
+        state._release()
+
+
+def _decoded(streams: Sequence[_Codec2Stream], codes: Tensor) -> tuple[Tensor, ...]:
+    """Sounds `[f * FRAME_SAMPLES]` of N streams; codes `[4, N * f]`, one stream after another."""
+    packed = pack(codes)
+    pcm = np.empty((len(streams), len(packed) // len(streams), FRAME_SAMPLES), dtype=np.int16)
+    # Addresses are counted up here: those of slices take NumPy longer than the library takes for a frame.
+    source, target = packed.ctypes.data, pcm.ctypes.data
+    for stream in streams:
+        decode, state = stream._library.codec2_decode, stream._state
+        for _ in range(pcm.shape[1]):
+            decode(state, target, source)
+            source, target = source + FRAME_BYTES, target + 2 * FRAME_SAMPLES
+    return (torch.from_numpy(pcm).flatten(1).to(torch.float32) / 32768).unbind()
 
 
 def pack(codes: Tensor) -> np.ndarray:

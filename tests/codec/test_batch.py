@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +52,7 @@ class Talk:
     heard: list[Tensor] = field(default_factory=list)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
 def test_a_batch_equals_its_streams_under_any_schedule(codec: AudioCodec, seed: int) -> None:
     """Streams come, are pushed in any company and order, end and are dropped at random."""
     rng, batch = random.Random(seed), codec.batch()
@@ -242,3 +244,50 @@ def test_memory_follows_the_number_of_streams(name: str) -> None:
     assert 3 <= held() <= 12
     batch.finish(streams)
     assert held() <= 1 and len(batch) == 0
+
+
+def held_by_the_process() -> tuple[int, int, int, float]:
+    """Descriptors, threads, mapped files that are deleted (private copies of a library), and memory in MB."""
+    gc.collect()
+    folder = Path("/proc/self")
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    memory = int(status["VmRSS"].split()[0]) / 1024
+    return (
+        len(list((folder / "fd").iterdir())),
+        int(status["Threads"]),
+        (folder / "maps").read_text().count("(deleted)"),
+        memory,
+    )
+
+
+def connect_and_leave(codec: AudioCodec, cycles: int) -> None:
+    """Streams that open, say a little, and finish, are closed, fail, or are forgotten."""
+    rng, batch, codes = random.Random(0), codec.batch(), random_codes(codec, 2)
+    for _ in range(cycles):
+        talking = [batch.open(rng.randint(0, 99)) for _ in range(rng.choice([1, 1, 1, 4]))]
+        rest = codes.expand(len(talking), -1, -1)
+        if rng.random() < 0.5:
+            batch.push(talking, rest)
+        end = rng.randint(0, 3)
+        if end == 0:
+            batch.finish(talking)
+        elif end == 1:
+            assert all(isinstance(failure, UserError) for failure in batch.push(talking, rest + 9999))
+        elif end == 2:
+            for stream in talking:
+                batch.close(stream)
+        else:
+            batch = codec.batch()
+            codec.stream().push(codes)
+        assert len(batch) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+@pytest.mark.parametrize("cycles", [30, pytest.param(10_000, marks=pytest.mark.long)])
+def test_streams_that_come_and_go_leave_nothing_behind(codec: AudioCodec, cycles: int) -> None:
+    connect_and_leave(codec, 30)
+    before = held_by_the_process()
+    connect_and_leave(codec, cycles)
+    after = held_by_the_process()
+    assert after[:3] == before[:3]
+    assert after[3] <= before[3] * 1.05
