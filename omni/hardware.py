@@ -6,6 +6,8 @@ Names can be checked without importing torch.
 from __future__ import annotations
 
 import re
+import threading
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from omni.errors import UserError
@@ -94,12 +96,36 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
+_CAPTURES: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
+
+
+def capture_lock(device: torch.device) -> threading.RLock:
+    """Lock of a CUDA device, held while a graph is captured there and by who synchronizes the device: a capture in one thread
+    fails if another one waits for the whole device."""
+    import torch
+
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return _CAPTURES[index or 0]
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all queued work of a CUDA device, so that times read afterwards are right; does nothing on other devices."""
     if device.type == "cuda":
         import torch
 
-        torch.cuda.synchronize(device)
+        with capture_lock(device):
+            torch.cuda.synchronize(device)
+
+
+def finish_queued(device: torch.device) -> None:
+    """Wait for the work that this thread has queued on a CUDA device, and for nothing else; does nothing on other devices."""
+    if device.type == "cuda":
+        import torch
+
+        with torch.cuda.device(device):
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()
 
 
 def multiplies_bf16(kind: str = "auto") -> bool:

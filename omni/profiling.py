@@ -26,13 +26,14 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device | str = "cpu", every: float = 0.003) -> None:
-        self.cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
+        self.cuda = self._device.type == "cuda"
         self.every = every
         self.peak = 0
 
     def __enter__(self) -> PeakMemory:
         if self.cuda:
-            torch.cuda.synchronize()
+            synchronize(self._device)
             torch.cuda.reset_peak_memory_stats()
             self.start = torch.cuda.memory_allocated()
             return self
@@ -49,7 +50,7 @@ class PeakMemory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.cuda:
-            torch.cuda.synchronize()
+            synchronize(self._device)
             self.peak = torch.cuda.max_memory_allocated() - self.start
             return
         self._top = max(self._top, self._process.memory_info().rss)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.hardware import synchronize
+from omni.hardware import capture_lock, synchronize
 from omni.profiling import seconds_of
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class WeightReader:
         synchronize(self.device)
         with torch.cuda.device(self.device):  # a graph is captured on a stream of the current device
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with capture_lock(self.device), torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 way()
         return graph.replay
 

@@ -15,8 +15,8 @@ from omni.generate.prefill import Fork, Prefill, pack
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
-from omni.hardware import synchronize
-from omni.lora.attach import active_edits, removals, selection_of
+from omni.hardware import finish_queued
+from omni.lora.attach import active_edits, changes, selection_of
 from omni.lora.selection import using
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
@@ -65,7 +65,7 @@ def encode(model: SpeechModel, talks: Sequence[Talk]) -> list[Talk]:
             found = encode_questions(model, [Asked(e.turn, e.clip) for e in some])
             for exchange, features in zip(some, found, strict=True):
                 exchange.features = features
-    synchronize(model.device)
+    finish_queued(model.device)
     broken = []
     for talk in alike:
         running = talk.running
@@ -82,12 +82,11 @@ def encode(model: SpeechModel, talks: Sequence[Talk]) -> list[Talk]:
 def left_of(talk: Talk, runner: Runner) -> int:
     """Columns of its prompt that its slot does not hold."""
     running = talk.running
-    return len(running.keys) - running.seat.held.shared(running.keys, _under(running, runner.model))
+    return len(running.keys) - running.seat.held.shared(running.keys, _under(runner.model))
 
 
-def _under(running: Running, model: SpeechModel) -> object:
-    selection = running.start.selection
-    return active_edits(model), selection and removals(model)
+def _under(model: SpeechModel) -> object:
+    return active_edits(model), changes(model)
 
 
 class Entering:
@@ -103,7 +102,7 @@ class Entering:
         keeps = []
         for talk in talks:
             running, (row, *_) = talk.running, talk.slots
-            keeps.append(running.seat.held.keep(running.keys, _under(running, model), runner.cache, row))
+            keeps.append(running.seat.held.keep(running.keys, _under(model), runner.cache, row))
         features = [e.features for talk in talks for e in talk.running.said if e.features is not None]
         packed = pack(model.layout, [talk.running.columns for talk in talks], features, keeps)
         fork = None if first.fork is None else Fork(talks[0].slots[1], first.fork)
@@ -139,7 +138,7 @@ class Entering:
             else:
                 starts += [replace(running.start, partner=talk.slots[1]), replace(running.start, audio=False)]
         rows = iter(self.runner.begin(slots, hidden, starts))
-        synchronize(self.runner.model.device)
+        finish_queued(self.runner.model.device)
         for talk in self.talks:
             talk.rows = [next(rows) for _ in talk.slots]
             talk.running.prefill = talk.running.clock.seconds

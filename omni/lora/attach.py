@@ -40,7 +40,7 @@ CHANGING = threading.RLock()
 """Lock for changing or iterating over the pairs of a model's linears: sessions of several threads share one model."""
 
 _EVERYWHERE = "_edits_everywhere"
-_REMOVED = "_removed_adapters"
+_CHANGES = "_adapter_changes"
 
 
 class Pair(Protocol):
@@ -137,6 +137,26 @@ def _alone(change: _F) -> _F:
     return cast(_F, locked)
 
 
+def changing(change: _F) -> _F:
+    """Decorator: as `_alone`, for what changes the adapters of a model, its first argument; it is counted (`changes`)."""
+
+    @functools.wraps(change)
+    def counted(model: nn.Module, *args: Any, **values: Any) -> Any:
+        with CHANGING:
+            try:
+                return change(model, *args, **values)
+            finally:  # what fails may have changed a part
+                vars(model)[_CHANGES] = changes(model) + 1
+
+    return cast(_F, counted)
+
+
+def changes(model: nn.Module) -> int:
+    """Number of times that adapters were attached, removed, activated, merged or unmerged. Who keeps what was computed with
+    them (a cache, a captured graph) compares it: the same name may be another adapter's, with other weights."""
+    return int(vars(model).get(_CHANGES, 0))
+
+
 # --- adapters of a model ----------------------------------------------------------------------------------------------
 
 
@@ -191,7 +211,7 @@ def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear
     return {name: part for name, part in linears.items() if name in chosen}
 
 
-@_alone
+@changing
 def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) -> None:
     """Attach pairs, by name of their linear, to a model as one active adapter.
 
@@ -247,7 +267,7 @@ def _remove_hook(linear: nn.Module) -> None:
     del linear.lora
 
 
-@_alone
+@changing
 def remove_adapter(model: nn.Module, name: str) -> None:
     """Remove an adapter; UserError where there is none of that name, it is merged, or an answer under way uses it."""
     check_known(model, [name])
@@ -259,12 +279,6 @@ def remove_adapter(model: nn.Module, name: str) -> None:
         part._modules.pop(name, None)
         part.active.names = tuple(n for n in part.active.names if n != name)
         _remove_hook(linear_of(model, target))
-    vars(model)[_REMOVED] = removals(model) + 1
-
-
-def removals(model: nn.Module) -> int:
-    """Number of adapters removed so far. After a removal the same name may be another adapter's, so caches compare it."""
-    return int(vars(model).get(_REMOVED, 0))
 
 
 @contextmanager
@@ -324,6 +338,7 @@ def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
         vars(model).pop(_EVERYWHERE, None)
 
 
+@changing
 def activate(model: nn.Module, *names: str) -> None:
     """Activate these adapters, and no others, for every row; UserError where there is none of a name, or others are merged
     into the weights."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.lora.attach import DEFAULT, Adapters, adapted, check_known, fits, linear_of, linears_of
+from omni.lora.attach import DEFAULT, Adapters, adapted, changing, check_known, fits, linear_of, linears_of
 from omni.lora.config import LoRAConfig
 from omni.lora.layer import LowRank
 from omni.model.linears import checksum, text_rows_of
 from omni.model.quantize import dense_weight, is_quantized, plain_checksum
 
 
+@changing
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
     """Merge the active adapters into the weights; `unmerge` restores the weights exactly, because the originals are kept.
@@ -39,6 +40,7 @@ def merge(model: nn.Module) -> None:
         part.active.merged = part.active.names
 
 
+@changing
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
     """Restore the weights from before `merge`, bit for bit; UserError where nothing is merged."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -163,11 +162,11 @@ def test_an_adapter_stays_while_an_answer_uses_it(layout: Layout, folders: Path,
     lm.session(adapter="small").ask(tone(0.4))  # both are let go
     step, refused = Runner.step, []
 
-    def removing(runner: Runner, *rows: Any) -> None:
+    def removing(runner: Runner) -> None:
         with pytest.raises(UserError, match=used):
             lm.remove_adapter("small")
         refused.append(True)
-        step(runner, *rows)
+        step(runner)
 
     monkeypatch.setattr(Runner, "step", removing)
     lm.generate_batch([tone(0.4)], adapter="small", max_seconds=0.2)
@@ -193,24 +192,12 @@ def test_a_session_whose_adapter_is_taken_away_or_merged_says_so(layout: Layout,
         assert len(session.turns) == 2
 
 
-def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(
-    layout: Layout, folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a session's cache holds, and the steps that a runner captured, were made with the first."""
+def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(layout: Layout, folders: Path) -> None:
+    """What a session's cache holds was made with the first."""
     lm, options = make_lm(layout), {"adapter": "mine", "max_seconds": 0.6}
     lm.load_adapter(folders / "small", "mine")
-    plans: list[Any] = []
-    made = Runner._plan
-
-    def watched(*args: Any) -> Any:
-        plans.append(made(*args))
-        return plans[-1]
-
-    monkeypatch.setattr(Runner, "_plan", watched)
     with lm.session(**options) as session:
-        for _ in session.ask(tone(0.4)):
-            pass
-        before, plans[:] = set(plans), []
+        list(session.ask(tone(0.4)))
         lm.remove_adapter("mine")
         lm.load_adapter(folders / "small", "mine")
         with torch.no_grad():
@@ -220,7 +207,6 @@ def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(
         events = session.ask("hello", "T1A2")
         next(events)
         session.cancel()
-        assert before and plans and not before & {plan._replace(visible=v) for plan in plans for v in (64, 128)}
         found = session.answer("and", "T1A2")
     with lm.session(history=past, **options) as session:
         events = session.ask("hello", "T1A2")

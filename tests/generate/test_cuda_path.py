@@ -4,17 +4,33 @@ shape of a step is rehearsed and captured before it is replayed. What is said mu
 from __future__ import annotations
 
 import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
+from omni import hardware
+from omni.edit.deltas import Delta, Edits
 from omni.generate.results import AudioChunk, TextDelta
 from omni.generate.runner import Runner
 from omni.generate.sampling import GREEDY, Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
+from omni.lora.attach import Adapters, activate, adapted, add_adapter, remove_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.weights import merge, unmerge
+from omni.model.linears import linears_of
+from omni.model.speech_model import SpeechModel
+from tests.generate.test_runner import begin
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 
 TURNS: list[tuple[Any, str]] = [(tone(0.3), "A1A2"), ("and then?", "T1A2"), ("hm", "T1T2"), ("say", "T1A1")]
@@ -22,26 +38,49 @@ SAMPLINGS = [GREEDY, Sampling(1.0, top_k=40, repetition_penalty=1.2)]
 
 
 class Graph:
-    """Replays by running the captured step again."""
+    """Replays by running the captured step again, with the pairs that its linears had when it was captured."""
 
     capturing: Graph | None = None
+    pools: ClassVar[dict[int, weakref.WeakSet[Graph]]] = {}
     run: Any = None
+    model: SpeechModel
+    hooks: dict[str, Any]
 
-    def pool(self) -> int:
-        return 1
+    def capture(self, model: SpeechModel, run: Any) -> None:
+        self.model, self.run, self.hooks = model, run, {}
+        for name, part in adapted(model).items():
+            frozen = Adapters(replace(part.active))
+            frozen._modules, frozen.attached = dict(part._modules), part.attached
+            self.hooks[name] = frozen
 
     def replay(self) -> None:
+        kept = {}
+        for name, linear in linears_of(self.model).items():
+            frozen, kept[name] = self.hooks.get(name), linear._forward_hooks
+            linear._forward_hooks = OrderedDict()
+            if frozen is not None:
+                linear.register_forward_hook(partial(add, frozen))
         self.run()
+        for name, hooks in kept.items():
+            linears_of(self.model)[name]._forward_hooks = hooks
+
+
+def add(frozen: Adapters, linear: Any, args: Any, out: Tensor) -> Tensor:
+    delta = frozen(args[0])
+    return out if delta is None else out + delta
+
+
+HERE = threading.local()
+"""The device that is current in a thread, if any is."""
 
 
 class Nothing:
     """A stream or an event; it belongs to the device that is current when it is made."""
 
-    device: torch.device | None = None
     homeless = 0
 
     def __init__(self) -> None:
-        Nothing.homeless += Nothing.device is None
+        Nothing.homeless += getattr(HERE, "device", None) is None
 
     def wait_stream(self, other: Any) -> None: ...
 
@@ -61,31 +100,47 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
         runners.append(self)
 
     def watched_forward(self: Runner, plan: Any) -> None:
-        if Graph.capturing is not None:
-            Graph.capturing.run = lambda: forward(self, plan)
+        if Graph.capturing is not None and Graph.capturing is getattr(HERE, "graph", None):
+            Graph.capturing.capture(self.model, lambda: forward(self, plan))
         forward(self, plan)
 
     @contextmanager
     def current_device(device: torch.device) -> Any:
-        Nothing.device = device
+        HERE.device = device
         yield
-        Nothing.device = None
+        HERE.device = None
 
     @contextmanager
-    def graph(g: Graph, **kwargs: Any) -> Any:
-        Graph.capturing = g
+    def graph(g: Graph, pool: int, stream: Nothing, capture_error_mode: str) -> Any:
+        assert Graph.capturing is None, "one capture at a time"
+        assert stream in rehearsed, "another stream than the rehearsals'"
+        assert Graph.pools.setdefault(pool, weakref.WeakSet([g])), "a pool that no graph uses any more"
+        Graph.capturing = HERE.graph = g
+        try:
+            yield
+        finally:
+            Graph.capturing = HERE.graph = None
+        Graph.pools[pool].add(g)
+
+    @contextmanager
+    def stream(one: Nothing) -> Any:
+        rehearsed.add(one)
         yield
-        Graph.capturing = None
+
+    rehearsed: set[Nothing] = set()
+    handles = itertools.count()
+    Graph.pools.clear()
 
     monkeypatch.setattr(Runner, "__init__", watched_init)
     monkeypatch.setattr(Runner, "_forward", watched_forward)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     for name, stand_in in {
         "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: next(handles),
         "Stream": Nothing,
         "Event": Nothing,
         "current_stream": Nothing,
-        "stream": contextmanager(lambda stream: iter([None])),
+        "stream": stream,
         "graph": graph,
         "device": current_device,
     }.items():
@@ -173,8 +228,8 @@ def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if
     talk(lm, GREEDY, assist=True)
     batch(lm, GREEDY)
     lm.engine.close()
-    assert Nothing.homeless == 0 and Nothing.device is None
-    assert torch.cuda.Event().device is None and Nothing.homeless == 1  # and it would have been counted
+    assert Nothing.homeless == 0 and HERE.device is None
+    assert torch.cuda.Event() is not None and Nothing.homeless == 1  # and it would have been counted
 
 
 def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
@@ -184,3 +239,107 @@ def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]
         list(session.ask("hello", "T1T2"))  # 8 columns
         (runner,) = as_if_on_a_gpu
         assert int((runner.cache.positions[0] >= 0).sum()) == 8 + int(runner._cursor.step[0]) - 1
+
+
+# --- what a graph does not see ------------------------------------------------------------------------------------------
+
+
+def answers(lm: SpeechLM) -> list[Any]:
+    with lm.session(max_seconds=0.3, max_tokens=6) as session:
+        return [session.answer(question, task).tokens for question, task in TURNS[1:3]]
+
+
+def adapter(model: SpeechModel, seed: int) -> None:
+    add_adapter(model, LoRAConfig(("decoder.blocks.*",), rank=2), "x")
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".lora." in name:
+                p.copy_(torch.randn(p.shape, generator=g))
+
+
+CHANGES: list[Callable[[SpeechModel], None]] = [
+    lambda model: activate(model),
+    lambda model: activate(model, "x"),
+    lambda model: merge(model),
+    lambda model: unmerge(model),
+    lambda model: remove_adapter(model, "x"),
+    lambda model: adapter(model, 2),
+]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_change_of_adapters_drops_the_graphs(
+    seen: bool, as_if_on_a_gpu: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are those of a model that changed before its first step; where nobody counts the changes, they are not."""
+    lm, plain = make_lm(LAYOUTS["pad"]), make_lm(LAYOUTS["pad"])
+    for each in (lm, plain):
+        adapter(each.model, 1)
+    wrong = []
+    for number, change in enumerate([lambda model: None, *CHANGES]):
+        change(lm.model), change(plain.model)
+        with pytest.MonkeyPatch.context() as patch:
+            if not seen:
+                patch.setattr("omni.generate.runner.changes", lambda model: 0)
+            got = answers(lm)
+        if got != answers(SpeechLM(plain.model, plain.tokenizer, plain.codec)):
+            wrong.append(number)
+    assert as_if_on_a_gpu[0]._graphs and wrong == ([] if seen else [1, 3, 5, 6])
+
+
+def test_sessions_with_edits_one_after_another_take_a_pool_that_is_in_use(as_if_on_a_gpu: list[Runner]) -> None:
+    """All graphs of the last session go with its edits; the pool that they were in can take no other."""
+    lm = make_lm(LAYOUTS["pad"])
+    width = lm.config.decoder.width
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        edits = Edits({"decoder.blocks.1.mlp.gate": Delta(torch.randn(2, 48, generator=g), torch.randn(2, width, generator=g))})
+        with lm.session(edits=edits, max_tokens=6) as session:
+            session.answer("hello", "T1T2")
+    assert len(Graph.pools) == 3 and len({id(runner) for runner in as_if_on_a_gpu}) == 1
+
+
+def test_captures_of_several_threads_meet_neither_each_other_nor_a_wait(
+    as_if_on_a_gpu: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in refuses a second capture; a wait for the whole device while one runs would break it."""
+    lm, met = make_lm(LAYOUTS["pad"]), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: met.append(Graph.capturing))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    over = threading.Event()
+
+    def wait_again_and_again() -> None:
+        while not over.is_set():
+            hardware.synchronize(torch.device("cuda"))
+
+    waiter = threading.Thread(target=wait_again_and_again)
+    waiter.start()
+    with ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(lambda _: answers(lm), range(4)))
+    over.set()
+    waiter.join()
+    assert len(met) > 3 and not any(met) and all(one == said[0] for one in said)
+
+
+def test_a_capture_that_fails_leaves_the_rows_as_they_were(
+    as_if_on_a_gpu: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    forward, calls = Runner._forward, []
+
+    def failing(self: Runner, plan: Any) -> None:
+        calls.append(plan)
+        forward(self, plan)
+        if len(calls) in (2, 6):  # in the second rehearsal, and then in the capture
+            raise RuntimeError("lost")
+
+    runner = Runner(lm.model, 1, 60)
+    begin(runner, [1])
+    state = [runner._position, runner._cursor.done, runner._cursor.step, runner._column]
+    held = [tensor.clone() for tensor in state]
+    monkeypatch.setattr(Runner, "_forward", failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            runner.step()
+        assert all(map(torch.equal, state, held)) and not len(runner._graphs)
