@@ -6,12 +6,14 @@ weights freed) it does not see. So whoever owns graphs drops them when the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from omni.generate.rows import RunnerRow, Start
 from omni.hardware import capture_lock
 
 REHEARSALS = 3
@@ -32,6 +34,9 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._graphs)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -73,3 +78,29 @@ class Graphs:
                 for tensor, value in zip(state, saved, strict=True):
                     tensor.copy_(value)
         self._graphs[key], self._pool = graph, pool
+
+
+def powers(most: int) -> list[int]:
+    """The powers of two up to a number."""
+    return [1 << i for i in range(most.bit_length())]
+
+
+def coming(starts: Sequence[Start], visible: Sequence[int]) -> Iterator[list[RunnerRow | None]]:
+    """The rows of every step that answers will take, where a step is of a power of two rows, or of all.
+
+    Args:
+        starts: of the answers, from slot 0 on.
+        visible: numbers of positions that steps read (0: all).
+    """
+    together = any(start.partner is not None for start in starts)
+    counts = [len(starts)] if together else sorted({*powers(len(starts)), len(starts)})
+    for count, seen, text, audio in product(counts, visible, (True, False), (True, False)):
+        rows = [
+            RunnerRow(slot, max(seen, 1) - 1, s.text and text, s.audio and audio, s.partner, s.selection)
+            for slot, s in enumerate(starts[:count])
+        ]
+        found = [row if row.needs_text or row.needs_audio else None for row in rows]
+        while found and found[-1] is None:
+            found.pop()
+        if found:
+            yield found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,3 +66,8 @@ class StepOutput(NamedTuple):
     text: int | None
     done: bool
     broken: bool = False
+
+
+def span(slots: Sequence[int]) -> tuple[int, int] | None:
+    """First slot and the one after the last; None for no slots."""
+    return (min(slots), max(slots) + 1) if slots else None

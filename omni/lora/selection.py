@@ -5,7 +5,7 @@ Dimensions: B rows of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,6 +38,11 @@ RowSelection = str | tuple[str | None, ...] | None
 def names_in(selection: RowSelection) -> tuple[str, ...]:
     """All names of adapters and edits in a selection."""
     return tuple(name for name in (selection if isinstance(selection, tuple) else (selection,)) if name is not None)
+
+
+def all_names(several: Sequence[RowSelection]) -> list[str]:
+    """All names in several selections."""
+    return [name for selection in several for name in names_in(selection)]
 
 
 @dataclass(frozen=True)

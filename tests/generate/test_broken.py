@@ -15,7 +15,7 @@ from torch import Tensor
 from omni.edit.deltas import Delta, Edits
 from omni.errors import UserError
 from omni.generate.results import Answer, Ended
-from omni.generate.runner import broken_rows
+from omni.generate.sampling import broken_rows
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig

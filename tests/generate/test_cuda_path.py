@@ -21,8 +21,9 @@ from torch import Tensor
 from omni import hardware
 from omni.edit.deltas import Delta, Edits
 from omni.generate.results import AudioChunk, TextDelta
+from omni.generate.rows import Start
 from omni.generate.runner import Runner
-from omni.generate.sampling import GREEDY, Sampling
+from omni.generate.sampling import GREEDY, Sampling, per_stream
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.lora.attach import Adapters, activate, adapted, add_adapter, remove_adapter
@@ -244,9 +245,9 @@ def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]
 # --- what a graph does not see ------------------------------------------------------------------------------------------
 
 
-def answers(lm: SpeechLM) -> list[Any]:
-    with lm.session(max_seconds=0.3, max_tokens=6) as session:
-        return [session.answer(question, task).tokens for question, task in TURNS[1:3]]
+def answers(lm: SpeechLM, turns: slice = slice(1, 3), **options: Any) -> list[Any]:
+    with lm.session(max_seconds=0.3, max_tokens=6, **options) as session:
+        return [session.answer(question, task).tokens for question, task in TURNS[turns]]
 
 
 def adapter(model: SpeechModel, seed: int) -> None:
@@ -310,7 +311,7 @@ def test_captures_of_several_threads_meet_neither_each_other_nor_a_wait(
     over = threading.Event()
 
     def wait_again_and_again() -> None:
-        while not over.is_set():
+        while not over.wait(0.002):
             hardware.synchronize(torch.device("cuda"))
 
     waiter = threading.Thread(target=wait_again_and_again)
@@ -343,3 +344,26 @@ def test_a_capture_that_fails_leaves_the_rows_as_they_were(
         with pytest.raises(RuntimeError, match="lost"):
             runner.step()
         assert all(map(torch.equal, state, held)) and not len(runner._graphs)
+
+
+@pytest.mark.parametrize("assist", [False, True])
+def test_what_was_warmed_up_is_not_captured_in_speech(assist: bool, as_if_on_a_gpu: list[Runner]) -> None:
+    lm = make_lm(LAYOUTS["pad"], context=600)
+    settings = per_stream(lm.layout, SAMPLINGS[1])
+    starts = [Start(True, True, 0, settings)]
+    if assist:
+        starts = [replace(starts[0], partner=1), replace(starts[0], audio=False)]
+    expected = answers(SpeechLM(lm.model, lm.tokenizer, lm.codec), slice(1, 2), sampling=SAMPLINGS[1], text_assist=assist)
+    runner = lm.engine.runner = Runner(lm.model, len(starts), 4096)
+    lm.engine._slots.grow(len(starts))
+    assert runner.warm_up(starts) >= 6 and runner.warm_up(starts) == 0
+    captured = len(runner._graphs)
+    assert answers(lm, slice(1, 2), sampling=SAMPLINGS[1], text_assist=assist) == expected and len(runner._graphs) == captured
+    assert len(as_if_on_a_gpu) == 2
+
+
+def test_a_batch_that_shrinks_row_by_row_takes_few_graphs(as_if_on_a_gpu: list[Runner]) -> None:
+    lm = make_lm(LAYOUTS["pad"])
+    lm.generate_batch([f"{'long ' * n}question" for n in range(13)], "T1T2", max_tokens=20, batch_size=13)
+    (runner,) = as_if_on_a_gpu
+    assert {len(plan.slots) for plan in runner._graphs} <= {1, 2, 4, 8, 13}

@@ -44,7 +44,7 @@ class Validator:
     def __call__(self, weights: dict[str, Tensor], step: int) -> dict[str, float]:
         """Evaluates weights after `step` steps; returns the figures."""
         model = SpeechModel.from_state(self.model, weights).to(self.device, self.dtype).eval()
-        lm = SpeechLM(model, self.tokenizer, self.codec)
+        lm = SpeechLM(model, self.tokenizer, self.codec, graph=False)  # a graph of each shape would serve once
         with torch.no_grad():
             report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)
         self._show(report, step)
