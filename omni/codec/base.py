@@ -48,7 +48,6 @@ class _ExactConvolutions:
                 _CONVOLUTIONS.fp32_precision = self._before
 
 
-_CONVOLUTIONS: Any = getattr(torch.backends.cudnn, "conv")  # noqa: B009 (torch's stubs lack it)
 _EXACT = _ExactConvolutions()
 
 

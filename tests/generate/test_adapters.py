@@ -162,11 +162,11 @@ def test_an_adapter_stays_while_an_answer_uses_it(layout: Layout, folders: Path,
     lm.session(adapter="small").ask(tone(0.4))  # both are let go
     step, refused = Runner.step, []
 
-    def removing(runner: Runner) -> None:
+    def removing(runner: Runner, *rows: Any) -> None:
         with pytest.raises(UserError, match=used):
             lm.remove_adapter("small")
         refused.append(True)
-        step(runner)
+        step(runner, *rows)
 
     monkeypatch.setattr(Runner, "step", removing)
     lm.generate_batch([tone(0.4)], adapter="small", max_seconds=0.2)
