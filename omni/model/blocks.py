@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from omni.attention import attention
 from omni.config import DecoderConfig
 from omni.kv_cache import Cache
-from omni.model.int8 import together
+from omni.model.int8 import Normed, normed, together
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -87,14 +87,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(d, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(d, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = together(x, self.q, self.k, self.v)
+    def forward(
+        self, x: Tensor | Normed, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int
+    ) -> Tensor:
+        whole, many = together(x, self.q, self.k, self.v), self.heads + self.kv_heads
+        if whole is None:
+            given = _whole(x)
+            both, v = torch.cat([self.q(given), self.k(given)], dim=2), self.v(given)
+        else:
+            both, v = whole.split([many * self.head_dim, self.kv_heads * self.head_dim], -1)
+        b, t, _ = v.shape
         v = v.view(b, t, self.kv_heads, self.head_dim).transpose(1, 2)
+        both = both.view(b, t, many, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q.view(b, t, self.heads, self.head_dim)).flatten(2)
-            k = self.k_norm(k.view(b, t, self.kv_heads, self.head_dim)).flatten(2)
-        both = rotate(torch.cat([q, k], dim=2).view(b, t, self.heads + self.kv_heads, self.head_dim), *rope)
+            both = torch.cat([self.q_norm(both[:, :, : self.heads]), self.k_norm(both[:, :, self.heads :])], dim=2)
+        both = rotate(both, *rope)
         q, k = both[:, :, : self.heads], both[:, :, self.heads :].transpose(1, 2)
         if cache is not None:
             k, v = cache.update(layer, k.to(v.dtype), v)  # under autocast a norm's keys are fp32
@@ -109,7 +116,9 @@ class Attention(nn.Module):
             y = attention(q, k, v, mask)
         else:
             y = attention(q.transpose(1, 2), k, v, mask, mask is None, group > 1).transpose(1, 2)
-        return self.out(y.reshape(b, t, -1))
+        y = y.reshape(b, t, -1)
+        out = together(y, self.out)
+        return self.out(y) if out is None else out
 
 
 class SwiGLU(nn.Module):
@@ -121,9 +130,16 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(width, hidden, bias=bias)
         self.down = nn.Linear(hidden, out or width, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = together(x, self.gate, self.up)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor | Normed) -> Tensor:
+        whole = together(x, self.gate, self.up)
+        gate, up = whole.chunk(2, -1) if whole is not None else (self.gate(_whole(x)), self.up(_whole(x)))
+        inner = F.silu(gate) * up
+        out = together(inner, self.down)
+        return self.down(inner) if out is None else out
+
+
+def _whole(x: Tensor | Normed) -> Tensor:
+    return x.whole() if isinstance(x, Normed) else x
 
 
 class Block(nn.Module):
@@ -137,5 +153,6 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width, config.mlp_width)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, mask, cache, layer)
-        return x + self.mlp(self.mlp_norm(x))
+        part, mlp = self.attention, self.mlp
+        x = x + part(normed(x, self.attention_norm, part.q, part.k, part.v), rope, mask, cache, layer)
+        return x + mlp(normed(x, self.mlp_norm, mlp.gate, mlp.up))

@@ -2,6 +2,7 @@
 
     n = max |x| of a row        u = floor(x * 127 / n + 1/2)        y = (u @ W^T) * scale * n / 127 + bias        u, W: int8
 
+A norm's factor of a row cancels in u, so it is put into the row's scale instead of the row (`Normed`).
 Sums of products of two int8 are exact in int32, so a row's product is bitwise the same in any company of rows. The product is
 oneDNN's, through PyTorch's `onednn.qlinear_prepack` and `onednn.qlinear_pointwise` (their use:
 `torch/_inductor/quantized_lowerings.py`); where these are missing or not exact, a plain one takes their place.
@@ -38,6 +39,35 @@ class Packed(NamedTuple):
     bias: Tensor | None
 
 
+class Rounded(NamedTuple):
+    """Rows [M, K] as uint8 of 1 to 255, of which 128 is 0, at least `FEWEST`; and the factor of each row's products, [M, 1]."""
+
+    held: Tensor
+    factor: Tensor
+
+
+class Normed:
+    """The output of an RMSNorm of x [..., K], which is computed only for what cannot take its rounded rows."""
+
+    def __init__(self, x: Tensor, norm: nn.RMSNorm) -> None:
+        self.x, self.norm = x, norm
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """The output of the norm, [..., K]."""
+        if self._whole is None:
+            self._whole = self.norm(self.x)
+        return self._whole
+
+    def rounded(self) -> Rounded:
+        """Its rows, rounded before they are divided by their length."""
+        count, weight = self.x.shape[-1], self.norm.weight
+        rows = _float(self.x).reshape(-1, count)
+        held, most = _rounded(rows * _float(weight))
+        length = torch.hypot(torch.linalg.vector_norm(rows, 2, -1, True), _constant((self.norm.eps or 0.0) * count, 0.5))
+        return Rounded(held, torch.addcdiv(_constant(0.0), most, length, value=count**0.5))
+
+
 class Int8Linear(nn.Linear):
     """A linear with an int8 weight [N, K] and a scale [N]; takes and gives float32 or bfloat16."""
 
@@ -72,29 +102,56 @@ class Int8Linear(nn.Linear):
         self.scale, self._packed = before.to(self.weight.device), {}
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _product(x, (self,))
+    def forward(self, x: Tensor, product: Tensor | None = None) -> Tensor:
+        """x [..., K] to [..., N]; `product` is the output where it is known."""
+        return _product(x, (self,)) if product is None else product
 
 
-def together(x: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
-    """Outputs of several linears of one input [..., K]: of one product where all are in int8 and nothing acts beside them."""
-    if type(linears[0]) is not Int8Linear or any(type(p) is not Int8Linear or p._forward_hooks for p in linears):
-        return [part(x) for part in linears]
+def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Normed:
+    """The output of a norm for linears that are in int8 all, and for others."""
+    if any(type(part) is not Int8Linear for part in linears) or norm._forward_hooks or norm._forward_pre_hooks:
+        out: Tensor = norm(x)
+        return out
+    return Normed(x, norm)
+
+
+def together(x: Tensor | Normed, *linears: nn.Module) -> Tensor | None:
+    """Outputs of several int8 linears of one input [..., K], side by side, of one product; None where one is of another kind.
+
+    What acts beside a linear (hooks) is given its own output, so that the product of a row does not depend on it.
+    """
+    for part in linears:
+        if type(part) is not Int8Linear:
+            return None
     parts = cast("tuple[Int8Linear, ...]", linears)
-    return _product(x, parts).split([part.out_features for part in parts], -1)
+    out = _product(x, parts)
+    if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+        whole = x.whole() if isinstance(x, Normed) else x
+        each = out.split([part.out_features for part in parts], -1)
+        out = torch.cat([part(whole, product=one) for part, one in zip(parts, each, strict=True)], -1)
+    return out
 
 
-def _product(x: Tensor, linears: tuple[Int8Linear, ...]) -> Tensor:
+def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
     first, key = linears[0], tuple(map(id, linears))
     packed = first._packed.get(key)
     if packed is None:
         packed = first._packed[key] = _pack(linears)
     weight, scale, bias = packed
-    rows, most = _rounded(x.reshape(-1, first.in_features).float())
-    out = _exact_product(rows, weight, scale) if exact() else plain_product(rows, weight) * scale
-    out = out[: len(most)]
-    out = out.mul_(most) if bias is None else torch.addcmul(bias, out, most)
-    return out.view(*x.shape[:-1], len(scale)).to(x.dtype)
+    if isinstance(x, Normed):
+        given, (held, factor) = x.x, x.rounded()
+    else:
+        given, (held, factor) = x, _rounded(_float(x).reshape(-1, first.in_features))
+    out = _exact_product(held, weight, scale) if exact() else plain_product(held, weight) * scale
+    count = factor.shape[0]
+    if count < held.shape[0]:
+        out = out[:count]
+    out = out.mul_(factor) if bias is None else torch.addcmul(bias, out, factor)
+    return out.view(*given.shape[:-1], scale.shape[0]).to(given.dtype)
+
+
+def _float(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 else x.float()
 
 
 def _pack(linears: Sequence[Int8Linear]) -> Packed:
@@ -107,21 +164,22 @@ def _pack(linears: Sequence[Int8Linear]) -> Packed:
 
 
 @cache
-def _constants() -> tuple[Tensor, Tensor]:
+def _constant(value: float, power: float = 1.0) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(float(MOST)), torch.tensor(128.5)
+        return torch.tensor(value**power)
 
 
-def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [M, K] as whole numbers of 1 to 255, of which 128 is 0, at least `FEWEST`; and the largest |x| of each, [M, 1].
+def _rounded(rows: Tensor) -> Rounded:
+    """Rows [M, K] float32 as whole numbers, and the largest |x| of each.
 
     What makes up the number is of any values, and so is a row of zeros; one that is not finite has no finite largest.
     """
-    most, half = _constants()
+    count = rows.shape[0]
     largest = rows.abs().amax(1, keepdim=True)
-    held = rows.new_empty(max(len(rows), FEWEST), rows.shape[1], dtype=torch.uint8)
-    held[: len(rows)].copy_(torch.addcmul(half, rows, most / largest))
-    return held, largest
+    held = rows.new_empty(max(count, FEWEST), rows.shape[1], dtype=torch.uint8)
+    here = held if count >= FEWEST else held[:count]
+    here.copy_(torch.addcmul(_constant(128.5), rows, _constant(float(MOST)) / largest))
+    return Rounded(held, largest)
 
 
 def _prepack(weight: Tensor) -> Tensor:
@@ -138,7 +196,7 @@ def _zeros(count: int) -> Tensor:
 def _exact_product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """Products [M, N] float32 of rows [M, K] uint8, whose 0 is 128, and a packed weight, times the scale [N]."""
     out: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        rows, 1.0, 128, packed, scale, _zeros(len(scale)), None, 1.0, 0, torch.float32, "none", [], ""
+        rows, 1.0, 128, packed, scale, _zeros(scale.shape[0]), None, 1.0, 0, torch.float32, "none", [], ""
     )
     return out
 

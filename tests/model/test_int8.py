@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.model import int8
-from omni.model.int8 import Int8Linear, to_int8, together
+from omni.model.blocks import RMSNorm
+from omni.model.int8 import Int8Linear, Normed, normed, to_int8, together
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import MODELS
 
@@ -62,10 +63,33 @@ def test_linears_of_one_input_are_multiplied_together(product: str) -> None:
     apart = [part(x) for part in parts]
     for part in parts:
         part._packed.clear()
-    assert all(map(torch.equal, together(x, *parts), apart)) and [len(part._packed) for part in parts] == [1, 0, 0]
-    parts[1].register_forward_hook(lambda module, given, out: calls.append(1) or out + 1)
-    found = together(x, *parts)
-    assert calls == [1] and torch.equal(found[0], apart[0]) and torch.equal(found[1], apart[1] + 1)
+    assert torch.equal(together(x, *parts), torch.cat(apart, -1)) and [len(part._packed) for part in parts] == [1, 0, 0]
+    assert together(x, parts[0], nn.Linear(96, 4)) is None
+    parts[1].register_forward_hook(lambda module, given, out: calls.append(given[0]) or out + 1)
+    found = together(x, *parts).split([40, 8, 16], -1)
+    assert len(calls) == 1 and torch.equal(calls[0], x)
+    assert torch.equal(found[0], apart[0]) and torch.equal(found[1], apart[1] + 1)
+
+
+def test_a_norm_is_left_to_the_scale_of_its_rows(product: str) -> None:
+    """The same whole numbers, in any company, whatever the rows' lengths and whether something acts beside a linear."""
+    norm, linear = RMSNorm(96, eps=1e-6), Int8Linear.of(random(40, 96), random(40, seed=2))
+    nn.init.normal_(norm.weight, 1, 0.3)
+    x = random(9, 96, seed=1) * torch.logspace(-6, 6, 9)[:, None]
+    x[3], x[4] = 0, float("nan")
+    rows, exact = normed(x, norm, linear), x.double()
+    assert isinstance(rows, Normed)
+    wanted = exact / (exact.square().mean(1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    found, by_rows = together(rows, linear), by_hand(wanted, linear.dequantize()) + linear.bias
+    for i in (0, 1, 2, 5, 6, 7, 8):
+        torch.testing.assert_close(found[i].double(), by_rows[i], rtol=1e-4, atol=1e-4 * float(by_rows[i].abs().max()))
+    assert torch.equal(found[3], linear.bias) and not found[4].isfinite().any()
+    for i, row in enumerate(x):
+        torch.testing.assert_close(together(Normed(row[None], norm), linear)[0], found[i], rtol=0, atol=0, equal_nan=True)
+    linear.register_forward_hook(lambda module, given, out: out + 2 * given[0][..., :1])
+    torch.testing.assert_close(together(rows, linear), found + 2 * norm(x)[:, :1], rtol=0, atol=0, equal_nan=True)
+    norm.register_forward_hook(lambda module, given, out: out)
+    assert isinstance(normed(x, norm, linear), Tensor) and isinstance(normed(x, RMSNorm(96), nn.Linear(96, 4)), Tensor)
 
 
 def test_another_precision_keeps_the_scales(product: str) -> None:
