@@ -72,7 +72,14 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
     asked = collect(options, sys.stdin.buffer)
     if options.speaker:
         load_sounddevice()
-    lm = SpeechLM.from_pretrained(options.model, device, dtype, quantize=options.quantize, codec_folder=options.codec_folder)
+    lm = SpeechLM.from_pretrained(
+        options.model,
+        device,
+        dtype,
+        quantize=options.quantize,
+        kernels=options.kernels,
+        codec_folder=options.codec_folder,
+    )
     if any(task.audio for task, _ in answers) and lm.codec is None:
         raise UserError(
             f"{options.model} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; name their folder with "

@@ -12,7 +12,7 @@ from infer.places import PIPE, choose_tasks, places
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.generate.bounds import BOUNDS, Bound, check_number
-from omni.hardware import check_device, check_dtype, check_quantize
+from omni.hardware import check_device, check_dtype, check_kernels, check_quantize
 from omni.remote import refuse_remote
 from omni.tasks import Task
 
@@ -36,6 +36,7 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     check_device(options.device)
     check_dtype(options.dtype)
     check_quantize(options.quantize, options.device)
+    check_kernels(options.kernels)
     check_questions(options.files, options.text, options.chat)
     tasks = choose_tasks(options.task, [kind == SOUND for kind in options.kinds])
     where = places(options, tasks)
@@ -47,7 +48,9 @@ def check_bench(options: BenchOptions) -> None:
     """Checks the options of `bench`. UserError for the first bad option."""
     _check_numbers(options, BENCH)
     check_device(options.device)
+    check_dtype(options.dtype)
     check_quantize(options.quantize, options.device)
+    check_kernels(options.kernels)
     if options.question is not None:
         check_file(options.question)
     if options.model is not None:

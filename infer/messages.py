@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 WORDS: tuple[tuple[str, str], ...] = (
-    (r"^(device|dtype|quantize|task) (?='|\S+ is not available)", r"--\1 "),
+    (r"^(device|dtype|quantize|kernels|task) (?='|\S+ is not available)", r"--\1 "),
     (r"overflow='forget', or start a new session\b", "--forget, or leave --chat out"),
     (r"overflow='forget'", "--forget"),
     (r"\ba larger context\b", "a larger --context"),

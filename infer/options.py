@@ -68,6 +68,7 @@ class AskOptions:
     threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
     dtype: str | None = option(None, "float32, bfloat16 or float16; as stored by default")
     quantize: str | None = option(None, "int8: linears in int8, on a CPU")
+    kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
     debug: bool = option(False, "show the traceback of an error")
 
     order: str = ""
@@ -95,7 +96,9 @@ class BenchOptions:
     answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")
     repeat: int = option(3, "measurements of each figure, after one to warm up; the median is shown")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    dtype: str | None = option(None, "float32, bfloat16 or float16; as stored, or float32 on a CPU, by default")
     quantize: str | None = option(None, "int8: linears in int8, on a CPU")
+    kernels: str = option("measured", "measured: measure first which products are faster on this CPU; or reference")
     threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
     json: bool = option(False, "one JSON object on standard output instead of tables")
     debug: bool = option(False, "show the traceback of an error")

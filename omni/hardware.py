@@ -63,6 +63,16 @@ def check_quantize(name: object, device: str = "cpu") -> None:
         raise UserError(f"quantize {name!r} is for device cpu, not for {device}; leave one of them out")
 
 
+KERNELS = ("measured", "reference")
+"""Forms of products: those that measured fastest on this CPU, or `F.linear` alone (`omni.kernels`)."""
+
+
+def check_kernels(name: object) -> None:
+    """UserError for a value of `kernels` that is none of `KERNELS`."""
+    if name not in KERNELS:
+        raise UserError(f"kernels {name!r} is unknown; use {' or '.join(KERNELS)}")
+
+
 def find_device(name: str | int | torch.device) -> torch.device:
     """The device called `name` (a number counts CUDA devices); `auto` is a GPU where there is one. UserError where this machine
     does not have it."""

@@ -5,21 +5,26 @@ And `--guard`: the graph guard looks on while tests train (tests/guarded.py).
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+os.environ["OMNI_CACHE"] = tempfile.mkdtemp(prefix="omni-tests-")  # what this machine measured before is not the tests'
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in what the tests start
 
 import torch
 
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["OMNI_CACHE"], ignore_errors=True)
 
 gc.disable()  # until all modules are imported, of which nothing is garbage
 

@@ -26,9 +26,12 @@ from omni.config import ModelConfig, preset
 from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import check_quantize, find_device, peak_flops
+from omni.hardware import check_quantize, find_device, find_dtype, peak_flops
+from omni.kernels import measure_kernels
 from omni.model.int8 import to_int8
 from omni.profiling import GIB, HighWater, load
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 NANO_BATCHES = (1, 4, 16, 64, 256)
 
@@ -96,7 +99,7 @@ def _preset(
 ) -> Iterator[FigureTable]:
     """Measures a preset with random weights."""
     gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
+    dtype = find_dtype(options.dtype) or (torch.bfloat16 if gpu else torch.float32)
     gc.collect()
     memory = HighWater(device)
     check_quantize(options.quantize, str(device))
@@ -104,9 +107,10 @@ def _preset(
     if options.quantize:
         to_int8(lm.model)
     with cpu_threads(options.threads, lm.model) as threads:
-        precision = (
-            "bf16, compiled, CUDA graph" if gpu else f"{options.quantize or 'fp32'}, {threads} thread{'s' * (threads > 1)}"
-        )
+        if options.kernels == "measured":
+            measure_kernels(lm.model)
+        number = options.quantize or NAMES[dtype]
+        precision = f"{number}, compiled, CUDA graph" if gpu else f"{number}, {threads} thread{'s' * (threads > 1)}"
         what = f"{name} ({config.codec}, random weights, {precision})"
         yield from _measured(lm, options, sound, name, config, what, memory)
 
@@ -136,7 +140,14 @@ def _measured(
 
 def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Tensor) -> Iterator[FigureTable]:
     """Measures a model folder, whose answers end by themselves."""
-    lm = SpeechLM.from_pretrained(folder, device, quantize=options.quantize, codec_folder=options.codec_folder)
+    lm = SpeechLM.from_pretrained(
+        folder,
+        device,
+        find_dtype(options.dtype),
+        quantize=options.quantize,
+        kernels=options.kernels,
+        codec_folder=options.codec_folder,
+    )
     if lm.codec is None:
         raise UserError(
             f"{folder} has no weights of the codec {lm.config.codec!r}, so its first audio cannot be measured; name their "
@@ -144,6 +155,8 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
         )
     lm = SpeechLM(lm.model, lm.tokenizer, TimedCodec(lm.codec))
     with cpu_threads(options.threads, lm.model):
+        if options.kernels == "measured":
+            measure_kernels(lm.model)
         name = "nano" if bytes_of(lm.model) < SMALL_MODEL else ""
         yield _streaming(lm, options, sound, name, folder, getattr(lm.config.encoder, "mode", lm.config.encoder.kind), False)
         yield _step_table(lm, options, sound, name, folder, False, compile=False)

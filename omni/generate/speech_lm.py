@@ -49,7 +49,8 @@ from omni.generate.results import Answer, Event
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
 from omni.generate.speech_time import SpeechTime
-from omni.hardware import check_quantize, find_device, find_dtype
+from omni.hardware import check_kernels, check_quantize, find_device, find_dtype
+from omni.kernels import serve_measured
 from omni.layout import Layout
 from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
 from omni.lora.weights import base_weight, has_weight
@@ -121,6 +122,7 @@ class SpeechLM:
         *,
         quantize: str | None = None,
         codec_folder: str | os.PathLike[str] | None = None,
+        kernels: str = "measured",
         graph: bool | None = None,
         compile: bool = False,
         **unknown: NoReturn,
@@ -132,6 +134,7 @@ class SpeechLM:
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
             quantize: `int8` for linears in int8 (`omni.model.int8`), on a CPU; they are turned after they were read.
             codec_folder: the codec's weights, where they are not in the folder.
+            kernels: `measured` takes what `omni.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
 
         Raises:
             UserError: anything is wrong with the folder, or there is no such device or number format.
@@ -139,17 +142,22 @@ class SpeechLM:
         from omni.checkpoint.folder import load_folder
 
         start = time.perf_counter()
-        refuse_keywords("from_pretrained", unknown, ("device", "dtype", "quantize", "codec_folder", "graph", "compile"))
+        refuse_keywords(
+            "from_pretrained", unknown, ("device", "dtype", "quantize", "codec_folder", "kernels", "graph", "compile")
+        )
         check_path(folder, "the model folder")
         if codec_folder is not None:
             check_path(codec_folder, "codec_folder")
         place, numbers = find_device(device), find_dtype(dtype)
         check_quantize(quantize, str(place))
+        check_kernels(kernels)
         loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
         if quantize is not None:
             from omni.model.int8 import to_int8
 
             to_int8(loaded.model)
+        elif kernels == "measured" and place.type == "cpu":
+            serve_measured(loaded.model, numbers is None)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
         LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, lm)

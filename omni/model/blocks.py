@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from omni.attention import attention
 from omni.config import DecoderConfig
+from omni.kernels import Kernels, apply
 from omni.kv_cache import Cache
 from omni.model.int8 import Normed, normed, together
 
@@ -76,6 +77,8 @@ class RMSNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Causal grouped-query attention, without a cache or with one that is passed in."""
 
+    kernels: Kernels | None = None
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         w, d = config.width, config.head_size
@@ -92,8 +95,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         whole, many = together(x, self.q, self.k, self.v), self.heads + self.kv_heads
         if whole is None:
-            given = _whole(x)
-            both, v = torch.cat([self.q(given), self.k(given)], dim=2), self.v(given)
+            q, k, v = (apply(self.kernels, part, _whole(x)) for part in (self.q, self.k, self.v))
+            both = torch.cat([q, k], dim=2)
         else:
             both, v = whole.split([many * self.head_dim, self.kv_heads * self.head_dim], -1)
         b, t, _ = v.shape
@@ -118,11 +121,13 @@ class Attention(nn.Module):
             y = attention(q.transpose(1, 2), k, v, mask, mask is None, group > 1).transpose(1, 2)
         y = y.reshape(b, t, -1)
         out = together(y, self.out)
-        return self.out(y) if out is None else out
+        return apply(self.kernels, self.out, y) if out is None else out
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    kernels: Kernels | None = None
 
     def __init__(self, width: int, hidden: int, out: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -132,10 +137,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor | Normed) -> Tensor:
         whole = together(x, self.gate, self.up)
-        gate, up = whole.chunk(2, -1) if whole is not None else (self.gate(_whole(x)), self.up(_whole(x)))
+        if whole is None:
+            gate, up = (apply(self.kernels, part, _whole(x)) for part in (self.gate, self.up))
+        else:
+            gate, up = whole.chunk(2, -1)
         inner = F.silu(gate) * up
         out = together(inner, self.down)
-        return self.down(inner) if out is None else out
+        return apply(self.kernels, self.down, inner) if out is None else out
 
 
 def _whole(x: Tensor | Normed) -> Tensor:

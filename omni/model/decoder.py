@@ -11,11 +11,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from omni.config import DecoderConfig
+from omni.kernels import Kernels, apply, multiply
 from omni.kv_cache import Cache
 from omni.layout import Layout
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
@@ -35,6 +35,8 @@ class Decoder(nn.Module):
     Audio streams share one table and one head whose rows are the streams' vocabularies one after another; the shift from a
     stream's own id happens here and nowhere else.
     """
+
+    kernels: Kernels | None = None
 
     def __init__(self, config: DecoderConfig, layout: Layout) -> None:
         super().__init__()
@@ -175,11 +177,13 @@ class Decoder(nn.Module):
 
     def text_logits(self, hidden: Hidden) -> Tensor:
         """[..., V of text]."""
-        return F.linear(hidden.text, self.text_weight) if self.text_head is None else self.text_head(hidden.text)
+        if self.text_head is None:
+            return multiply(self.kernels, hidden.text, self.text_weight)
+        return apply(self.kernels, self.text_head, hidden.text)
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
         """[..., sum of the audio vocabularies]; `split_audio` splits it by stream."""
-        return self.audio_head(hidden.audio)
+        return apply(self.kernels, self.audio_head, hidden.audio)
 
     def split_audio(self, logits: Tensor) -> Iterator[Tensor]:
         for low, high in pairwise(self.audio_offsets):

@@ -69,7 +69,7 @@ def demonstrate(config: FitConfig, digits: SourceConfig) -> int:
         return 0
     if outcome.signal:
         return 128 + outcome.signal
-    lm = SpeechLM.from_pretrained(folder / MODEL)
+    lm = SpeechLM.from_pretrained(folder / MODEL, kernels="reference")
     if lm.codec is None:
         raise UserError(f"{folder / MODEL} has no codec, and the demonstration speaks; see model.codec_folder")
     if digits.digits.answer_text != "words":

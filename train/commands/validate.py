@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         from train.data.build import held_out_by_source
         from train.eval.held_out import evaluate, items_of, write_answers
 
-    lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device)
+    lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device, kernels="reference")
     broken = dict[str, str]() if config.data.broken == "skip" else None
     found = held_out_by_source(config.data, lm.codec, plan.questions, broken)
     rows = [row for _, rows in found for row in rows]

@@ -54,7 +54,7 @@ def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> ApplyResu
         UserError: anything that does not fit; nothing is written then.
     """
     check_out(out, config.overwrite, "edits.json")
-    lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder)
+    lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
     found = read_facts(facts, lm.tokenizer)
     started = time.monotonic()
     taught = teach(lm, found, config, started)

@@ -47,7 +47,7 @@ def fit(config: EditFitConfig) -> Path:
         UserError: model, data or settings that do not fit, or a checkpoint of another run.
     """
     out = Path(config.out)
-    lm = SpeechLM.from_pretrained(config.model, config.device, codec_folder=config.codec_folder)
+    lm = SpeechLM.from_pretrained(config.model, config.device, codec_folder=config.codec_folder, kernels="reference")
     for p in lm.model.parameters():
         p.requires_grad_(False)
     linears = choose_linears(lm.model, config.linears)

@@ -86,7 +86,7 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
         UserError: edits of another model, facts that are none, or an output folder that is taken.
     """
     check_out(out, config.overwrite, REPORT)
-    lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder)
+    lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
     found, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)
     figures, asked = judge_edits(lm, loaded, found, config)
     out.mkdir(parents=True, exist_ok=True)

@@ -48,8 +48,8 @@ def load_before(path: Path, device: str) -> SpeechLM:
 
         with tempfile.TemporaryDirectory() as folder:
             convert(path, Path(folder) / "model", ConvertOptions(keep_text=True))
-            return SpeechLM.from_pretrained(Path(folder) / "model", device=device)
-    return SpeechLM.from_pretrained(path, device=device)
+            return SpeechLM.from_pretrained(Path(folder) / "model", device=device, kernels="reference")
+    return SpeechLM.from_pretrained(path, device=device, kernels="reference")
 
 
 def check_texts(questions: Questions) -> None:

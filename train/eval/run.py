@@ -44,7 +44,7 @@ def evaluate(
         from train.eval.timing import time_some
         from train.scoring.asr import open_asr
 
-    lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder)
+    lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder, kernels="reference")
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
     if asr is not None and not (task.audio and lm.codec is not None):

@@ -1,0 +1,293 @@
+"""Chooses how a CPU multiplies few rows: of several equal forms of a product, the one that measured fastest on this machine.
+
+`F.linear` of two float32 rows reads its weight at a fifth of what memory gives on some processors, and `mm(w, x.T)` does not.
+Which form is fast depends on processor, threads, PyTorch, number format, rows and shape, so forms are measured
+(`measure_kernels`) over all weights of a model in the order of a step, which is to say from memory and not from a cache, and
+kept in the user's cache folder. Used for inference only: where autograd records, and without `use_kernels`, `F.linear` is
+called. Forms agree to rounding (1e-5 relative in float32).
+
+M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omni.errors import UserError
+from omni.files import write_json
+from omni.hardware import multiplies_bf16
+
+LOG = logging.getLogger(__name__)
+
+Form = Callable[[Tensor, Tensor], Tensor]
+"""Product [M, N] of rows [M, K] and a weight [N, K]."""
+
+ROWS = (1, 2, 4, 8)
+"""Numbers of rows that are measured; those between take the next larger one's form, more are always `F.linear`'s."""
+
+FASTER = 0.85
+"""Share of the time of `F.linear` that a form may take at most, in every repeat, to replace it."""
+
+BF16_FASTER = 1.2
+"""How many times faster bfloat16 must be than float32, each in its best forms, to become the default."""
+
+REPEATS = 3
+
+
+def _padded(form: Form, least: int) -> Form:
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        count = rows.shape[0]
+        return form(rows, weight) if count >= least else form(F.pad(rows, (0, 0, 0, least - count)), weight)[:count]
+
+    return product
+
+
+def _weight_first(rows: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(weight, rows.t()).t().contiguous()  # of another order in memory, the next product takes a slow way
+
+
+REFERENCE = "linear"
+FORMS: Mapping[str, Form] = {
+    REFERENCE: F.linear,
+    "weight first": _weight_first,
+    "weight first, 2 rows": _padded(_weight_first, 2),
+    "weight first, 4 rows": _padded(_weight_first, 4),
+    "linear, 4 rows": _padded(F.linear, 4),
+}
+
+
+class Product(NamedTuple):
+    """What a measurement is of. `dtype` is a name such as `float32`."""
+
+    threads: int
+    dtype: str
+    rows: int
+    inputs: int
+    outputs: int
+
+
+class Timing(NamedTuple):
+    """The form that is used, and seconds of it and of `F.linear`."""
+
+    form: str
+    seconds: float
+    reference: float
+
+
+class Kernels:
+    """The forms of products that were measured on this machine, for `multiply`."""
+
+    def __init__(self, measured: Mapping[Product, Timing]) -> None:
+        self.measured = dict(measured)
+        self._forms: dict[tuple[int, torch.dtype, int, int, int], Form] = {}
+        for key, found in self.measured.items():
+            if found.form != REFERENCE:
+                named = (key.threads, getattr(torch, key.dtype), key.rows, key.inputs, key.outputs)
+                self._forms[named] = FORMS[found.form]
+
+    def form(self, rows: int, dtype: torch.dtype, outputs: int, inputs: int) -> Form | None:
+        """The form for a product; None for `F.linear`."""
+        if rows > ROWS[-1]:
+            return None
+        measured = rows if rows < 3 else 4 if rows < 5 else 8
+        return self._forms.get((torch.get_num_threads(), dtype, measured, inputs, outputs))
+
+
+def multiply(kernels: Kernels | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear(x, weight, bias)` of x [..., K], in the form that measured fastest."""
+    form = None
+    if kernels is not None and not torch.is_grad_enabled() and x.device.type == "cpu" and weight.dtype == x.dtype:
+        form = kernels.form(x.numel() // x.shape[-1], x.dtype, *weight.shape)
+    if form is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    out = form(x.reshape(-1, x.shape[-1]).contiguous(), weight)
+    if bias is not None:
+        out = out + bias
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def apply(kernels: Kernels | None, linear: nn.Module, x: Tensor) -> Tensor:
+    """`linear(x)`; of a plain linear without anything beside it in the form that measured fastest."""
+    if kernels is None or type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+        return linear(x)  # type: ignore[no-any-return]
+    return multiply(kernels, x, linear.weight, linear.bias)
+
+
+def use_kernels(model: nn.Module, kernels: Kernels | None) -> None:
+    """Let the decoder of a model that serves multiply in measured forms; None for `F.linear` alone."""
+    for part in model.modules():
+        if hasattr(type(part), "kernels"):
+            part.kernels = kernels  # type: ignore[assignment]
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+def measure_kernels(model: nn.Module, rows: Sequence[int] = (1, 2)) -> Kernels:
+    """Measures the products of a model's decoder on this machine, keeps what was found, and uses it.
+
+    Takes a few seconds for 0.5B parameters. A float32 model is measured in bfloat16 besides where the processor multiplies
+    that fast (over the same memory, whose bytes do not matter). A model on a GPU, or in int8, is left alone.
+
+    Args:
+        rows: of `ROWS`.
+    """
+    weights = step_weights(model)
+    if not weights or weights[0].device.type != "cpu":
+        return Kernels({})
+    found: dict[Product, Timing] = {}
+    kinds = [weights[0].dtype]
+    if weights[0].dtype == torch.float32 and multiplies_bf16("cpu"):
+        kinds.append(torch.bfloat16)
+    for dtype in kinds:
+        for count in rows:
+            found |= _measure([_as(weight, dtype) for weight in weights], count)
+    kernels = Kernels({**load_kernels().measured, **found})
+    keep_kernels(kernels)
+    use_kernels(model, kernels)
+    return kernels
+
+
+def step_weights(model: nn.Module) -> list[Tensor]:
+    """The weights [N, K] in float32 or bfloat16 that a step multiplies, in its order."""
+    decoder: Any = getattr(model, "decoder", model)
+    heads = [decoder.audio_head, decoder.text_embedding if decoder.text_head is None else decoder.text_head]
+    linears = [part for part in decoder.modules() if type(part) is nn.Linear and part not in heads]
+    linears += [part for part in heads if type(part) in (nn.Linear, nn.Embedding)]
+    return [part.weight.detach() for part in linears if part.weight.dtype in (torch.float32, torch.bfloat16)]
+
+
+def _as(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if weight.dtype == dtype:
+        return weight
+    return weight.flatten().view(dtype)[: weight.numel()].view(weight.shape)
+
+
+@torch.inference_mode()
+def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
+    """The best form for each shape among the weights, for some number of rows."""
+    threads, dtype = torch.get_num_threads(), weights[0].dtype
+    inputs = {w.shape[1]: torch.ones(rows, w.shape[1], dtype=dtype) for w in weights}
+    spent: dict[str, list[dict[tuple[int, int], float]]] = {name: [] for name in FORMS}
+    for _ in range(REPEATS):
+        for name, form in FORMS.items():
+            taken: dict[tuple[int, int], float] = {}
+            for w in weights:
+                x, shape = inputs[w.shape[1]], (w.shape[0], w.shape[1])
+                start = time.perf_counter()
+                form(x, w)
+                taken[shape] = taken.get(shape, 0.0) + time.perf_counter() - start
+            spent[name].append(taken)
+    found = {}
+    for shape in {(w.shape[0], w.shape[1]) for w in weights}:
+        count = sum(tuple(w.shape) == shape for w in weights)
+        times = {name: [one[shape] / count for one in runs] for name, runs in spent.items()}
+        found[Product(threads, str(dtype).removeprefix("torch."), rows, shape[1], shape[0])] = choose(times)
+    return found
+
+
+def choose(times: Mapping[str, Sequence[float]]) -> Timing:
+    """The fastest of the forms that took at most `FASTER` of the time of `F.linear` in every repeat; else that."""
+    reference = times[REFERENCE]
+    better = [n for n, taken in times.items() if all(a <= FASTER * b for a, b in zip(taken, reference, strict=True))]
+    best = min(better, key=lambda name: statistics.median(times[name]), default=REFERENCE)
+    return Timing(best, statistics.median(times[best]), statistics.median(reference))
+
+
+def serve_measured(model: nn.Module, any_dtype: bool) -> None:
+    """Let a model that is read for inference use what was measured before; with `any_dtype` also to become bfloat16."""
+    kernels = load_kernels()
+    if not kernels.measured:
+        return
+    if any_dtype and bf16_pays(model, kernels):
+        model.to(torch.bfloat16)
+        LOG.info(
+            "bfloat16, which measured %.1f times as fast as float32 here or more; dtype float32 keeps float32", BF16_FASTER
+        )
+    use_kernels(model, kernels)
+
+
+def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
+    """Whether a step of this float32 model was measured `BF16_FASTER` times faster in bfloat16, each in its best forms."""
+    spent = {"float32": 0.0, "bfloat16": 0.0}
+    for weight in step_weights(model):
+        for dtype in spent:
+            found = kernels.measured.get(Product(torch.get_num_threads(), dtype, rows, weight.shape[1], weight.shape[0]))
+            if found is None or weight.dtype != torch.float32:
+                return False
+            spent[dtype] += found.seconds
+    return spent["float32"] >= BF16_FASTER * spent["bfloat16"] > 0
+
+
+# --- what is kept --------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """The folder for what may be lost: `OMNI_CACHE`, or `omni-speech` in `XDG_CACHE_HOME` or the system's usual place."""
+    if os.environ.get("OMNI_CACHE"):
+        return Path(os.environ["OMNI_CACHE"])
+    usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(sys.platform, ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~", usual).expanduser()) / "omni-speech"
+
+
+def machine() -> dict[str, str]:
+    """What the measurements are of besides their `Product`."""
+    told = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {"processor": str(told.get("cpu_name") or platform.processor() or platform.machine()), "torch": torch.__version__}
+
+
+def kernels_file() -> Path:
+    """The file of this machine's measurements; another processor's or PyTorch's have a file of their own."""
+    return cache_folder() / f"kernels-{zlib.crc32(json.dumps(machine()).encode()):08x}.json"
+
+
+def load_kernels() -> Kernels:
+    """What was measured on this machine before; nothing where that was another machine, or the file is damaged (told)."""
+    path = kernels_file()
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["machine"] != machine():
+            return Kernels({})
+        return Kernels({Product(*_fields(key, Product)): Timing(*_fields(value, Timing)) for key, value in data["products"]})
+    except FileNotFoundError:
+        return Kernels({})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        LOG.warning("%s is left out: it is damaged (%s); measuring again replaces it", path, error)
+        return Kernels({})
+
+
+def _fields(values: Any, kind: type[Product] | type[Timing]) -> Iterable[Any]:
+    types = (int, str, int, int, int) if kind is Product else (str, float, float)
+    if not isinstance(values, list) or [type(v) for v in values] != list(types):
+        raise ValueError(f"{values!r} is no {kind.__name__}")
+    if kind is Timing and (values[0] not in FORMS or not min(values[1:]) > 0):
+        raise ValueError(f"{values!r} is no measurement")
+    if kind is Product and values[1] not in ("float32", "bfloat16"):
+        raise ValueError(f"{values[1]!r} is no number format")
+    return values
+
+
+def keep_kernels(kernels: Kernels) -> None:
+    """Keep measurements for the next start. Of two that write at once the last stays, whole; a folder that cannot be written is
+    told."""
+    path = kernels_file()
+    products = [[list(key), list(value)] for key, value in sorted(kernels.measured.items())]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"machine": machine(), "products": products}, indent=None)
+    except (OSError, UserError) as error:
+        LOG.warning("measured kernels are not kept, %s cannot be written: %s", path, error)
