@@ -36,13 +36,26 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 NANO_BATCHES = (1, 4, 16, 64, 256)
 
 TARGETS = {
-    ("nano", "first exact sample"): 0.150,
-    ("nano", "real-time factor"): 0.2,
-    ("qwen2-0.5b-omni", "first exact sample"): 2.4,
-    ("qwen2-0.5b-omni", "steps / readings"): 0.8,
-    ("qwen2-0.5b-omni", "peak beyond the weights"): 1.2,
+    ("nano", "fp32", "first exact sample"): 0.150,
+    ("nano", "fp32", "real-time factor"): 0.2,
+    ("qwen2-0.5b-omni", "fp32", "first exact sample"): 2.4,
+    ("qwen2-0.5b-omni", "fp32", "steps / readings"): 0.55,
+    ("qwen2-0.5b-omni", "fp32", "text assist / one row"): 1.15,
+    ("qwen2-0.5b-omni", "fp32", "peak beyond the weights"): 1.2,
+    ("qwen2-0.5b-omni", "bf16", "steps / readings"): 0.4,
+    ("qwen2-0.5b-omni", "bf16", "text assist / one row"): 1.15,
+    ("qwen2-0.5b-omni", "int8", "first exact sample"): 0.55,
+    ("qwen2-0.5b-omni", "int8", "real-time factor"): 0.52,
+    ("qwen2-0.5b-omni", "int8", "steps / readings"): 0.5,
 }
-"""Targets of the project on two CPU cores: upper limits (for steps / readings a lower one)."""
+"""Targets of the project on two CPU cores, by precision: upper limits (for steps / readings a lower one)."""
+
+
+def _target(lm: SpeechLM, name: str, row: str) -> float | None:
+    """The target of a figure; None where there is none for this model, precision or device."""
+    weight = lm.model.decoder.audio_head.weight
+    number = "int8" if weight.dtype == torch.int8 else NAMES.get(weight.dtype, "")
+    return TARGETS.get((name, number, row)) if lm.model.device.type == "cpu" else None
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,7 @@ def _measured(
         yield _sessions(lm, sound, what, compile=gpu)
     weights = bytes_of(lm.model)
     beyond = (memory.bytes - weights) / GIB
-    target = None if gpu or options.quantize else TARGETS.get((name, "peak beyond the weights"))
+    target = _target(lm, name, "peak beyond the weights")
     rows = [
         FigureRow("weights", weights / GIB, "GiB", "encoder, projector, decoder, embeddings"),
         FigureRow("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
@@ -171,13 +184,10 @@ def _streaming(
     first = first_audio(lm, sound, assist, options.repeat)
     figures = whole_answer(lm, sound, assist, options.answer_seconds, options.repeat)
     factor = figures.real_time_factor
-    on_cpu = lm.model.device.type == "cpu"
-
-    def target(row: str) -> float | None:
-        return TARGETS.get((name, row)) if on_cpu and not options.quantize else None
-
     rows = [
-        FigureRow("first exact sample", first.total, "s", "after the question has ended", target("first exact sample")),
+        FigureRow(
+            "first exact sample", first.total, "s", "after the question has ended", _target(lm, name, "first exact sample")
+        ),
         FigureRow("  encoder", first.encode, "s", f"{mode}, {seconds:.3g} s of sound"),
         FigureRow("  prefill", first.prefill, "s"),
         FigureRow("  steps", first.steps, "s", f"{first.columns} steps"),
@@ -186,7 +196,10 @@ def _streaming(
     ]
     if factor is not None:
         rows += [
-            FigureRow("real-time factor", factor, "", f"an answer of {figures.sound:.2f} s", target("real-time factor")),
+            FigureRow(
+                "real-time factor", factor, "", f"an answer of {figures.sound:.2f} s", _target(lm, name, "real-time factor")
+            ),
+            FigureRow("  of which codec", figures.codec / figures.sound, "", f"{lm.codec.name if lm.codec else ''}"),
             FigureRow("underruns", figures.underruns),
         ]
     return FigureTable(f"streaming: {what}, {'text assist (two rows)' if assist else 'one row'}", rows)
@@ -202,7 +215,6 @@ def _step_table(
     found = steps_and_readings(lm, sound, assist, compile, rounds, each)
     rows_of_batch = 2 if assist else 1
     rate = lm.codec.frame_rate if lm.codec is not None else 0.0
-    target = TARGETS.get((name, "steps / readings")) if on_cpu and not options.quantize else None
     rows = [
         FigureRow(
             "step",
@@ -214,8 +226,12 @@ def _step_table(
         FigureRow("tokens", rows_of_batch * len(lm.layout) / found.seconds, "/s", "of all streams and rows"),
         FigureRow("weights a step reads", found.bytes / GIB, "GiB", "blocks and heads"),
         FigureRow("readings", 1 / found.reading, "/s", f"{found.bytes / found.reading / 1e9:.1f} GB/s, by {found.how}"),
-        FigureRow("steps / readings", found.ratio, "", "", target),
+        FigureRow("steps / readings", found.ratio, "", "", _target(lm, name, "steps / readings")),
+        FigureRow("products", found.products * 1e3, "ms", "those of a step alone, in the same forms"),
     ]
+    if found.one_row is not None:
+        row = "text assist / one row"
+        rows.append(FigureRow(row, found.seconds / found.one_row, "", "of a step", _target(lm, name, row)))
     peak = peak_flops(lm.model.device)
     if peak is not None:
         flops = 2 * rows_of_batch * found.bytes / lm.model.decoder.norm.weight.element_size() / found.seconds

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infer.bench.memory_rate import WeightReader
 from infer.bench.random_model import TimedCodec
@@ -25,6 +25,9 @@ from omni.generate.runner import Runner, Start
 from omni.generate.sampling import GREEDY
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import synchronize
+from omni.kernels import apply
+from omni.model.decoder import Hidden
+from omni.model.int8 import together
 from omni.profiling import seconds_of, timed
 from omni.tasks import TASKS, Turn, prompt
 
@@ -109,7 +112,14 @@ def _columns_until_sound(lm: SpeechLM) -> int:
     return frames - 1 + lm.layout.max_delay
 
 
-def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float, repeat: int) -> Figures:
+@dataclass(frozen=True)
+class WholeAnswer(Figures):
+    """Figures of a whole answer, and the seconds of its total that the codec took."""
+
+    codec: float = 0.0
+
+
+def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float, repeat: int) -> WholeAnswer:
     """Of `repeat` answers of (at most) `seconds`, or fewer where they take long, the one with the median real-time factor."""
     runs = [_whole_answer(lm, sound, text_assist, seconds)]
     while len(runs) < repeat and sum(run.total for run in runs) < _LONG:
@@ -117,17 +127,18 @@ def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float,
     return sorted(runs, key=lambda run: run.total / max(run.sound, 1e-9))[len(runs) // 2]
 
 
-def _whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float) -> Figures:
+def _whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float) -> WholeAnswer:
     codec = lm.codec
-    assert codec is not None
+    assert isinstance(codec, TimedCodec)
     with lm.session(text_assist=text_assist, max_seconds=seconds) as session:
         meter = AnswerMeter(codec.sample_rate)
+        codec.seconds = 0.0
         for event in session.ask(sound, TASK):
             if isinstance(event, AudioChunk):
                 meter.sound(len(event.samples))
             elif not isinstance(event, Ended):
                 meter.text()
-        return meter.figures()
+        return WholeAnswer(**vars(meter.figures()), codec=codec.seconds)
 
 
 # --- steps ---------------------------------------------------------------------------------------------------------
@@ -142,12 +153,16 @@ class Steps:
         reading: seconds of the fastest reading; median.
         how: name of the fastest reading.
         bytes: number of bytes that are read.
+        products: seconds of the step's products alone, in the same forms; median.
+        one_row: seconds of a step of one row, beside text assist; median.
     """
 
     seconds: float
     reading: float
     how: str
     bytes: int
+    products: float = 0.0
+    one_row: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -175,16 +190,55 @@ def steps_and_readings(lm: SpeechLM, sound: Tensor, text_assist: bool, compile: 
     room = rounds * each + warm_up
     runner = _answering(lm, sound, 2 if text_assist else 1, text_assist, room, compile)
     device, reader = lm.model.device, WeightReader(weights_of_a_step(lm))
+    one = _answering(lm, sound, 1, False, room, compile) if text_assist else None
+    bare = _products(lm, 2 if text_assist else 1)
     _steps(runner, warm_up)
+    bare()
+    if one is not None:
+        _steps(one, warm_up)
     taken: list[float] = []
+    beside: list[float] = []
+    products: list[float] = []
     for _ in range(rounds):
         reader.read()
         if device.type == "cuda":  # the device runs ahead of the host: only many steps together can be timed
             taken.append(seconds_of(lambda: _steps(runner, each), device) / each)
         else:
             taken += [seconds_of(lambda: _steps(runner, 1), device) for _ in range(each)]
+        if one is not None:
+            beside.append(seconds_of(lambda: _steps(one, each), device) / each)
+        products += [seconds_of(bare, device) for _ in range(each)]
     how, reading = reader.fastest
-    return Steps(statistics.median(taken), reading, how, reader.bytes)
+    median = statistics.median
+    return Steps(median(taken), reading, how, reader.bytes, median(products), median(beside) if beside else None)
+
+
+def _products(lm: SpeechLM, rows: int) -> Callable[[], None]:
+    """All products of a step of some rows, in its order and forms, and nothing between them."""
+    decoder = lm.model.decoder
+    inputs: dict[int, Tensor] = {}
+
+    def of(*linears: nn.Module) -> tuple[Tensor, tuple[nn.Module, ...]]:
+        width = int(linears[0].in_features)  # type: ignore[arg-type]
+        like = decoder.norm.weight
+        return inputs.setdefault(width, torch.ones(rows, 1, width, dtype=like.dtype, device=like.device)), linears
+
+    work = []
+    for block in (*decoder.blocks, *decoder.post_blocks):
+        a, m = block.attention, block.mlp
+        work += [of(a.q, a.k, a.v), of(a.out), of(m.gate, m.up), of(m.down)]
+
+    @torch.inference_mode()
+    def all_of_them() -> None:
+        for x, linears in work:
+            if together(x, *linears) is None:
+                for linear in linears:
+                    apply(decoder.kernels, linear, x)
+        x = inputs[lm.model.config.decoder.width]
+        decoder.audio_logits(Hidden(x, x))
+        decoder.text_logits(Hidden(x, x))
+
+    return all_of_them
 
 
 def rows_in_real_time(lm: SpeechLM, sound: Tensor, sizes: Sequence[int], compile: bool) -> tuple[dict[int, float], int]:

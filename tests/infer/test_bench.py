@@ -8,8 +8,10 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from infer.bench import bench as bench_module
+from infer.bench import streaming
 from infer.bench.memory_rate import WeightReader
 from infer.bench.random_model import TimedCodec, random_lm, random_model
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, weights_of_a_step, whole_answer
@@ -17,6 +19,8 @@ from omni.codec.snac import SnacCodec
 from omni.config import ModelConfig, preset
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
+from omni.model import int8
+from omni.model.int8 import to_int8
 from omni.profiling import HighWater
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY
@@ -91,6 +95,7 @@ def test_a_whole_answer_is_as_long_as_asked(lm):
     frames = -(-0.5 * lm.codec.frame_rate // 1)
     assert figures.sound == pytest.approx(frames / lm.codec.frame_rate)
     assert figures.real_time_factor == figures.total / figures.sound
+    assert 0 < figures.codec < figures.total
 
 
 def test_steps_and_readings_are_of_the_same_weights(lm):
@@ -100,6 +105,22 @@ def test_steps_and_readings_are_of_the_same_weights(lm):
     assert {id(p) for p in weights_of_a_step(lm)} == {id(p) for p in wanted}
     assert found.bytes == 4 * sum(p.numel() for p in wanted)
     assert found.ratio == found.reading / found.seconds > 0
+    assert 0 < found.products < found.seconds and found.one_row > 0
+    assert steps_and_readings(lm, noise(0.3), False, False, rounds=1, each=1).one_row is None
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_the_products_alone_are_those_of_a_step(lm, quantize, monkeypatch):
+    """Every matrix that a step reads, once."""
+    if quantize:
+        to_int8(lm.model)
+        int8.exact()  # tries a product of its own, once
+    seen: list[int] = []
+    together, linear = int8._exact_product, F.linear
+    monkeypatch.setattr(int8, "_exact_product", lambda *a: seen.append(len(a[2]) * a[0].shape[1]) or together(*a))
+    monkeypatch.setattr(F, "linear", lambda x, w, *bias: seen.append(w.numel()) or linear(x, w, *bias))
+    streaming._products(lm, 2)()
+    assert sum(seen) == sum(w.numel() for w in weights_of_a_step(lm))
 
 
 def test_a_tied_text_head_is_read_though_it_is_a_table():
@@ -158,6 +179,7 @@ def test_the_command_prints_every_table(configs, run):
         "real-time factor",
         "first exact sample",
         "steps / readings",
+        "text assist / one row",
         "peak beyond the weights",
     ]
     assert all(isinstance(row["value"], (int, float)) for table in found["tables"] for row in table["rows"])
@@ -166,9 +188,11 @@ def test_the_command_prints_every_table(configs, run):
 
 
 def test_the_command_measures_a_folder(folder, run):
-    done = run("bench", "--model", folder, "--quantize", "int8", "--repeat", "1", "--answer_seconds", "0.2", "--json")
-    assert done.code == 0, done.err
-    assert str(folder) in json.loads(done.text)["tables"][0]["title"]
+    short = ("bench", "--model", folder, "--repeat", "1", "--answer_seconds", "0.2", "--json")
+    for more in (("--quantize", "int8"), ("--dtype", "bfloat16", "--kernels", "reference")):
+        done = run(*short, *more)
+        assert done.code == 0, done.err
+        assert str(folder) in json.loads(done.text)["tables"][0]["title"]
 
 
 @pytest.mark.parametrize(("name", "value", "met"), [("steps / readings", 0.9, True), ("steps / readings", 0.7, False),
