@@ -13,8 +13,8 @@ The decoder's convolutions have context on both sides. A stream of the 24 kHz mo
 before the end of its last frame: the first sample is known at the third frame, the last sample of a frame at the third
 frame after it (lookahead 3), and every frame from the fourth on gives 2,048 samples.
 
-A pushed frame (85 ms of sound) takes 28 ms on one core of 2.5 GHz and 20 ms on two, no more than the package
-needs for each frame of a long recording decoded at once; the finish takes about twice as long.
+A pushed frame (85 ms of sound) takes 16.5 ms of both cores of an EPYC; in a batch 11.6 for each of 2 streams, 9.7 of 4, 8.5 of
+8 or more. The finish takes about as long as two frames.
 """
 
 from __future__ import annotations
