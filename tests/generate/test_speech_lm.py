@@ -216,9 +216,10 @@ def test_an_empty_batch_and_no_codec(layout: Layout) -> None:
     assert quiet[0].audio is None and quiet[0].codes is not None
 
 
-def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path) -> None:
+def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["pad"]
     model = make_model(layout)
+    monkeypatch.setitem(CODECS, "echo", None)  # and away again after the test
     CODECS.add("echo", echo(layout))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "none.txt").write_text("an echo needs no weights")
@@ -346,9 +347,10 @@ def test_what_is_printed_fits_a_line() -> None:
 
 
 @pytest.fixture
-def silent_folder(tmp_path: Path) -> Path:
+def silent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model folder without a codec."""
     model = make_model(LAYOUTS["pad"])
+    monkeypatch.setitem(CODECS, "echo", None)  # and away again after the test
     CODECS.add("echo", echo(LAYOUTS["pad"]))
     save_folder(tmp_path / "m", dataclasses.replace(model.config, codec="echo"), model.state_dict(), Tokenizer.bytes())
     return tmp_path / "m"
