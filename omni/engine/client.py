@@ -53,6 +53,7 @@ class Running:
         cancelled, settled: whether it is to stop; whether it is in the history.
         over: whether `Ended` is among its events.
         written: number of time steps that were written; `read` those whose events were taken.
+        last: time step of the last event that was taken; `finished`, whether that was the end.
         resting: its row waits for a listener that is behind.
         characters, samples: number handed over so far.
         loudness: loudness of the sound that was handed over.
@@ -86,6 +87,8 @@ class Running:
     written: int = 0
     processed: int = 0
     read: int = 0
+    last: int = 0
+    finished: bool = False
     resting: bool = False
     characters: int = 0
     samples: int = 0
@@ -213,9 +216,10 @@ class Running:
             error = self.reply.error
             return Ended("cancelled" if error is None else "error", self.timings(), error)
         if self._events:
-            event = self._events.popleft()[1]
+            self.last, event = self._events.popleft()
             self._mark()
             if isinstance(event, Ended):
+                self.finished = True
                 return replace(event, timings=self.timings())
             self._count(event)
             return event
@@ -270,7 +274,8 @@ class Running:
                 if self.played is not None:
                     frames = min(frames, int(self.played * self.codec.frame_rate + 1e-6))
             characters = min(self.characters, self._heard() if self.shown is None else self.shown)
-            text = tuple(reply.text.ids[: reply.text.tokens_of(characters)]) if self.task.text else None
+            count = min(reply.text.tokens_of(characters), reply.tokens_by(self.last))  # however far ahead it was written
+            text = tuple(reply.text.ids[:count]) if self.task.text else None
             whole = reply.reason == "end" and frames == len(reply.frames)
             whole = whole and (text is None or len(text) == len(reply.text.ids))
             turn = replace(self.exchange.turn, text=text, codes=reply.codes(frames), cut=not whole)
@@ -283,11 +288,10 @@ class Running:
             return self.characters
         speech = self.loudness.speech() if self.loudness is not None else []
         end = None
-        if reply.reason == "end":  # silence after the last word is known when all of the sound was handed over
-            whole = self.samples == len(reply.frames) * codec.frame_samples
-            end = speech[-1][1] if whole and speech else len(reply.frames) / codec.frame_rate
+        if self.finished and reply.reason == "end":  # the silence after the last word is known, too
+            end = speech[-1][1] if speech else len(reply.frames) / codec.frame_rate
         played = min(self.played, self.samples / codec.sample_rate)
-        text = reply.text.tokenizer.decode(reply.text.ids)
+        text = reply.text.tokenizer.decode(reply.text.ids[: reply.tokens_by(self.last)])
         return heard_characters(text, reply.time, played, speech, end)
 
 

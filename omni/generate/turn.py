@@ -120,6 +120,7 @@ class Reply:
         self.error: str | None = None
         self._sample_rate = codec.sample_rate if codec is not None else 0
         self._samples = 0  # returned so far
+        self._tokens: list[int] = []  # number of tokens of text with each column
         self.time, self._reader, self._said = time or SpeechTime(), CharacterReader(), 0.0
 
     def write(self, written: StepOutput) -> list[TextDelta]:
@@ -141,9 +142,14 @@ class Reply:
                 self._say(events, self._stop.push(self.text.push(written.text)))
             else:  # the text has ended: nothing completes what was held back
                 self._say(events, self._stop.finish())
+        self._tokens.append(len(self.text.ids))
         if written.frame is not None and not full:
             self.frames.append(written.frame)
         return events
+
+    def tokens_by(self, column: int) -> int:
+        """Number of tokens of text among the first columns."""
+        return self._tokens[min(column, len(self._tokens)) - 1] if column and self._tokens else 0
 
     def sound(self, samples: Tensor) -> list[AudioChunk]:
         """The chunk of the next samples [S] that became exact; none of no samples."""
