@@ -15,6 +15,18 @@ class UserError(ValueError):
     code = 2
 
 
+class BusyError(UserError):
+    """A question that is refused because nobody else can be heard in time at present.
+
+    Attributes:
+        waiting: number of questions that wait already.
+    """
+
+    def __init__(self, text: str, waiting: int) -> None:
+        super().__init__(text)
+        self.waiting = waiting
+
+
 class SoundWarning(UserWarning):
     """Warning about sound that is accepted but doubtful: silent, very short, or perhaps cut; one line that names it.
 

@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.engine.slots import Seat
+from omni.errors import UserError
 from omni.generate.heard import Loudness, heard_characters
 from omni.generate.history import Exchange, Key
 from omni.generate.results import AudioChunk, Clock, Ended, Event, TextDelta, Timings
@@ -34,6 +35,17 @@ AHEAD = 64
 Pace = Literal["read", "live", "whole"]
 """How a listener takes an answer: as it reads; as sound that plays from its first sample on; or whole, however large."""
 
+WhenFull = Literal["wait", "refuse"]
+"""What becomes of a live listener's question while another row would make sound late: it waits for its turn, or is refused."""
+
+
+def check_pace(pace: Pace, when_full: WhenFull) -> tuple[Pace, WhenFull]:
+    """Both; UserError for one that is unknown."""
+    for name, value, known in (("pace", pace, get_args(Pace)), ("when_full", when_full, get_args(WhenFull))):
+        if value not in known:
+            raise UserError(f"{name} {value!r} is unknown; use {', '.join(map(repr, known))}")
+    return pace, when_full
+
 
 @dataclass(eq=False)
 class Running:
@@ -49,12 +61,13 @@ class Running:
         start: the start of its row.
         fork: last column [K] of the second row of text assist, None without one.
         active: adapters and edits of its question's encoder and prefill.
+        pace, when_full: how its listener takes it, and what becomes of it where there is no room.
         release: called when its rows are free; its adapter may be removed from then on.
         cancelled, settled: whether it is to stop; whether it is in the history.
         over: whether `Ended` is among its events.
         written: number of time steps that were written; `read` those whose events were taken.
         last: time step of the last event that was taken; `finished`, whether that was the end.
-        resting: its row waits for a listener that is behind.
+        resting: its row waits for a listener that is behind, since `rested`.
         characters, samples: number handed over so far.
         loudness: loudness of the sound that was handed over.
         played, shown: seconds that were heard and characters that were seen, where an interruption gave them.
@@ -79,6 +92,7 @@ class Running:
     fork: Tensor | None = None
     active: Selection | None = None
     pace: Pace = "read"
+    when_full: WhenFull = "wait"
     encode: float = 0.0
     prefill: float = 0.0
     cancelled: bool = False
@@ -90,6 +104,7 @@ class Running:
     last: int = 0
     finished: bool = False
     resting: bool = False
+    rested: float = 0.0
     characters: int = 0
     samples: int = 0
     loudness: Loudness | None = None
@@ -127,7 +142,7 @@ class Running:
             return self.resting
         try:
             if self.ahead >= AHEAD:
-                self.resting = True
+                self.resting, self.rested = True, time.perf_counter()
                 self.clock.hold()
             return self.resting
         finally:
@@ -150,20 +165,21 @@ class Running:
         if not self._events:
             self._mark()
 
-    def put(self, event: Event) -> None:
-        """Give the listener an event; `changed` is held."""
-        now = self.clock.seconds
+    def put(self, event: Event) -> float | None:
+        """Give the listener an event; `changed` is held. Returns by how many seconds a live listener's sound was late."""
+        now, late = self.clock.seconds, None
         if isinstance(event, TextDelta):
             self.first_text = self.first_text or now
         elif isinstance(event, AudioChunk):
             self.first_audio = self.first_audio or now
-            self._due(event)
+            late = self._due(event)
         else:
             self.over, self.total = True, now
         self._events.append((self.processed, event))
         self.changed.notify_all()
         if self.wake is not None:
             self.wake()
+        return late
 
     def fail(self, error: BaseException) -> None:
         """Raise an exception for the listener, instead of an end."""
@@ -173,19 +189,20 @@ class Running:
             if self.wake is not None:
                 self.wake()
 
-    def _due(self, chunk: AudioChunk) -> None:
-        """Compare the time at which a live listener needs a chunk with the present."""
+    def _due(self, chunk: AudioChunk) -> float | None:
+        """Seconds by which a live listener's chunk came after it was due; its first sound is due when it comes."""
         if self.pace != "live":
-            return
+            return None
         now = time.perf_counter()
         if self.plays is None:
             self.plays = now
-            return
+            return None
         late = now - (self.plays + chunk.start)
         self.lateness = late if self.lateness is None else max(self.lateness, late)
         if late > 0:
             self.underruns += 1
             self.plays += late
+        return late
 
     def held(self, now: float, frames: float) -> float:
         """Frames that a live listener still has to play, of those that have sounded."""

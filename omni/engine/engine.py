@@ -21,13 +21,15 @@ from collections.abc import Sequence
 
 import torch
 
+from omni.engine.admission import Verdict, admit
 from omni.engine.client import Running
 from omni.engine.entering import Entering, Talk, encode, together, unheard
 from omni.engine.schedule import Watermarks, choose
 from omni.engine.slots import Seat, Slots, check_slots
 from omni.engine.sound import Outputs, SoundThread
+from omni.engine.stats import EngineStats, Recorder
 from omni.engine.worker import Worker
-from omni.errors import UserError
+from omni.errors import BusyError, UserError
 from omni.generate.results import Reason
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
@@ -47,6 +49,8 @@ class Engine:
         slots: rows of the cache; None grows with the conversations.
         context: positions of a row; None for those that its conversations ask for.
         marks: how far ahead of its listener a row is written.
+        queue: live listeners' questions that may wait; None for any number.
+        patience: seconds after which an answer that nobody reads ends; None for never.
         graph, compile: as for `omni.generate.runner.Runner`.
     """
 
@@ -57,10 +61,13 @@ class Engine:
         slots: int | None = None,
         context: int | None = None,
         marks: Watermarks | None = None,
+        queue: int | None = None,
+        patience: float | None = None,
         graph: bool | None = None,
         compile: bool = False,
     ) -> None:
         check_slots(slots)
+        self.queue, self.patience = queue, patience
         self.model, self.marks = model, marks or Watermarks()
         self.fixed, self.context = slots, context
         self._graph, self._compile = graph, compile
@@ -68,7 +75,7 @@ class Engine:
         self._asked: deque[Running] = deque()
         self._ended: list[Running] = []
         self._vacated: list[Seat] = []
-        self._closed = False
+        self._closed = self._draining = False
         self._threads = 0
         self._seats: weakref.WeakSet[Seat] = weakref.WeakSet()
         self._slots = Slots(0)
@@ -82,7 +89,8 @@ class Engine:
         self._filling = False
         self._seconds = 1e-3  # of a column's prefill, measured
         self._worker = Worker("omni-engine", self._turn)
-        self._sound = SoundThread(self.leave)
+        self._recorder = Recorder()
+        self._sound = SoundThread(self.leave, self._recorder)
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -104,18 +112,53 @@ class Engine:
 
         Raises:
             UserError: the engine is closed, or an answer takes more slots than there are.
+            BusyError: a live listener's question that is not to wait, or a queue that is full.
         """
         self._check()
         for running in asked:
             rows = 1 if running.fork is None else 2
             if self.fixed is not None and rows > self.fixed:
                 raise UserError(f"text assist takes 2 slots, and the engine has {self.fixed}; give it more, or leave it out")
-        for running in asked:
-            running.hungry = self._worker.wake
         with self._changed:
+            for running in asked:
+                running.hungry = self._worker.wake
+                if running.pace == "live":
+                    self._check_queue(running)
             self._asked += asked
             self._threads = torch.get_num_threads()
         self._worker.wake()
+
+    def _check_queue(self, running: Running) -> None:
+        waiting = len(self._asked) + len(self._waiting)
+        verdict = self._verdict(running)
+        if not verdict.fits and running.when_full == "refuse":
+            raise BusyError(f"there is no room for another listener: {verdict.why}; ask again later", waiting)
+        if not verdict.fits and self.queue is not None and waiting >= self.queue:
+            raise BusyError(f"{waiting} questions wait already: {verdict.why}; ask again later", waiting)
+
+    def place(self, running: Running) -> int:
+        """Place of a question among those that wait, from 1; 0 for one that does not."""
+        with self._changed:
+            waiting = [*self._waiting, *self._asked]
+        return waiting.index(running) + 1 if running in waiting else 0
+
+    def stats(self) -> EngineStats:
+        """What it does at present, and its newest measurements."""
+        talks = [*self._talks.values()]
+        with self._changed:
+            waiting = len(self._asked) + len(self._waiting)
+        return self._recorder.stats(
+            sessions=len(self._seats),
+            active=len(talks),
+            live=sum(talk.running.pace == "live" for talk in talks),
+            waiting=waiting + len(self._placed),
+            slots=len(self._slots.holders),
+            free=self._slots.free,
+        )
+
+    def clear_stats(self) -> None:
+        """Forget the measurements so far."""
+        self._recorder.clear()
 
     def leave(self, running: Running) -> None:
         """End an answer at the next step's boundary; `running.left` is set then."""
@@ -141,6 +184,14 @@ class Engine:
         if not self._closed:
             self._worker.wake()
 
+    def drain(self, seconds: float) -> bool:
+        """Refuse new questions, and wait until all answers ended, at most that long; returns whether they have."""
+        self._draining = True
+        end = time.perf_counter() + seconds
+        while (left := self.stats()).active + left.waiting and time.perf_counter() < end:
+            time.sleep(0.01)
+        return not left.active + left.waiting
+
     def close(self) -> None:
         """End all answers, wait for the threads to end, and free the cache."""
         if os.getpid() != self._worker._process:
@@ -161,7 +212,7 @@ class Engine:
 
     def _check(self) -> None:
         self._worker.check_process()
-        if self._closed:
+        if self._closed or self._draining:
             raise UserError("this engine is closed; load the model again, or start another engine")
 
     # --- the stepping thread ------------------------------------------------------------------------------------------
@@ -179,6 +230,8 @@ class Engine:
         self._place()
         due = choose(self._talks.values(), time.perf_counter(), self.marks)
         unknown = not all([talk.running.rest() for talk in due.behind])
+        self._recorder.slack = None if due.slack == float("inf") else due.slack
+        wait = self._give_up(due.behind)
         incoming = self._entering is not None or bool(self._placed)
         if due.due and not (incoming and self._steps >= PATIENCE):
             self._filling = True
@@ -192,7 +245,7 @@ class Engine:
             self._step(due.read)
         else:
             self._filling = False
-            slack = min(due.slack, 0.01) if unknown else due.slack
+            slack = min(due.slack, wait, 0.01) if unknown else min(due.slack, wait)
             return None if slack == float("inf") else max(slack, 1e-4)
         return 0.0
 
@@ -230,10 +283,34 @@ class Engine:
             with self._changed:
                 self._vacated.append(seat)
 
+    def _give_up(self, behind: Sequence[Talk]) -> float:
+        """End answers that nobody has read for too long; returns the seconds until the next one."""
+        wait, now = float("inf"), time.perf_counter()
+        for talk in behind if self.patience is not None else ():
+            left = talk.running.rested + self.patience - now  # type: ignore[operator]  # it is a number here
+            if talk.running.resting and left <= 0:
+                talk.running.reply.fail(f"nobody has read this answer for {self.patience:g} s; ask again, and read its events")
+                self._end(talk.running, "error")
+            else:
+                wait = min(wait, max(left, 0.01))
+        return wait
+
+    def _verdict(self, running: Running) -> Verdict:
+        """Whether a live listener's answer fits beside the others."""
+        if running.codec is None or not running.task.audio:
+            return Verdict(True)
+        coming = [] if self._entering is None else self._entering.talks
+        talks = [*self._talks.values(), *coming, *self._placed]
+        live = sum(talk.running.pace == "live" for talk in talks)
+        return admit(self._recorder, live, 1 / running.codec.frame_rate)
+
     def _place(self) -> None:
         """Give waiting questions their slots, in their order."""
         slots = self._slots
-        while self._waiting and self._room():
+        while self._waiting:
+            first = self._waiting[0]
+            if (first.pace == "live" and not self._verdict(first).fits) or not self._room():
+                break
             running = self._waiting.popleft()
             slots = self._slots
             slots.place(running.seat)
@@ -327,8 +404,10 @@ class Engine:
                 self._end(talk.running, "cache")
         rows = [row for talk in talks if not talk.left for row in talk.rows if not row.done]
         self._steps += 1
+        start = time.perf_counter()
         runner.step(rows)
         self._collect()
+        self._recorder.stepped(len(rows), time.perf_counter() - start)
 
     def _collect(self, flush: bool = False) -> None:
         """Give the sound thread what the rows wrote; answers that are complete leave."""

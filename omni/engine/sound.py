@@ -16,6 +16,7 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.codec.batch import CodecBatch
 from omni.engine.client import Running
+from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
 from omni.generate.results import Ended, Reason
 from omni.generate.rows import StepOutput
@@ -28,9 +29,11 @@ class SoundThread:
 
     Args:
         finished: called where an answer ended by what only its text or its sound could tell.
+        recorder: is told when live listeners' sound came.
     """
 
-    def __init__(self, finished: Callable[[Running], None]) -> None:
+    def __init__(self, finished: Callable[[Running], None], recorder: Recorder) -> None:
+        self._recorder = recorder
         self._finish = weakref.WeakMethod(finished)
         self._work: deque[Outputs | tuple[Running, Reason]] = deque()
         self._batches: dict[AudioCodec, CodecBatch] = {}
@@ -123,7 +126,11 @@ class SoundThread:
         else:
             with running.changed:
                 for chunk in running.reply.sound(sound):
-                    running.put(chunk)
+                    first, late = running.first_audio is None, running.put(chunk)
+                    if late is not None:
+                        self._recorder.sounded(late)
+                    elif first and running.pace == "live":
+                        self._recorder.began(running.first_audio or 0.0)
 
     def _raise(self, running: Running, error: BaseException) -> None:
         running.fail(error)
@@ -142,6 +149,7 @@ class SoundThread:
                 self._play(running, rest)
         if stream is not None and batch is not None:
             batch.close(stream)
+        self._recorder.ended()
         with running.changed:
             if not running.cancelled and running.failure is None:
                 running.put(Ended(reply.reason or reason, running.timings(), reply.error))

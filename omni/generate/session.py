@@ -26,7 +26,7 @@ import torch
 
 from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
-from omni.engine.client import Pace, Running
+from omni.engine.client import Pace, Running, WhenFull, check_pace
 from omni.engine.engine import Engine
 from omni.engine.slots import Seat
 from omni.errors import UserError
@@ -59,7 +59,8 @@ class Session:
         release: called when the session ends.
         edits: the name under which its edits are attached to the model (`omni.edit.attach`).
         time: speaking time of the model's voice.
-        pace: how its listener takes sound (`omni.engine.client.Pace`).
+        pace, when_full: how its listener takes sound, and what becomes of a question where there is no room
+            (`omni.engine.client`).
         sound: decode the answers' codes, where there is a codec.
     """
 
@@ -77,6 +78,7 @@ class Session:
         edits: str | None,
         time: SpeechTime,
         pace: Pace = "read",
+        when_full: WhenFull = "wait",
         sound: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
@@ -85,7 +87,8 @@ class Session:
         selection_of(model, [self._selection])
         self.settings = per_stream(model.layout, options.sampling)
         self._system = read_system(options.system, tokenizer)
-        self._engine, self._release, self._pace, self._sound = engine, release, pace, sound
+        self._engine, self._release, self._sound = engine, release, sound
+        self._pace, self._when_full = check_pace(pace, when_full)
         first = past.asked - len(past.turns)
         self._past = [Exchange(a.turn, number, a.clip) for number, a in enumerate(past.turns, first)]
         self._asked = past.asked
@@ -124,8 +127,20 @@ class Session:
         """
         refuse_keywords("ask", more, ("sample_rate", "seed"))
         running = self._read(question, task, sample_rate, seed)
-        self._engine.ask([running])
+        self._submit(running)
         return self._events(running)
+
+    def _submit(self, running: Running) -> None:
+        """Give a question to the engine; one that is refused is as if it had not been asked."""
+        try:
+            self._engine.ask([running])
+        except UserError:
+            with self._lock:
+                running.settled = running.cancelled = True
+                running.left.set()
+                running.release()
+                self._past, self._asked = running.before, running.exchange.number
+            raise
 
     def _read(self, question: Question, task: Task | str, sample_rate: int, seed: int | None) -> Running:
         """Read a question and lay it out."""
@@ -162,7 +177,7 @@ class Session:
                 fork = None
                 if options.text_assist and kind.text and kind.audio:
                     fork = prompt(layout, replace(exchange.turn, task=find_writer(kind))).tokens[:, -1]
-                running = self._last = Running(
+                running = Running(
                     exchange=exchange,
                     before=before,
                     said=(*self._past, exchange),
@@ -177,7 +192,9 @@ class Session:
                     fork=fork,
                     active=active,
                     pace=self._pace,
+                    when_full=self._when_full,
                 )
+                self._last = running
         return running
 
     def answer(
@@ -193,7 +210,7 @@ class Session:
         refuse_keywords("answer", more, ("sample_rate", "seed"))
         running = self._read(question, task, sample_rate, seed)
         running.pace = "whole"
-        self._engine.ask([running])
+        self._submit(running)
         return self.gather(running)
 
     def gather(self, running: Running) -> Answer:
@@ -246,6 +263,11 @@ class Session:
                 self._settle(last)
             elif self._past and last.reply.error is None:
                 self._past[-1] = last.delivered()
+
+    @property
+    def place(self) -> int:
+        """Place of the last question among those that wait for room, from 1; 0 for one that does not wait."""
+        return 0 if self._last is None else self._engine.place(self._last)
 
     @property
     def history(self) -> list[Message]:

@@ -27,7 +27,7 @@ from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.edit.attach import Bases, attach_edits, attached, edited_everywhere
 from omni.edit.deltas import Edits
-from omni.engine.client import Running
+from omni.engine.client import Pace, Running, WhenFull
 from omni.engine.engine import Engine
 from omni.errors import UserError
 from omni.files import check_path
@@ -229,12 +229,24 @@ class SpeechLM:
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
 
-    def session(self, *, context: int | None = None, history: History | None = None, **values: Unpack[Keywords]) -> Session:
+    def session(
+        self,
+        *,
+        context: int | None = None,
+        history: History | None = None,
+        pace: Pace = "read",
+        when_full: WhenFull = "wait",
+        **values: Unpack[Keywords],
+    ) -> Session:
         """Start a conversation over a cache of `context` positions (at most the decoder's; 4096 by default).
 
         Args:
             history: the conversation before: the `.history` of another session, messages as in chat templates
                 (`{"role": "user", "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
+            pace: `read` writes an answer as fast as its events are read; `live` for somebody who hears it as it comes: sound is
+                made in time, and a little ahead; `whole` writes all of it at once.
+            when_full: what becomes of a live listener's question while one more would make others' sound late: `wait` (its
+                place is `Session.place`), or `refuse` with a `BusyError`.
             values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, text_assist,
                 overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature, top_k, top_p,
                 repetition_penalty, do_sample).
@@ -243,10 +255,18 @@ class SpeechLM:
             TypeError: an unknown keyword.
             UserError: a bad value, a history of another layout or codec, or one that finds no room.
         """
-        return self._session("session", ("context", "history"), values, context, history)
+        also = ("context", "history", "pace", "when_full")
+        return self._session("session", also, values, context, history, pace, when_full)
 
     def _session(
-        self, call: str, also: Sequence[str], values: Any, context: int | None = None, history: History | None = None
+        self,
+        call: str,
+        also: Sequence[str],
+        values: Any,
+        context: int | None = None,
+        history: History | None = None,
+        pace: Pace = "read",
+        when_full: WhenFull = "wait",
     ) -> Session:
         """Make the session of a call, whose name is for errors, and which takes keywords `also` besides those of `Options`."""
         options = make_options(values, call, also)
@@ -261,7 +281,7 @@ class SpeechLM:
             if options.edits is not None:
                 name = attach_edits(self.model, options.edits)
                 stack.callback(detach, self.model, name)
-            session = self._open(options, length, past, stack.close, name)
+            session = self._open(options, length, past, stack.close, name, pace=pace, when_full=when_full)
         except BaseException:
             stack.close()
             raise
@@ -276,6 +296,8 @@ class SpeechLM:
         release: Callable[[], None],
         edits: str | None,
         sound: bool = True,
+        pace: Pace = "read",
+        when_full: WhenFull = "wait",
     ) -> Session:
         return Session(
             self.model,
@@ -289,6 +311,8 @@ class SpeechLM:
             edits=edits,
             time=self.speech_time,
             sound=sound,
+            pace=pace,
+            when_full=when_full,
         )
 
     def stream(
@@ -425,6 +449,23 @@ class SpeechLM:
             if self._engine is None:
                 self._engine = Engine(self.model, graph=self._graph, compile=self._compile)
             return self._engine
+
+    def start_engine(self, **options: Any) -> Engine:
+        """Answer by an engine with these options (`omni.engine.engine.Engine`), such as a fixed number of slots, from now on.
+
+        Raises:
+            UserError: sessions of the engine before are open.
+        """
+        with self._lock:
+            before = self._engine
+            if before is not None and before.stats().sessions:
+                raise UserError(
+                    f"{before.stats().sessions} sessions are open; close them, or start the engine before the first"
+                )
+            self._engine = Engine(self.model, **{"graph": self._graph, "compile": self._compile, **options})
+        if before is not None:
+            before.close()
+        return self._engine
 
 
 def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:

@@ -1,0 +1,130 @@
+"""Figures of an engine: how long steps take, and whether sound is there when its listener needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+WINDOW = 4096
+"""Newest measurements that percentiles are taken over."""
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of the newest measurements, in seconds; None before there are any."""
+
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    count: int = 0
+
+    @classmethod
+    def of(cls, values: deque[float]) -> Percentiles:
+        found = list(values)
+        if not found:
+            return cls()
+        p50, p95, p99 = (float(x) for x in np.percentile(found, (50, 95, 99)))
+        return cls(p50, p95, p99, len(found))
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine at one moment, and its newest measurements.
+
+    Attributes:
+        sessions: open conversations.
+        active: answers under way; `live`, those of them that somebody hears as they come.
+        waiting: questions without a slot, or not yet let in.
+        slots, free: number of slots, and of those that nobody holds.
+        steps: number of steps so far; `rows`, the mean number of rows of the newest ones.
+        answers: answers that ended.
+        underruns: chunks of sound that came after they were due.
+        step: seconds of a step.
+        lateness: seconds by which a chunk was ready after it was due; below zero it was early.
+        first_audio: seconds from a question to the first sound of its answer, of live listeners.
+        slack: seconds that the stepping thread had left, at present, until a listener needs sound; None without listeners.
+    """
+
+    sessions: int = 0
+    active: int = 0
+    live: int = 0
+    waiting: int = 0
+    slots: int = 0
+    free: int = 0
+    steps: int = 0
+    rows: float = 0.0
+    answers: int = 0
+    underruns: int = 0
+    step: Percentiles = field(default_factory=Percentiles)
+    lateness: Percentiles = field(default_factory=Percentiles)
+    first_audio: Percentiles = field(default_factory=Percentiles)
+    slack: float | None = None
+
+
+class Recorder:
+    """Collects what the threads of an engine measure."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all that was measured."""
+        with self._lock:
+            self.steps, self.answers, self.underruns = 0, 0, 0
+            self.step: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+            self.lateness: deque[float] = deque(maxlen=WINDOW)
+            self.first_audio: deque[float] = deque(maxlen=WINDOW)
+            self.slack: float | None = None
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        with self._lock:
+            self.steps += 1
+            self.step.append((rows, seconds))
+
+    def sounded(self, late: float) -> None:
+        """Note by how many seconds a live listener's chunk was ready after it was due."""
+        with self._lock:
+            self.lateness.append(late)
+            self.underruns += late > 0
+
+    def began(self, seconds: float) -> None:
+        """Note the seconds to a live listener's first sound."""
+        with self._lock:
+            self.first_audio.append(seconds)
+
+    def ended(self) -> None:
+        with self._lock:
+            self.answers += 1
+
+    def cost(self) -> tuple[float, float] | None:
+        """Seconds of a step without rows, and more for each row, fitted to the newest steps; None before there are some."""
+        with self._lock:
+            steps = list(self.step)[-512:]
+        if len(steps) < 8:
+            return None
+        rows, seconds = np.array(steps, dtype=float).T
+        if rows.min() == rows.max():
+            each = float(np.median(seconds)) / rows[0]
+            return 0.0, each
+        each, fixed = np.polyfit(rows, seconds, 1)
+        return max(float(fixed), 0.0), max(float(each), 0.0)
+
+    def stats(self, **now: int) -> EngineStats:
+        """The figures, with those of this moment given by name."""
+        with self._lock:
+            rows = float(np.mean([n for n, _ in self.step])) if self.step else 0.0
+            return EngineStats(
+                **now,  # type: ignore[arg-type]
+                steps=self.steps,
+                rows=rows,
+                answers=self.answers,
+                underruns=self.underruns,
+                step=Percentiles.of(deque(seconds for _, seconds in self.step)),
+                lateness=Percentiles.of(self.lateness),
+                first_audio=Percentiles.of(self.first_audio),
+                slack=self.slack,
+            )
