@@ -233,18 +233,18 @@ class Engine:
         self._recorder.slack = None if due.slack == float("inf") else due.slack
         wait = self._give_up(due.behind)
         incoming = self._entering is not None or bool(self._placed)
-        if due.due and not (incoming and self._steps >= PATIENCE):
-            self._filling = True
-            self._step(due.due + ([] if due.late else due.along + due.read))
+        urgent = due.new + due.low
+        self._filling = bool(due.low) or (self._filling and bool(due.along))
+        if urgent and not (incoming and self._steps >= PATIENCE):
+            together = self._filling and not due.late
+            self._step(urgent + (due.along + due.read if together else []))
         elif incoming:
             self._let_in(due.slack)
-        elif self._filling and due.along:
+        elif self._filling:
             self._step(due.along + due.read)
         elif due.read:
-            self._filling = False
             self._step(due.read)
         else:
-            self._filling = False
             slack = min(due.slack, wait, 0.01) if unknown else min(due.slack, wait)
             return None if slack == float("inf") else max(slack, 1e-4)
         return 0.0

@@ -1,9 +1,9 @@
 """Which rows step next: deadlines belong to listeners.
 
-A listener who has heard nothing yet, or holds less than `low` frames, is served at once; rows that hold less than `high` come
-along, since a step costs little more with them. Once everybody holds `high`, all rest until somebody is low again, so that rows
-stay together, and the time between belongs to questions that come in. Answers that nobody plays (a program reads them) are
-written whenever nothing else is due.
+A listener who has heard nothing yet, or holds less than `low` frames, is served at once; when somebody is low, rows that hold
+less than `high` come along, since a step costs little more with them. Once everybody holds `high`, all rest until somebody is low
+again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a program
+reads them) are written whenever nothing else is due.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ class Due:
     """Talks by what their listeners hold.
 
     Attributes:
-        due: to be stepped at once.
-        along: of live listeners, to be stepped with those.
+        new: of live listeners who have heard nothing yet, to be stepped at once.
+        low: of those who hold little, to be stepped at once.
+        along: of others, to be stepped with the low ones.
         read: of programs that read.
         behind: of programs that do not.
         slack: seconds until another live listener is low; infinite where there is none.
         late: somebody has run out of sound.
     """
 
-    due: list[Talk] = field(default_factory=list)
+    new: list[Talk] = field(default_factory=list)
+    low: list[Talk] = field(default_factory=list)
     along: list[Talk] = field(default_factory=list)
     read: list[Talk] = field(default_factory=list)
     behind: list[Talk] = field(default_factory=list)
@@ -63,12 +65,12 @@ def choose(talks: Iterable[Talk], now: float, marks: Watermarks) -> Due:
             whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
             (found.read if whole else found.behind).append(talk)
         elif running.plays is None:
-            found.due.append(talk)
+            found.new.append(talk)
         else:
             codec = running.codec
             held = running.held(now, codec.exact_samples(talk.frames) / codec.frame_samples)
             if held < marks.low:
-                found.due.append(talk)
+                found.low.append(talk)
                 found.late |= held <= 0
             elif held < marks.high:
                 found.along.append(talk)
