@@ -12,7 +12,7 @@ from typing import TextIO
 
 from infer.audio_in import Pending, collect, collect_warnings
 from infer.audio_out import EncodedOutput, Output, Outputs, Paced, PipeOutput, SpeakerOutput, WavOutput, load_sounddevice
-from infer.device import cpu_threads
+from infer.device import cpu_threads, serving_dtype
 from infer.messages import in_options, on_one_line
 from infer.options import AskOptions
 from infer.places import PIPE
@@ -23,7 +23,7 @@ from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.hardware import find_device, find_dtype
+from omni.hardware import find_device
 from omni.tasks import Task
 
 
@@ -68,7 +68,8 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
         BrokenPipeError: the reader of standard output went away.
     """
     sampling = {"audio": _audio_sampling(options), "text": _text_sampling(options)}
-    device, dtype = find_device(options.device), find_dtype(options.dtype)
+    device = find_device(options.device)
+    dtype = serving_dtype(options.dtype, device, options.model)
     asked = collect(options, sys.stdin.buffer)
     if options.speaker:
         load_sounddevice()
@@ -88,6 +89,8 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
 
     adapter = lm.load_adapter(options.adapter) if options.adapter is not None else None
     edits = load_edits(options.edits, lm.model) if options.edits is not None else None
+    if dtype is not None and options.dtype is None:
+        print("weights in bfloat16, as this GPU multiplies them; --dtype auto keeps them as stored", file=sys.stderr)
     say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))

@@ -1,4 +1,4 @@
-"""Chooses the number of CPU threads for a model."""
+"""Chooses the number of CPU threads and the number format for a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from omni.checkpoint.folder import stored_dtype
+from omni.hardware import find_dtype, multiplies_bf16
 from omni.model.speech_model import SpeechModel
 
 SMALL_MODEL = 64 << 20
@@ -18,6 +20,14 @@ too)."""
 def bytes_of(model: SpeechModel) -> int:
     """Bytes of a model's weights."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def serving_dtype(given: str | None, device: torch.device, folder: str) -> torch.dtype | None:
+    """The number format to answer in: what `--dtype` gives (None for `auto`, as stored); without it bf16 for weights that are
+    stored in fp32, on a GPU that multiplies bf16: there fp32 takes twice the memory and no tensor cores."""
+    if given is not None or device.type != "cuda" or not multiplies_bf16("cuda"):
+        return find_dtype(given)
+    return torch.bfloat16 if stored_dtype(folder) == torch.float32 else None
 
 
 @contextmanager

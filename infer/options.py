@@ -66,7 +66,9 @@ class AskOptions:
 
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
     threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
-    dtype: str | None = option(None, "float32, bfloat16 or float16; as stored by default")
+    dtype: str | None = option(
+        None, "float32, bfloat16, float16, or auto for as stored, which is the default but for fp32 on a GPU: bfloat16 there"
+    )
     quantize: str | None = option(None, "int8: linears in int8, on a CPU")
     kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
     debug: bool = option(False, "show the traceback of an error")

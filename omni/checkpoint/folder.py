@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import struct
@@ -19,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, check_inside, load_json
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
-from omni.checkpoint.tensors import save_tensors
+from omni.checkpoint.tensors import DTYPES, save_tensors
 from omni.codec.base import AudioCodec
 from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
@@ -151,6 +152,17 @@ def load_folder(
     place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
     codec = load_if_given(config.codec, place, device)
     return LoadedFolder(model, tokenizer, config, codec, extra)
+
+
+def stored_dtype(folder: str | os.PathLike[str]) -> torch.dtype | None:
+    """Number format of a model folder's largest tensor; None where it cannot be read (`load_folder` says why)."""
+    try:
+        with safe_open(Path(folder) / WEIGHTS, "pt") as file:
+            shapes = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            largest = max(shapes.values(), key=lambda one: math.prod(one.get_shape()))
+            return DTYPES.get(largest.get_dtype())
+    except (OSError, SafetensorError, ValueError):
+        return None
 
 
 def _read(path: Path) -> dict[str, Any]:
