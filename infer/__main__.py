@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str]) -> bool:
-    """Parse the words, import the modules of the command, and run it; returns whether no answer broke."""
+    """Parse the words, import the modules of the command, and run it; returns whether no answer broke, and no check failed."""
     from infer.checks import check_ask, check_bench
     from infer.cli import parse
     from infer.options import AskOptions
@@ -62,8 +62,7 @@ def run(words: Sequence[str]) -> bool:
     from infer.bench.bench import bench
 
     all_imported()
-    bench(options)
-    return True
+    return bench(options)
 
 
 def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:

@@ -92,6 +92,7 @@ class BenchOptions:
     preset: str = option("nano,qwen2-0.5b-omni", "presets to measure, with commas between them")
     model: str | None = option(None, "measure this model folder instead")
     codec_folder: str | None = option(None, "folder with the codec's weights, where the model folder has none")
+    gpu: bool = option(False, "instead check what differs on a GPU, up to the first failure, in eight minutes")
     full: bool = option(False, "also with the padded encoder and without text assist")
     question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
     seconds: float = option(2.0, "length of that noise")

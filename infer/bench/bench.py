@@ -81,9 +81,16 @@ class FigureTable:
     rows: list[FigureRow]
 
 
-def bench(options: BenchOptions) -> None:
-    """Measure and print; UserError for an unknown preset or device."""
+def bench(options: BenchOptions) -> bool:
+    """Measure and print; returns whether no check of a GPU failed. UserError for an unknown preset or device."""
     device = find_device(options.device)
+    if options.gpu:
+        from infer.bench.gpu import check_gpu
+
+        if device.type == "cuda":
+            return check_gpu(device)
+        print("not run: there is no GPU here, or --device names none")
+        return True
     names = [] if options.model else [name.strip() for name in options.preset.split(",") if name.strip()]
     configs = {name: preset(name) for name in names}
     sound = noise(options.seconds) if options.question is None else read_audio(options.question)
@@ -96,6 +103,7 @@ def bench(options: BenchOptions) -> None:
         print(json.dumps({**_machine(device), "tables": [_plain(t) for t in tables]}, indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in _machine(device).items()))
+    return True
 
 
 def _tables(

@@ -269,7 +269,7 @@ CHANGES: list[Callable[[SpeechModel], None]] = [
 ]
 
 
-@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("seen", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_change_of_adapters_drops_the_graphs(
     seen: bool, as_if_on_a_gpu: list[Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,104 @@
+"""Generation on a real GPU: captured steps against plain ones, what waits for it, and what a compiled step takes of its memory.
+
+What these check runs in tests/generate/test_cuda_path.py and test_waits.py with stand-ins, where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from infer.bench.gpu import BETWEEN_STEPS, without_waits
+from omni.edit.deltas import Delta, Edits
+from omni.generate.runner import Runner
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.model.decoder import Hidden
+from tests.generate.conftest import LAYOUTS, make_lm, make_model
+from tests.generate.test_cuda_path import CHANGES, SAMPLINGS, adapter, answers, batch, talk
+from tests.generate.test_runner import start
+
+pytestmark = pytest.mark.cuda
+
+
+def lms(layout: Layout, device: str = "cuda") -> tuple[SpeechLM, SpeechLM]:
+    """Two of the same weights: one whose steps are captured, and one whose steps are not."""
+    made = [make_lm(layout) for _ in range(2)]
+    both = [
+        SpeechLM(lm.model.to(device), lm.tokenizer, lm.codec, graph=graph)
+        for lm, graph in zip(made, (None, False), strict=True)
+    ]
+    return both[0], both[1]
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in BETWEEN_STEPS:
+        monkeypatch.setattr(Runner, name, without_waits(getattr(Runner, name)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("assist", [False, True])
+def test_captured_equals_plain_and_nothing_waits(layout: Layout, sampling, assist: bool, strict: None) -> None:
+    lm, plain = lms(layout)
+    assert talk(lm, sampling, assist) == talk(plain, sampling, assist)
+    assert batch(lm, sampling) == batch(plain, sampling)
+    assert all(len(runner._graphs) for runner in lm._idle)
+
+
+def test_changes_of_adapters_are_heard() -> None:
+    lm, plain = lms(LAYOUTS["pad"])
+    for each in (lm, plain):
+        adapter(each.model, 1)
+        each.model.to("cuda")
+    for change in CHANGES:
+        for each in (lm, plain):
+            change(each.model)
+            each.model.to("cuda")
+        assert answers(lm) == answers(plain)
+
+
+def test_sessions_with_edits_one_after_another() -> None:
+    lm, plain = lms(LAYOUTS["pad"])
+    width = lm.config.decoder.width
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        factors = (torch.randn(2, size, generator=g).cuda() for size in (48, width))
+        edits = Edits({"decoder.blocks.1.mlp.gate": Delta(*factors)})
+        assert answers(lm, edits=edits) == answers(plain, edits=edits)
+
+
+def test_threads_capture_one_at_a_time() -> None:
+    lm, plain = lms(LAYOUTS["pad"])
+    wanted = answers(plain)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(said == wanted for said in pool.map(lambda _: answers(lm), range(12)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+def test_a_model_on_a_second_gpu() -> None:
+    wanted = answers(lms(LAYOUTS["pad"])[0])
+    assert answers(lms(LAYOUTS["pad"], "cuda:1")[0]) == wanted
+
+
+@pytest.fixture
+def compiled() -> Iterator[Runner]:
+    model = make_model(LAYOUTS["pad"], context=4096).cuda().requires_grad_(False)
+    yield Runner(model, 64, 4096, graph=False, compile=True)
+    torch._dynamo.reset()
+
+
+@torch.inference_mode()
+def test_a_compiled_step_takes_no_memory_of_the_cache_s_size(compiled: Runner) -> None:
+    model = compiled.model
+    hidden = Hidden(*[torch.randn(64, 1, model.config.decoder.width, device="cuda")] * 2)
+    compiled.begin(0, hidden, [start(model.layout, 0)] * 64)
+    compiled.step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    compiled.step()
+    layer = compiled.cache.keys[0].nbytes
+    assert torch.cuda.max_memory_allocated() - before < layer
