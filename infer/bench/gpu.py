@@ -39,7 +39,7 @@ HALF = torch.bfloat16
 SECONDS = 480.0
 """No check begins, and none goes on after a result, when this time is over."""
 
-BETWEEN_STEPS = ("_forward", "begin", "leave", "compact")
+BETWEEN_STEPS = ("_forward", "begin", "leave")
 """Methods of a runner in which nothing may wait for the device."""
 
 
@@ -142,7 +142,7 @@ def steps(device: torch.device, real: bool) -> Lines:
         for compiled in (False, True) if real else (False,):
             runner = Runner(model, rows, slots, compile=compiled)
             hidden: Any = Hidden(*[torch.randn(rows, 1, model.config.decoder.width, device=device, dtype=HALF)] * 2)
-            runner.begin(0, hidden, [Start(True, True, slots - 60, (GREEDY,) * len(model.layout))] * rows)
+            runner.begin(range(rows), hidden, [Start(True, True, slots - 60, (GREEDY,) * len(model.layout))] * rows)
             first, taken = seconds_of(runner.step, device), timed(runner.step, device, 20)
             text = f"{rows} rows, {slots} slots{', compiled' * compiled}: {taken * 1e3:.2f} ms, the first {first * 1e3:.0f}"
             yield text, taken < 1.2 * plain if compiled else None
