@@ -68,7 +68,7 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
         BrokenPipeError: the reader of standard output went away.
     """
     sampling = {"audio": _audio_sampling(options), "text": _text_sampling(options)}
-    device = find_device(options.device)
+    device = find_device(options.device, options.quantize)
     dtype = serving_dtype(options.dtype, device, options.model)
     asked = collect(options, sys.stdin.buffer)
     if options.speaker:

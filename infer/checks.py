@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infer.given import SOUND
-from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions
+from infer.options import DEFAULT_MODEL, AskOptions, BenchOptions, QuantizeOptions
 from infer.places import PIPE, choose_tasks, places
-from omni.checkpoint.places import check_folder
+from omni.checkpoint.places import CONFIG, check_folder
 from omni.errors import UserError
+from omni.files import real_place
 from omni.generate.bounds import BOUNDS, Bound, check_number
-from omni.hardware import check_device, check_dtype, check_kernels, check_quantize
+from omni.hardware import QUANTIZED, check_device, check_dtype, check_kernels, check_quantize
 from omni.remote import refuse_remote
 from omni.tasks import Task
 
@@ -55,6 +56,25 @@ def check_bench(options: BenchOptions) -> None:
         check_file(options.question)
     if options.model is not None:
         check_model(options.model)
+
+
+def check_quantizing(options: QuantizeOptions) -> None:
+    """Checks the options of `quantize`. UserError for the first bad option, or a place that would lose something."""
+    if options.format not in QUANTIZED:
+        raise UserError(f"--format {options.format!r} is unknown; there is {' and '.join(QUANTIZED)}")
+    model, out = Path(options.model), Path(options.out)
+    check_model(options.model)
+    source, place = model.resolve(), real_place(out)
+    if source == place:
+        raise UserError(f"OUT is {out}, the model itself; name another folder: the one in full precision stays as it is")
+    if source in place.parents or place in source.parents or place in (Path.cwd(), *Path.cwd().parents):
+        raise UserError(f"OUT is {out}, which holds the model or the folder that you are in, or lies in it; name one beside it")
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return
+    if not options.overwrite:
+        raise UserError(f"{out} exists; give another name, or --overwrite to replace it")
+    if not (place / CONFIG).is_file():
+        raise UserError(f"{out} is no model folder; only such a one is overwritten")
 
 
 def _check_numbers(options: AskOptions | BenchOptions, bounds: Mapping[str, Bound]) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import jsonargparse
 
 from infer.given import take_questions
-from infer.options import AskOptions, BenchOptions
+from infer.options import AskOptions, BenchOptions, QuantizeOptions
 from omni.arguments import StrictParser
 from omni.errors import UserError, closest
 
-COMMANDS: dict[str, type[Any]] = {"ask": AskOptions, "bench": BenchOptions}
+COMMANDS: dict[str, type[Any]] = {"ask": AskOptions, "bench": BenchOptions, "quantize": QuantizeOptions}
 
-Command = AskOptions | BenchOptions
+Command = AskOptions | BenchOptions | QuantizeOptions
 
 DESCRIPTION = (
     "Talk to a speech language model. With any command, --plugin NAME imports a module of one's own, such as "
@@ -55,7 +55,7 @@ def command_parser(name: str) -> InferParser:
         elif several:
             more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
         else:
-            more |= {"type": _given(hints[f.name]), "default": f.default}
+            more |= {"type": _given(hints[f.name])} | ({} if positional else {"default": f.default})
         parser.add_argument(f.name if positional else f"--{f.name}", **more)
     return parser
 

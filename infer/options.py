@@ -69,7 +69,7 @@ class AskOptions:
     dtype: str | None = option(
         None, "float32, bfloat16, float16, or auto for as stored, which is the default but for fp32 on a GPU: bfloat16 there"
     )
-    quantize: str | None = option(None, "int8: linears in int8, on a CPU")
+    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
     kernels: str = option("measured", "measured: what `bench` found to be faster on this CPU; or reference")
     debug: bool = option(False, "show the traceback of an error")
 
@@ -99,9 +99,26 @@ class BenchOptions:
     answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")
     repeat: int = option(3, "measurements of each figure, after one to warm up; the median is shown")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
-    dtype: str | None = option(None, "float32, bfloat16 or float16; as stored, or float32 on a CPU, by default")
-    quantize: str | None = option(None, "int8: linears in int8, on a CPU")
+    dtype: str | None = option(
+        None, "float32, bfloat16 or float16; float32 by default (bfloat16 on a GPU), a folder's as stored"
+    )
+    quantize: str | None = option(None, "int8: linears and tables in int8, on a CPU")
     kernels: str = option("measured", "measured: measure first which products are faster on this CPU; or reference")
     threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
     json: bool = option(False, "one JSON object on standard output instead of tables")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Write a model folder again with its weights in fewer bits, for answering on a CPU.
+
+    Read, rounded and written a piece of a tensor at a time: the model is never in memory as a whole.
+    """
+
+    model: str = option("", "model folder in full precision", positional=True)
+    out: str = option("", "the folder to write", positional=True)
+    format: str = option("int8", "int8: linears and tables as whole numbers with a scale per row")
+    overwrite: bool = option(False, "replace a model folder that is there already")
+    quiet: bool = option(False, "show nothing while it works")
     debug: bool = option(False, "show the traceback of an error")

@@ -73,14 +73,16 @@ def check_kernels(name: object) -> None:
         raise UserError(f"kernels {name!r} is unknown; use {' or '.join(KERNELS)}")
 
 
-def find_device(name: str | int | torch.device) -> torch.device:
-    """The device called `name` (a number counts CUDA devices); `auto` is a GPU where there is one. UserError where this machine
-    does not have it."""
+def find_device(name: str | int | torch.device, quantize: str | None = None) -> torch.device:
+    """The device called `name` (a number counts CUDA devices); `auto` is a GPU where there is one, and the CPU for weights in
+    fewer bits (`quantize`). UserError where this machine does not have it."""
     import torch
 
     given = f"cuda:{name}" if isinstance(name, int) else str(name)
     check_device(given)
     if given == "auto":
+        if quantize is not None:
+            return torch.device("cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(given)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -207,7 +207,7 @@ def test_bfloat16_must_pay(model: SpeechModel) -> None:
 
 
 def test_other_weights_are_left_alone(model: SpeechModel) -> None:
-    from omni.model.int8 import to_int8
+    from omni.model.int8_model import to_int8
 
     assert not measure_kernels(to_int8(copy.deepcopy(model))).measured
     assert not measure_kernels(copy.deepcopy(model).to("meta")).measured

@@ -1,7 +1,7 @@
 """`omni-infer bench`: measures streaming on this machine and prints tables.
 
-All figures of a preset come from one run: the two sides of a ratio are measured in alternation. Weights are
-random; on a GPU they are bf16 and the decoder of a step is compiled and captured as a CUDA graph.
+All figures of a preset come from one run: the two sides of a ratio are measured in alternation. Weights are random, and in
+bf16 on a GPU unless `--dtype` says otherwise; there the decoder of a step is compiled and captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,80 +10,34 @@ import dataclasses
 import gc
 import json
 import platform
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from infer.bench.random_model import TimedCodec, random_lm
 from infer.bench.streaming import first_audio, noise, rows_in_real_time, steps_and_readings, whole_answer
+from infer.bench.tables import FigureRow, FigureTable, number_format, plain, show, target_of
 from infer.device import SMALL_MODEL, bytes_of, cpu_threads
 from infer.options import BenchOptions
 from omni.audio.io import SAMPLE_RATE, read_audio
+from omni.checkpoint.int8_state import model_in_int8
 from omni.config import ModelConfig, preset
 from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.hardware import check_quantize, find_device, find_dtype, peak_flops
 from omni.kernels import measure_kernels
-from omni.model.int8 import to_int8
+from omni.model.int8_model import is_int8, to_int8
+from omni.model.speech_model import SpeechModel
 from omni.profiling import GIB, HighWater, load
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 NANO_BATCHES = (1, 4, 16, 64, 256)
-
-TARGETS = {
-    ("nano", "fp32", "first exact sample"): 0.150,
-    ("nano", "fp32", "real-time factor"): 0.2,
-    ("qwen2-0.5b-omni", "fp32", "first exact sample"): 2.4,
-    ("qwen2-0.5b-omni", "fp32", "steps / readings"): 0.55,
-    ("qwen2-0.5b-omni", "fp32", "text assist / one row"): 1.15,
-    ("qwen2-0.5b-omni", "fp32", "peak beyond the weights"): 1.2,
-    ("qwen2-0.5b-omni", "bf16", "steps / readings"): 0.4,
-    ("qwen2-0.5b-omni", "bf16", "text assist / one row"): 1.15,
-    ("qwen2-0.5b-omni", "int8", "first exact sample"): 0.55,
-    ("qwen2-0.5b-omni", "int8", "real-time factor"): 0.52,
-    ("qwen2-0.5b-omni", "int8", "steps / readings"): 0.5,
-}
-"""Targets of the project on two CPU cores, by precision: upper limits (for steps / readings a lower one)."""
-
-
-def _target(lm: SpeechLM, name: str, row: str) -> float | None:
-    """The target of a figure; None where there is none for this model, precision or device."""
-    weight = lm.model.decoder.audio_head.weight
-    number = "int8" if weight.dtype == torch.int8 else NAMES.get(weight.dtype, "")
-    return TARGETS.get((name, number, row)) if lm.model.device.type == "cpu" else None
-
-
-@dataclass(frozen=True)
-class FigureRow:
-    """A row of a table: name of the figure, its value and unit, and its parts."""
-
-    name: str
-    value: float
-    unit: str = ""
-    note: str = ""
-    target: float | None = None
-
-    @property
-    def met(self) -> bool | None:
-        if self.target is None:
-            return None
-        return self.value >= self.target if self.name == "steps / readings" else self.value <= self.target
-
-
-@dataclass(frozen=True)
-class FigureTable:
-    title: str
-    rows: list[FigureRow]
 
 
 def bench(options: BenchOptions) -> bool:
     """Measure and print; returns whether no check of a GPU failed. UserError for an unknown preset or device."""
-    device = find_device(options.device)
+    device = find_device(options.device, options.quantize)
     if options.gpu:
         from infer.bench.gpu import check_gpu
 
@@ -98,9 +52,9 @@ def bench(options: BenchOptions) -> bool:
     for table in _tables(options, device, configs, sound):
         tables.append(table)
         if not options.json:
-            _show(table)
+            show(table)
     if options.json:
-        print(json.dumps({**_machine(device), "tables": [_plain(t) for t in tables]}, indent=2))
+        print(json.dumps({**_machine(device), "tables": [plain(t) for t in tables]}, indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in _machine(device).items()))
     return True
@@ -130,8 +84,8 @@ def _preset(
     with cpu_threads(options.threads, lm.model) as threads:
         if options.kernels == "measured":
             measure_kernels(lm.model)
-        number = options.quantize or NAMES[dtype]
-        precision = f"{number}, compiled, CUDA graph" if gpu else f"{number}, {threads} thread{'s' * (threads > 1)}"
+        around = "compiled, CUDA graph" if gpu else f"{threads} thread{'s' * (threads > 1)}"
+        precision = f"{number_format(lm.model)}, {around}"
         what = f"{name} ({config.codec}, random weights, {precision})"
         yield from _measured(lm, options, sound, name, config, what, memory)
 
@@ -147,7 +101,7 @@ def _measured(
         yield _sessions(lm, sound, what, compile=gpu)
     weights = bytes_of(lm.model)
     beyond = (memory.bytes - weights) / GIB
-    target = _target(lm, name, "peak beyond the weights")
+    target = target_of(lm, name, "peak beyond the weights")
     rows = [
         FigureRow("weights", weights / GIB, "GiB", "encoder, projector, decoder, embeddings"),
         FigureRow("peak beyond the weights", beyond, "GiB", "codec, caches and everything in passing", target),
@@ -164,7 +118,7 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
     lm = SpeechLM.from_pretrained(
         folder,
         device,
-        find_dtype(options.dtype),
+        options.dtype,
         quantize=options.quantize,
         kernels=options.kernels,
         codec_folder=options.codec_folder,
@@ -175,13 +129,14 @@ def _folder(options: BenchOptions, device: torch.device, folder: str, sound: Ten
             "folder with --codec_folder"
         )
     lm = SpeechLM(lm.model, lm.tokenizer, TimedCodec(lm.codec))
-    with cpu_threads(options.threads, lm.model):
+    with cpu_threads(options.threads, lm.model) as threads:
         if options.kernels == "measured":
             measure_kernels(lm.model)
         name = "nano" if bytes_of(lm.model) < SMALL_MODEL else ""
-        yield _streaming(lm, options, sound, name, folder, getattr(lm.config.encoder, "mode", lm.config.encoder.kind), False)
-        yield _step_table(lm, options, sound, name, folder, False, compile=False)
-        yield _sessions(lm, sound, folder, compile=False)
+        what = f"{folder} ({number_format(lm.model)}, {threads} thread{'s' * (threads > 1)})"
+        yield _streaming(lm, options, sound, name, what, getattr(lm.config.encoder, "mode", lm.config.encoder.kind), False)
+        yield _step_table(lm, options, sound, name, what, False, compile=False)
+        yield _sessions(lm, sound, what, compile=False)
 
 
 def _streaming(
@@ -194,7 +149,7 @@ def _streaming(
     factor = figures.real_time_factor
     rows = [
         FigureRow(
-            "first exact sample", first.total, "s", "after the question has ended", _target(lm, name, "first exact sample")
+            "first exact sample", first.total, "s", "after the question has ended", target_of(lm, name, "first exact sample")
         ),
         FigureRow("  encoder", first.encode, "s", f"{mode}, {seconds:.3g} s of sound"),
         FigureRow("  prefill", first.prefill, "s"),
@@ -205,7 +160,7 @@ def _streaming(
     if factor is not None:
         rows += [
             FigureRow(
-                "real-time factor", factor, "", f"an answer of {figures.sound:.2f} s", _target(lm, name, "real-time factor")
+                "real-time factor", factor, "", f"an answer of {figures.sound:.2f} s", target_of(lm, name, "real-time factor")
             ),
             FigureRow("  of which codec", figures.codec / figures.sound, "", f"{lm.codec.name if lm.codec else ''}"),
             FigureRow("underruns", figures.underruns),
@@ -234,12 +189,12 @@ def _step_table(
         FigureRow("tokens", rows_of_batch * len(lm.layout) / found.seconds, "/s", "of all streams and rows"),
         FigureRow("weights a step reads", found.bytes / GIB, "GiB", "blocks and heads"),
         FigureRow("readings", 1 / found.reading, "/s", f"{found.bytes / found.reading / 1e9:.1f} GB/s, by {found.how}"),
-        FigureRow("steps / readings", found.ratio, "", "", _target(lm, name, "steps / readings")),
+        FigureRow("steps / readings", found.ratio, "", "", target_of(lm, name, "steps / readings")),
         FigureRow("products", found.products * 1e3, "ms", "those of a step alone, in the same forms"),
     ]
     if found.one_row is not None:
         row = "text assist / one row"
-        rows.append(FigureRow(row, found.seconds / found.one_row, "", "of a step", _target(lm, name, row)))
+        rows.append(FigureRow(row, found.seconds / found.one_row, "", "of a step", target_of(lm, name, row)))
     peak = peak_flops(lm.model.device)
     if peak is not None:
         flops = 2 * rows_of_batch * found.bytes / lm.model.decoder.norm.weight.element_size() / found.seconds
@@ -264,11 +219,10 @@ def _with_encoder_mode(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
 
 def _with_mode(lm: SpeechLM, config: ModelConfig, mode: EncoderMode, compile: bool) -> SpeechLM:
     """The same weights with the encoder in another mode."""
-    model = type(lm.model).from_state(_with_encoder_mode(config, mode), lm.model.state_dict()).to(lm.model.device).eval()
+    config, state = _with_encoder_mode(config, mode), lm.model.state_dict()
+    model = model_in_int8(config, state, {}, "weights") if is_int8(lm.model) else SpeechModel.from_state(config, state)
+    model = model.to(lm.model.device).eval()
     return SpeechLM(model.requires_grad_(False), lm.tokenizer, lm.codec, compile=compile)
-
-
-# --- showing -------------------------------------------------------------------------------------------------------
 
 
 def _machine(device: torch.device) -> dict[str, str | int | float | None]:
@@ -281,33 +235,3 @@ def _machine(device: torch.device) -> dict[str, str | int | float | None]:
         "load": None if busy is None else round(busy, 1),
         "torch": torch.__version__,
     }
-
-
-def _plain(table: FigureTable) -> dict[str, object]:
-    return {"title": table.title, "rows": [{**dataclasses.asdict(r), "met": r.met} for r in table.rows]}
-
-
-def _show(table: FigureTable) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE, title_style="bold")
-    shown.add_column("figure", no_wrap=True)
-    shown.add_column("", justify="right", no_wrap=True)
-    shown.add_column("unit", no_wrap=True)
-    shown.add_column("target", no_wrap=True)
-    shown.add_column("")
-    for row in table.rows:
-        target = ""
-        if row.target is not None:
-            sign = ">=" if row.name == "steps / readings" else "<="
-            target = f"{sign} {row.target:g} {'met' if row.met else 'missed'}"
-        shown.add_row(row.name, _figure(row.value), row.unit, target, row.note)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(shown)
-
-
-def _figure(value: float) -> str:
-    if value == int(value) and abs(value) < 1e6:
-        return str(int(value))
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 0.1 else f"{value:.4f}"

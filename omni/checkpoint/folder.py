@@ -25,16 +25,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from omni.checkpoint.bounds import CONFIG_LONGEST, check_finite, check_header, check_inside, load_json
+from omni.checkpoint.int8_state import int8_tensors, model_in_int8
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
-from omni.checkpoint.tensors import DTYPES, save_tensors
+from omni.checkpoint.tensors import DTYPES, read_pieces, save_tensors
 from omni.codec.base import AudioCodec
 from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.errors import UserError
 from omni.files import replacing_folder
+from omni.hardware import QUANTIZED
 from omni.model.speech_model import SpeechModel
 from omni.old_names import new_names
 from omni.text import Tokenizer
+
+QUANTIZED_FORMAT = 2
+"""Format of folders whose weights are held in fewer bits; readers that know of format 1 alone refuse them."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,15 @@ def save_folder(
         (place / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
+def check_full_precision(folder: str | os.PathLike[str], what: str) -> None:
+    """Refuse a model folder whose weights are held in fewer bits (UserError), for `what` needs them in full precision."""
+    form = stored_form(_read(Path(folder)), Path(folder) / CONFIG)
+    if form is not None:
+        raise UserError(
+            f"{folder} holds {form} weights, which only answer: {what} needs the folder in full precision that it was made from"
+        )
+
+
 def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The model's configuration; UserError where the folder is not a model folder of a known version."""
     return from_dict(ModelConfig, _read(Path(folder))["model"], f"{folder}/{CONFIG}: model", stored=True)
@@ -103,20 +117,26 @@ def load_folder(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     *,
+    quantize: str | None = None,
     codec_folder: str | os.PathLike[str] | None = None,
 ) -> LoadedFolder:
     """Read a model folder.
 
     Args:
-        dtype: type that the weights are converted to while they are read.
+        dtype: type that the weights are converted to while they are read; what is held in int8 stays so.
+        quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), made of the stored weights while they are
+            read, a piece at a time; a folder in int8 is so anyway.
         codec_folder: the codec's weights, where they are not in the folder.
 
     Raises:
         UserError: a file is missing, not listed, truncated or altered, a tensor does not fit the configuration or holds numbers
-            that are not finite, or it is a pickle.
+            that are not finite, it is a pickle, or the device does not take weights in int8.
     """
     path = Path(folder)
     data = _read(path)
+    form = stored_form(data, path / CONFIG)
+    if form is not None and torch.device(device).type != "cpu":
+        raise UserError(f"{folder} holds {form} weights, which are for device cpu, not for {device}; use 'cpu'")
     config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model", stored=True)
     if is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
         raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
@@ -128,11 +148,7 @@ def load_folder(
     for name, (_, checksum) in listed.items():
         if _crc32(path / name) != checksum:
             raise UserError(f"{path / name} does not match its checksum in {CONFIG}; fetch or save the folder again")
-    try:
-        state = new_names(load_file(path / WEIGHTS))
-    except (OSError, SafetensorError, struct.error) as error:
-        raise UserError(f"weights {path / WEIGHTS} cannot be read ({error}); fetch or save the folder again") from error
-    model = SpeechModel.from_state(config, state, where=str(path / WEIGHTS))
+    model = _load_model(config, path / WEIGHTS, data if form is not None else None, quantize)
     try:
         model = model.to(device=device, dtype=dtype).eval()
     except torch.OutOfMemoryError:
@@ -165,6 +181,24 @@ def stored_dtype(folder: str | os.PathLike[str]) -> torch.dtype | None:
         return None
 
 
+def _load_model(config: ModelConfig, file: Path, quantized: Mapping[str, Any] | None, quantize: str | None) -> SpeechModel:
+    """The model of a file of weights.
+
+    Args:
+        quantized: the data of its folder's configuration, where the weights are held in int8.
+    """
+    try:
+        if quantized is None and quantize is not None:
+            tensors, checksums = int8_tensors(config, new_names(read_pieces(file)), str(file))
+            return model_in_int8(config, {name: tensor() for name, tensor in tensors.items()}, checksums(), str(file))
+        state = new_names(load_file(file))
+    except (OSError, SafetensorError, struct.error) as error:
+        raise UserError(f"weights {file} cannot be read ({error}); fetch or save the folder again") from error
+    if quantized is not None:
+        return model_in_int8(config, state, stored_checksums(quantized, file.parent / CONFIG), str(file))
+    return SpeechModel.from_state(config, state, where=str(file))
+
+
 def _read(path: Path) -> dict[str, Any]:
     check_folder(path)
     file = path / CONFIG
@@ -172,10 +206,36 @@ def _read(path: Path) -> dict[str, Any]:
         data = load_json(file, CONFIG_LONGEST)
     except (ValueError, OSError) as error:
         raise UserError(f"{file} cannot be read ({error}); fetch or save the folder again") from error
-    if not isinstance(data, dict) or "model" not in data or data.get("format") != FORMAT_VERSION:
+    if not isinstance(data, dict) or "model" not in data or data.get("format") not in (FORMAT_VERSION, QUANTIZED_FORMAT):
         found = data.get("format") if isinstance(data, dict) else None
-        raise UserError(f"{file}: format {found!r} is unknown; this version reads format {FORMAT_VERSION}")
+        raise UserError(
+            f"{file}: format {found!r} is unknown; this version reads format {FORMAT_VERSION} and, for weights in fewer bits, "
+            f"{QUANTIZED_FORMAT}"
+        )
     return data
+
+
+def stored_form(data: Mapping[str, Any], place: Path) -> str | None:
+    """The form in fewer bits in which the configuration at `place` says that the weights are held; None for full precision.
+    UserError where it is not known."""
+    if data.get("format") != QUANTIZED_FORMAT:
+        return None
+    held = data.get("quantized")
+    form = held.get("form") if isinstance(held, dict) else None
+    if form not in QUANTIZED:
+        raise UserError(
+            f"{place}: the weights are held as {form!r}; this version reads {' and '.join(QUANTIZED)}: quantise the original "
+            "model again"
+        )
+    return str(form)
+
+
+def stored_checksums(data: Mapping[str, Any], place: Path) -> dict[str, int]:
+    """The checksums of the linears' weights in full precision that the configuration at `place` of a folder in int8 holds."""
+    found = data["quantized"].get("checksums", {})
+    if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
+        raise UserError(f"{place}: quantized: checksums must be whole numbers by name; fetch or save the folder again")
+    return new_names(found)
 
 
 def stored_extra(data: Mapping[str, Any], place: Path) -> dict[str, Any]:

@@ -65,6 +65,41 @@ def _rows(tensor: Any, sliced: bool, start: int, stop: int) -> Tensor:
     return tensor[start:stop] if sliced else tensor[...]
 
 
+def read_pieces(path: Path) -> dict[str, Lazy]:
+    """The tensors of one file as `read_safetensors` gives them, but read instead of mapped: what was read and dropped is no
+    longer part of the process's memory, also not of the share that is backed by the file.
+
+    Raises:
+        UserError: as `read_safetensors`.
+    """
+    known, file = read_safetensors(path), path.open("rb", buffering=0)
+    start = 8 + int.from_bytes(file.read(8), "little")
+    out = {}
+    for name, tensor in known.items():  # in the order of the file, which has no gaps
+        out[name] = Lazy(tensor.shape, tensor.dtype, partial(_piece, file, start, tensor))
+        start += tensor.nbytes
+    return out
+
+
+def _piece(file: Any, place: int, tensor: Lazy, start: int, stop: int) -> Tensor:
+    """Rows `[start, stop)` of a tensor whose bytes begin at `place`."""
+    size = tensor.nbytes // max(1, tensor.length)
+    out = (
+        torch.empty(stop - start, *tensor.shape[1:], dtype=tensor.dtype)
+        if tensor.shape
+        else torch.empty((), dtype=tensor.dtype)
+    )
+    data: Any = out.view(-1).view(torch.uint8).numpy()
+    view = memoryview(data)
+    file.seek(place + start * size)
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise UserError(f"{file.name} was cut while it was read; fetch or save the folder again")
+        view = view[count:]
+    return out
+
+
 def read_torch(path: Path) -> Any:
     """Reads a file of `torch.save`, its tensors mapped, not read. Only tensors and plain containers: no code is run.
 

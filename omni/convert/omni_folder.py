@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from omni.checkpoint.bounds import check_header
-from omni.checkpoint.folder import listed_files, read_config, stored_extra
+from omni.checkpoint.folder import check_full_precision, listed_files, read_config, stored_extra
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import FileStamp, copy_file, read_json, read_safetensors, write_file, write_safetensors
 from omni.config import FORMAT_VERSION, ModelConfig, to_dict
@@ -38,6 +38,7 @@ def read(path: Path) -> Foreign:
 
     The checksum of the weights is not computed here (that would read them twice); every size is compared.
     """
+    check_full_precision(path, "converting")
     config = read_config(path)
     data = read_json(path / CONFIG)
     extra = stored_extra(data, path / CONFIG)

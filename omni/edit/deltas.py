@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from omni.edit.linears import find_linears, shape_of, signature, weight_of
 from omni.errors import UserError
+from omni.model.int8 import Int8Linear
 from omni.model.quantize import plain_checksum
 
 
@@ -146,7 +147,7 @@ class Edits:
                 raise UserError(f"edit of {name} holds values that are not finite; make it again")
 
     def check_base(self, model: nn.Module) -> None:
-        """Refuse a model whose linears are not those the edits were made for.
+        """Refuse a model whose linears are not those the edits were made for; the same in int8 are.
 
         Raises:
             UserError: another checksum, name or shape; or the edits have no checksums (see `signed`).
@@ -157,6 +158,8 @@ class Edits:
         for name, part in found.items():
             if signature(name, part) != self.base[name]:
                 if plain_checksum(part) == self.base[name]:
+                    if isinstance(part, Int8Linear):  # within half a step of the weight that they were made for
+                        continue
                     raise UserError(
                         f"edit of {name}: it was made for this weight before it was quantised; make the edits on the quantised "
                         "model"

@@ -4,17 +4,74 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from omni.edit.deltas import Edits
 from omni.engine.client import Running
 from omni.engine.engine import Engine
 from omni.errors import UserError
+from omni.generate.bounds import check_number
+from omni.generate.options import AnswerOptions, check_adapter
+from omni.generate.question import Asked, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session
+from omni.model.speech_model import SpeechModel
+from omni.text import Tokenizer
 
 PART = 8
 """Where one of that many parts of the places is free, the next questions come in together."""
+
+
+@dataclass(frozen=True)
+class QuestionBatch:
+    """Questions as ids and sound, with what each has of its own; all lists are in their order."""
+
+    asked: list[Asked]
+    seeds: list[int]
+    adapters: list[str | None]
+    edits: list[Edits | None]
+    systems: list[str]
+
+    def options(self, number: int, common: AnswerOptions) -> AnswerOptions:
+        """The options of one question (from 0), of those that all have in common."""
+        return replace(common, adapter=self.adapters[number], seed=self.seeds[number], system=self.systems[number])
+
+
+def read_batch(
+    model: SpeechModel,
+    tokenizer: Tokenizer,
+    questions: Any,
+    task: Any,
+    sample_rate: int,
+    seed: Any,
+    adapter: Any,
+    edits: Any,
+    system: Any,
+) -> QuestionBatch:
+    """Check and read the questions of `SpeechLM.generate_batch`, whose arguments these are.
+
+    Raises:
+        UserError: a bad value, or another number of values than of questions.
+    """
+    if isinstance(questions, (str, bytes, Mapping)) or not isinstance(questions, Iterable):
+        raise UserError(f"questions is {repr(questions)[:80]}; give a list of them")
+    questions = list(questions)
+    given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
+    tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
+    for one in seeds:
+        check_number("seed", one)
+    for one in adapters:
+        check_adapter(one)
+    asked = []
+    for number, (question, own) in enumerate(zip(questions, tasks, strict=True), 1):
+        try:
+            asked.append(read_question(question, own, model, tokenizer, sample_rate))
+        except UserError as error:
+            raise UserError(f"question {number} of {len(questions)}: {error}") from error
+    asked = [a.after(read_system(text, tokenizer)) for a, text in zip(asked, systems, strict=True)]
+    return QuestionBatch(asked, seeds, adapters, corrections, systems)
 
 
 def one_each(what: str, given: Any, count: int) -> list[Any]:

@@ -13,12 +13,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -30,8 +28,7 @@ from omni.edit.deltas import Edits
 from omni.engine.client import Pace, Running, WhenFull
 from omni.engine.engine import Engine
 from omni.errors import UserError
-from omni.files import check_path
-from omni.generate.batch import answer_all, check_lengths, one_each
+from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.bounds import check_number
 from omni.generate.history import Past
 from omni.generate.messages import History, read_history
@@ -40,21 +37,17 @@ from omni.generate.options import (
     Keywords,
     SamplingNames,
     SessionOptions,
-    check_adapter,
     make_options,
     refuse_keywords,
 )
-from omni.generate.question import SAMPLE_RATE, Question, read_question, read_system
+from omni.generate.question import SAMPLE_RATE, Question
 from omni.generate.results import Answer, Event
 from omni.generate.sampling import SamplingPlan
 from omni.generate.session import Session
 from omni.generate.speech_time import SpeechTime
-from omni.hardware import check_kernels, check_quantize, find_device, find_dtype
-from omni.kernels import serve_measured
 from omni.layout import Layout
-from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
-from omni.lora.weights import base_weight, has_weight
-from omni.model.linears import linears_of
+from omni.lora.attach import adapter_names, detach, kept, remove_adapter, selection_of
+from omni.model.int8_model import is_int8
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, prompt
 from omni.text import Tokenizer
@@ -132,32 +125,20 @@ class SpeechLM:
         Args:
             device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
-            quantize: `int8` for linears in int8 (`omni.model.int8`), on a CPU; they are turned after they were read.
+            quantize: `int8` for linears and tables in int8 (`omni.model.int8_model`), on a CPU; a folder in int8 is so anyway.
             codec_folder: the codec's weights, where they are not in the folder.
             kernels: `measured` takes what `omni.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
 
         Raises:
             UserError: anything is wrong with the folder, or there is no such device or number format.
         """
-        from omni.checkpoint.folder import load_folder
+        from omni.generate.loading import load_model
 
         start = time.perf_counter()
         refuse_keywords(
             "from_pretrained", unknown, ("device", "dtype", "quantize", "codec_folder", "kernels", "graph", "compile")
         )
-        check_path(folder, "the model folder")
-        if codec_folder is not None:
-            check_path(codec_folder, "codec_folder")
-        place, numbers = find_device(device), find_dtype(dtype)
-        check_quantize(quantize, str(place))
-        check_kernels(kernels)
-        loaded = load_folder(folder, device=place, dtype=numbers, codec_folder=codec_folder)
-        if quantize is not None:
-            from omni.model.int8 import to_int8
-
-            to_int8(loaded.model)
-        elif kernels == "measured" and place.type == "cpu":
-            serve_measured(loaded.model, numbers is None)
+        loaded = load_model(folder, device, dtype, quantize, codec_folder, kernels)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
         lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
         LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, lm)
@@ -166,7 +147,7 @@ class SpeechLM:
     def __repr__(self) -> str:
         model, codec = self.model, "no codec" if self.codec is None else self.codec.name
         parameters = sum(p.numel() for name, p in model.named_parameters() if ".lora." not in name)
-        dtype = str(model.decoder.norm.weight.dtype).removeprefix("torch.")
+        dtype = "int8 with " * is_int8(model) + str(model.decoder.norm.weight.dtype).removeprefix("torch.")
         parts = [f"{parameters / 1e6:.3g}M parameters", codec, f"{self.layout.n_audio} audio + 1 text streams"]
         parts += [dtype, str(model.device), *([f"{len(self.adapters)} adapters"] if self.adapters else [])]
         return f"SpeechLM({', '.join(parts)})"
@@ -192,27 +173,9 @@ class SpeechLM:
             UserError: an adapter of another model, one with parameters that were trained whole (merge it by `omni-train
                 convert`), or a name that is taken.
         """
-        from omni.lora.peft import check_base, load_adapter
+        from omni.generate.loading import load_beside
 
-        check_path(folder, "the adapter's folder")
-        weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
-        whole = [n for n in weights.whole if n not in weights.copies or not has_weight(self.model, n, weights.whole[n])]
-        if whole:
-            raise UserError(
-                f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
-                "omni-train convert MODEL TARGET --lora ADAPTER"
-            )
-        linears, selection = linears_of(self.model), active_names(self.model)
-        if weights.pairs.keys() <= linears.keys():
-            check_base(weights, lambda target: base_weight(linears[target]), str(folder))
-        pairs = weights.modules()
-        for target, pair in pairs.items():
-            if target in linears:
-                pair.to(self.model.device, self.model.decoder.norm.weight.dtype)
-        attach(self.model, pairs, name)
-        activate(self.model, *selection)
-        LOG.info("adapter %r of %s is there, for %d linears", name, folder, len(pairs))
-        return name
+        return load_beside(self.model, folder, name)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -386,44 +349,28 @@ class SpeechLM:
             system: a system message for all, or one per question ("" for none).
         """
         check_number("batch_size", batch_size)
-        if isinstance(questions, (str, bytes, Mapping)) or not isinstance(questions, Iterable):
-            raise UserError(f"questions is {repr(questions)[:80]}; give a list of them")
-        questions = list(questions)
-        given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
-        tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
-        for one in seeds:
-            check_number("seed", one)
-        for one in adapters:
-            check_adapter(one)
         if "overflow" in more:
             raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
-        asked = []
-        for number, (question, own) in enumerate(zip(questions, tasks, strict=True), 1):
-            try:
-                asked.append(read_question(question, own, self.model, self.tokenizer, sample_rate))
-            except UserError as error:
-                raise UserError(f"question {number} of {len(questions)}: {error}") from error
-        asked = [a.after(read_system(text, self.tokenizer)) for a, text in zip(asked, systems, strict=True)]
+        batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)
         said = {"sampling": sampling, "max_tokens": max_tokens, "max_new_tokens": max_new_tokens, "stop": stop, **more}
         options = make_options({"max_seconds": max_seconds, **said}, "generate_batch", _BATCH)
         if options.text_assist:
             raise UserError("text_assist couples the rows of one conversation; a batch of questions goes without")
-        for own in corrections:
+        for own in batch.edits:
             self._bases.check(self.model, own)
-        lengths = [len(prompt(self.layout, a.turn)) for a in asked]
+        lengths = [len(prompt(self.layout, asked.turn)) for asked in batch.asked]
         context = self.config.decoder.context
         check_lengths(lengths, context)
-        most = max((options.limits(a.task, self.codec, self.layout.max_delay)[1] for a in asked), default=0)
+        most = max((options.limits(a.task, self.codec, self.layout.max_delay)[1] for a in batch.asked), default=0)
         room = min(max(lengths, default=0) + most, context)
-        with attached(self.model, corrections) as names, kept(self.model, adapters):
-            selection_of(self.model, adapters)  # checks every name before any question is answered
+        with attached(self.model, batch.edits) as names, kept(self.model, batch.adapters):
+            selection_of(self.model, batch.adapters)  # checks every name before any question is answered
 
             def session_of(number: int) -> tuple[Session, Running]:
-                own = replace(options, adapter=adapters[number], seed=seeds[number], system=systems[number])
-                session = self._open(own, room, Past(), lambda: None, names[number], sound)
-                return session, session.lay_out(asked[number])
+                session = self._open(batch.options(number, options), room, Past(), lambda: None, names[number], sound)
+                return session, session.lay_out(batch.asked[number])
 
-            order = sorted(range(len(asked)), key=lengths.__getitem__)
+            order = sorted(range(len(lengths)), key=lengths.__getitem__)
             answers = answer_all(self.engine, [partial(session_of, number) for number in order], batch_size)
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 

@@ -13,7 +13,7 @@ from omni.errors import UserError
 from omni.lora.attach import DEFAULT, Adapters, adapted, changing, check_known, fits, linear_of, linears_of
 from omni.lora.config import LoRAConfig
 from omni.lora.layer import LowRank
-from omni.model.linears import checksum, text_rows_of
+from omni.model.linears import checksum, checksum_of, text_rows_of
 from omni.model.quantize import dense_weight, is_quantized, plain_checksum
 
 
@@ -170,9 +170,13 @@ def base_weight(linear: nn.Module) -> Tensor | int:
 
 def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
     """Whether a linear's weight (by the weight's name) equals `value`, or starts with it (text rows may have been added)."""
-    linear = linears_of(model).get(name.removesuffix(".weight"))
-    if linear is None or plain_checksum(linear) is not None:
+    target = name.removesuffix(".weight")
+    linear = linears_of(model).get(target)
+    if linear is None:
         return False
+    known = plain_checksum(linear)
+    if known is not None:
+        return value.shape[1:] == (linear.in_features,) and checksum_of(target, value, text_rows_of(model)) == known
     own = torch.as_tensor(base_weight(linear))
     return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)
 

@@ -19,6 +19,7 @@ from omni.kernels import Kernels, apply, multiply
 from omni.kv_cache import Cache
 from omni.layout import Layout
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
+from omni.model.int8_model import Int8Embedding
 from omni.model.quantize import dense_weight, is_quantized
 
 
@@ -162,7 +163,10 @@ class Decoder(nn.Module):
     @property
     def text_weight(self) -> Tensor:
         """Weight of the text head, [V, W]."""
-        return self.text_embedding.weight if self.text_head is None else _weight(self.text_head)
+        if self.text_head is not None:
+            return _weight(self.text_head)
+        table = self.text_embedding
+        return table.dense() if isinstance(table, Int8Embedding) else table.weight
 
     @property
     def audio_weight(self) -> Tensor:
@@ -177,9 +181,11 @@ class Decoder(nn.Module):
 
     def text_logits(self, hidden: Hidden) -> Tensor:
         """[..., V of text]."""
-        if self.text_head is None:
-            return multiply(self.kernels, hidden.text, self.text_weight)
-        return apply(self.kernels, self.text_head, hidden.text)
+        if self.text_head is not None:
+            return apply(self.kernels, self.text_head, hidden.text)
+        if isinstance(self.text_embedding, Int8Embedding):
+            return self.text_embedding.head()(hidden.text)
+        return multiply(self.kernels, hidden.text, self.text_weight)
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
         """[..., sum of the audio vocabularies]; `split_audio` splits it by stream."""

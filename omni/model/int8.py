@@ -14,14 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-
-from omni.errors import UserError
-from omni.model.linears import checksum_of, text_rows_of
-from omni.model.quantize import is_quantized
 
 MOST = 127
 """Largest number of either sign."""
@@ -83,10 +79,9 @@ class Int8Linear(nn.Linear):
     @torch.no_grad()
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
         """The int8 form of a weight [N, K]."""
-        new = cls(weight.shape[1], weight.shape[0])
-        rows, most = _rounded(weight.float())
-        new.weight.copy_(rows[: len(weight)].to(torch.int16) - 128)
-        new.scale.copy_(most[:, 0] / MOST)
+        new, largest = cls(weight.shape[1], weight.shape[0]), largest_of(weight)
+        new.weight.copy_(whole_numbers(weight, largest))
+        new.scale.copy_(largest / MOST)
         if bias is not None:
             new.bias = nn.Parameter(bias.detach(), requires_grad=False)
         return new
@@ -105,6 +100,21 @@ class Int8Linear(nn.Linear):
     def forward(self, x: Tensor, product: Tensor | None = None) -> Tensor:
         """x [..., K] to [..., N]; `product` is the output where it is known."""
         return _product(x, (self,)) if product is None else product
+
+
+def largest_of(weight: Tensor) -> Tensor:
+    """The largest |w| of each row of a weight [N, K], [N] float32."""
+    return weight.float().abs().amax(1)
+
+
+def whole_numbers(weight: Tensor, largest: Tensor) -> Tensor:
+    """The rows of a weight [N, K] as whole numbers of -127 to 127, int8; a row of zeros (or below float32's range) is zeros.
+
+    One operation at a time, none of which depends on the number of rows: a weight in pieces gives the same as a whole one.
+    """
+    factor = MOST / largest
+    factor = torch.where(factor.isfinite(), factor, 0)
+    return (weight.float() * factor[:, None]).add_(128.5).floor_().sub_(128).to(torch.int8)
 
 
 def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Normed:
@@ -218,35 +228,3 @@ def exact() -> bool:
     except (AttributeError, RuntimeError, TypeError):
         return False
     return bool(found.equal((rows @ weight.T).float()))
-
-
-@torch.no_grad()
-def to_int8(model: nn.Module) -> nn.Module:
-    """Turns every linear of a speech model to int8, in place, one at a time; a text head that is tied to its table gets a
-    weight of its own. Convolutions, tables and norms stay.
-
-    Raises:
-        UserError: a linear is quantised already or has adapters or edits beside it, or the model is not on a CPU.
-    """
-    text_rows = text_rows_of(model)
-    linears = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    for name, part in linears:
-        if is_quantized(part):
-            raise UserError(f"{name} is quantised already; start from the model in full precision")
-        if "lora" in part._modules:
-            raise UserError(f"{name} has adapters or edits beside it, which would be lost; quantise first, then load them")
-        if part.weight.device.type != "cpu":
-            raise UserError(f"int8 is for device cpu, and the model is on {part.weight.device}; leave quantize out")
-    for name, part in linears:
-        _put(model, name, part.weight, part.bias, text_rows)
-    decoder: Any = getattr(model, "decoder", None)
-    if decoder is not None and decoder.text_head is None:
-        _put(model, "decoder.text_head", decoder.text_embedding.weight, None, text_rows)
-    return model
-
-
-def _put(model: nn.Module, name: str, weight: Tensor, bias: Tensor | None, text_rows: int | None) -> None:
-    new = Int8Linear.of(weight, bias)
-    new.plain_checksum = checksum_of(name, weight, text_rows)  # type: ignore[assignment]
-    place, _, last = name.rpartition(".")
-    setattr(model.get_submodule(place), last, new.train(model.training))

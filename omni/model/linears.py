@@ -35,7 +35,12 @@ def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:
     """
     if text_rows is not None and name == TEXT_HEAD:
         weight = weight[:text_rows]
-    return crc_of(weight.to(torch.bfloat16), zlib.crc32(first_name(name).encode()))
+    return crc_of(weight.to(torch.bfloat16), name_crc(name))
+
+
+def name_crc(name: str) -> int:
+    """CRC-32 of a linear's name, from which `checksum_of` its weight continues."""
+    return zlib.crc32(first_name(name).encode())
 
 
 def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_rows: int | None = None) -> int:

@@ -365,7 +365,7 @@ DOORS = {
     "train": "fit demo validate plan doctor convert eval balance bench data edit",
     "train data": "prepare validate stats listen filter",
     "train edit": "apply eval merge revert fit",
-    "infer": "ask bench",
+    "infer": "ask bench quantize",
 }
 
 

@@ -20,7 +20,7 @@ from omni.config import ModelConfig, preset
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model import int8
-from omni.model.int8 import to_int8
+from omni.model.int8_model import to_int8
 from omni.profiling import HighWater
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY

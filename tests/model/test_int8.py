@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.model import int8
 from omni.model.blocks import RMSNorm
-from omni.model.int8 import Int8Linear, Normed, normed, to_int8, together
+from omni.model.int8 import Int8Linear, Normed, largest_of, normed, together, whole_numbers
+from omni.model.int8_model import Int8Embedding, to_int8
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import MODELS
 
@@ -101,6 +102,32 @@ def test_another_precision_keeps_the_scales(product: str) -> None:
     torch.testing.assert_close(before.float(), linear(x), rtol=0.05, atol=0.3)
 
 
+def test_weights_in_pieces_are_rounded_as_whole_ones() -> None:
+    """A row of zeros, or below what can be divided by, is zeros; one that is not finite has a scale that says so."""
+    weight = random(70, 37) * torch.logspace(-44, 30, 70)[:, None]
+    weight[3], weight[4, 5] = 0, float("nan")
+    largest = largest_of(weight)
+    whole = whole_numbers(weight, largest)
+    for step in (1, 7, 16):
+        pieces = [whole_numbers(a, b) for a, b in zip(weight.split(step), largest.split(step), strict=True)]
+        assert torch.equal(torch.cat(pieces)[5:], whole[5:])
+    assert whole[3].eq(0).all() and whole[0].eq(0).all() and largest[4].isnan()
+    assert (whole[10:].abs().amax(1) == 127).all() and whole.min() >= -127
+
+
+def test_a_table_gives_its_rows_in_the_precision_of_the_model() -> None:
+    weight, ids = random(30, 16), torch.tensor([[3, 29], [0, 3]])
+    table = Int8Embedding.of(weight)
+    assert torch.equal(table(ids), table.dense()[ids]) and table.head() is table.head()
+    assert ((table.dense() - weight).abs() <= table.scale[:, None] * 0.5001).all()
+    torch.testing.assert_close(
+        table.head()(random(4, 16, seed=1)), Int8Linear.of(weight)(random(4, 16, seed=1)), rtol=0, atol=0
+    )
+    before = table(ids)
+    table.to(torch.bfloat16)
+    assert table.scale.dtype == torch.float32 and torch.equal(table(ids), before.bfloat16())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_answers_nearly_as_in_full_precision(name: str) -> None:
     torch.manual_seed(0)
@@ -108,13 +135,12 @@ def test_a_model_answers_nearly_as_in_full_precision(name: str) -> None:
     tokens = torch.stack([torch.randint(0, s.size, (2, 9)) for s in model.layout.streams], 1)
     with torch.no_grad():
         full = model.decoder.logits(model.decoder(tokens))
-        tied = model.decoder.text_head is None
         linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear)]
         assert to_int8(model) is model
         found = model.decoder.logits(model.decoder(tokens))
         alone = model.decoder.logits(model.decoder(tokens[1:]))
     held = [n for n, part in model.named_modules() if isinstance(part, nn.Linear)]
-    assert set(held) == {*linears, *(["decoder.text_head"] if tied else [])}
+    assert held == linears
     assert all(isinstance(model.get_submodule(n), Int8Linear) for n in held)
     for ours, wanted, one in zip(found, full, alone, strict=True):
         assert 0 < float((ours - wanted).norm() / wanted.norm()) < 0.05
@@ -126,6 +152,11 @@ def test_what_cannot_be_turned_is_refused(make: Any) -> None:
     model = make(SpeechModel(MODELS["codec2"]))
     with pytest.raises(UserError, match=r"quantised already|\bmeta\b"):
         to_int8(model)
+
+
+def test_linears_whose_weight_is_read_past_them_are_refused() -> None:
+    with pytest.raises(UserError, match=r"self_attn.out_proj belongs to PyTorch's MultiheadAttention"):
+        to_int8(nn.TransformerEncoderLayer(8, 2, 16))
 
 
 def test_a_product_that_is_not_exact_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

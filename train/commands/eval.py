@@ -17,7 +17,7 @@ from train.eval.run import evaluate
 if TYPE_CHECKING:
     from train.eval.compare import Comparison
     from train.eval.measures import Figure
-    from train.eval.report import Run
+    from train.eval.report import Run, ScoreChange
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,23 +76,31 @@ def _compare(argv: Sequence[str]) -> int:
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
     from train.eval.measures import MEASURES, interval, shown
-    from train.eval.report import REPORT
+    from train.eval.report import REPORT, against_of, size_lines
 
     rows = [(MEASURES[n].title, shown(n, f.value), interval(n, f), str(f.questions)) for n, f in figures.items()]
     print_table(
         f"{run.answered} questions answered as {run.started['task']}", ("figure", "value", "95 % interval", "questions"), rows
     )
+    against = against_of(run)
+    if against:
+        for line in filter(None, size_lines(run)):
+            print(line)
+        print_table(f"against {run.started['against']}", ("figure", "against", "model", *CHANGED), _change_rows(against))
     if run.broken:
         first = run.broken[0]
         print(f"broken rows left out: {len(run.broken)}, the first: {first['where']}: {first['broken']}")
     print(f"report, answers and picture: {run.folder} (figures also in {REPORT})")
 
 
-def _show_comparison(found: Comparison) -> None:
+CHANGED = ("difference, 95 % interval", "")
+
+
+def _change_rows(changes: Mapping[str, ScoreChange]) -> list[tuple[str, ...]]:
     from train.eval.measures import MEASURES, shown
     from train.eval.report import signed, verdict
 
-    rows = [
+    return [
         (
             MEASURES[n].title,
             shown(n, c.before.value),
@@ -100,9 +108,12 @@ def _show_comparison(found: Comparison) -> None:
             f"{signed(n, c.difference.low)} to {signed(n, c.difference.high)}",
             verdict(n, c.difference),
         )
-        for n, c in found.changes.items()
+        for n, c in changes.items()
     ]
+
+
+def _show_comparison(found: Comparison) -> None:
     title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions"
-    print_table(title, ("figure", "A", "B", "B - A, 95 % interval", ""), rows)
+    print_table(title, ("figure", "A", "B", "B - A, 95 % interval", ""), _change_rows(found.changes))
     for note in found.notes:
         print(note)

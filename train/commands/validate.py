@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
+from omni.hardware import check_device, check_quantize
 from omni.process import importing, say
 from omni.tasks import find_task
 from train.config.parse import read_fit_config
@@ -23,9 +24,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")
     parser.add_argument("--tasks", type=str, nargs="+", help="what they are asked as, such as A1A2 A1T1")
     parser.add_argument("--device", type=str, default="cpu")
+    parser.add_argument("--quantize", type=str, help="int8: linears and tables in int8, on a CPU")
     parser.add_argument("--answers", type=given_path, help="write every answer to this JSON lines file")
     chosen = Namespace(**parser.read(argv))
     check_least(vars(chosen), limit=1)
+    check_device(chosen.device)
+    check_quantize(chosen.quantize, chosen.device)
     check_folder(chosen.model)
     file = chosen.config or chosen.model.parent / "config.yaml"
     if not file.is_file():
@@ -41,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         from train.data.build import held_out_by_source
         from train.eval.held_out import evaluate, items_of, write_answers
 
-    lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device, kernels="reference")
+    lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device, quantize=chosen.quantize, kernels="reference")
     broken = dict[str, str]() if config.data.broken == "skip" else None
     found = held_out_by_source(config.data, lm.codec, plan.questions, broken)
     rows = [row for _, rows in found for row in rows]

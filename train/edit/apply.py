@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from omni.checkpoint.folder import check_full_precision
 from omni.edit.deltas import Edits, edited, stack
 from omni.edit.finetune import finetune
 from omni.edit.foreign import read_editor
@@ -54,6 +55,7 @@ def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> ApplyResu
         UserError: anything that does not fit; nothing is written then.
     """
     check_out(out, config.overwrite, "edits.json")
+    check_full_precision(model, "editing")
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
     found = read_facts(facts, lm.tokenizer)
     started = time.monotonic()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omni.checkpoint.folder import check_full_precision
 from omni.config import from_dict
 from omni.edit.mend import Mend, fit_step, save_mend
 from omni.edit.storage import read_tensors, write_tensors
@@ -47,6 +48,7 @@ def fit(config: EditFitConfig) -> Path:
         UserError: model, data or settings that do not fit, or a checkpoint of another run.
     """
     out = Path(config.out)
+    check_full_precision(config.model, "editing")
     lm = SpeechLM.from_pretrained(config.model, config.device, codec_folder=config.codec_folder, kernels="reference")
     for p in lm.model.parameters():
         p.requires_grad_(False)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni.checkpoint.folder import check_full_precision
 from omni.edit.deltas import Edits, edited
 from omni.edit.storage import load_edits
 from omni.errors import UserError
@@ -86,6 +87,7 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
         UserError: edits of another model, facts that are none, or an output folder that is taken.
     """
     check_out(out, config.overwrite, REPORT)
+    check_full_precision(model, "editing")
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
     found, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)
     figures, asked = judge_edits(lm, loaded, found, config)

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from omni.checkpoint.folder import load_folder, save_folder
+from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
 from omni.checkpoint.places import CODEC
 from omni.edit.merge import load_merged, merge, revert, save_merged
 from omni.edit.storage import load_edits, read_tensors
@@ -78,6 +78,7 @@ def _check(model: Path, out: Path, overwrite: bool) -> None:
     if model.resolve() in out.resolve().parents:
         raise UserError(f"OUT is {out}, inside the model {model}; name a folder beside it: the one that is read stays as it is")
     check_out(out, overwrite, "config.json")
+    check_full_precision(model, "merging")
 
 
 def _write(place: Path, model: Path, loaded: Any) -> None:

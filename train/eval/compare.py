@@ -136,6 +136,9 @@ def _notes(a: Run, b: Run, in_a: int, in_b: int, same: Mapping[int, int]) -> lis
         other = b.started["settings"].get(name, value)  # a run from before the setting lacks it
         if value != other and name not in ("batch", "questions", "ear", *EAR):
             notes.append(f"note: {name} is {value} in A and {other} in B")
+    for name in ("dtype", "quantize"):  # which only a run that was given them has
+        if name not in a.started["settings"] and name in b.started["settings"]:
+            notes.append(f"note: {name} is {b.started['settings'][name]} in B only")
     loads = [max((r.get("load") or 0 for r in run.records[TIMINGS]), default=0) for run in (a, b)]
     if all(loads):
         notes.append(f"times were taken at a load of {loads[0]:g} in A and {loads[1]:g} in B: others' work slows a machine")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from omni.errors import UserError
 from omni.generate.sampling_config import Sampling
+from omni.hardware import check_device, check_dtype, check_quantize
 from omni.ranges import check_fields, ranged
 from omni.tasks import find_task
 from train.data.readers import ReaderOptions
@@ -39,6 +40,12 @@ class EvalConfig:
         top_k: draw among the k likeliest ids; 0 for all.
         seed: of the draws; each question draws by itself.
         device: where the model runs, such as cpu or cuda.
+        dtype: number format of the weights: float32, bfloat16 or float16; by default as they are stored.
+        quantize: int8 for linears and tables in int8, on a CPU.
+        against: a model of the same layout, such as the original in full precision of one in int8. It answers the same
+            questions, the difference is shown, and for some of them how far the distributions are apart; its weights are taken
+            as they are stored.
+        against_limit: how many questions the distributions are compared on.
         codec_folder: the codec's weights, where they are not in the model folder.
         read: about the data and their form, as for `train data prepare`; `read.format` may also be voicebench or rows (those of
             `train data prepare`).
@@ -60,6 +67,10 @@ class EvalConfig:
     top_k: int = 0
     seed: int = 0
     device: str = "cpu"
+    dtype: str | None = None
+    quantize: str | None = None
+    against: str | None = None
+    against_limit: int = ranged(100, 1)
     codec_folder: str | None = None
     read: ReaderOptions = field(default_factory=ReaderOptions)
 
@@ -68,6 +79,9 @@ class EvalConfig:
             find_task(self.task)
         find_normaliser(self.normaliser)
         check_fields(self)
+        check_device(self.device)
+        check_dtype(self.dtype)
+        check_quantize(self.quantize, self.device)
         if self.asr == "sphinx" and not self.asr_words:
             raise UserError("--asr sphinx needs the words that it may recognise: give --asr_words '[zero, one, two]'")
         _ = self.sampling  # its own checks
@@ -87,7 +101,8 @@ class EvalConfig:
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
         given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
         named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
-        return given | named | {"columns": dict(self.read.columns)}  # fields by their names in the file
+        numbers = {name: getattr(self, name) for name in ("dtype", "quantize") if getattr(self, name) is not None}
+        return given | named | numbers | {"columns": dict(self.read.columns)}  # fields by their names in the file
 
 
 Progress = Literal["auto", "bar", "lines", "off"]

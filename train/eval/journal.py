@@ -20,7 +20,7 @@ from omni.errors import UserError
 from omni.files import read_json, write_json
 
 RUN = "run.json"
-LATER = ("text_before", "text_before_hash")
+LATER = ("text_before", "text_before_hash", "against", "against_hash")
 """Entries that a later start may add, or leave out."""
 AGAIN = "remove its folder and evaluate again"
 """Advice in the error for a damaged file of an evaluation."""

@@ -74,6 +74,22 @@ for _name, _measure in {
     "real_time_factor": Measure(
         "real-time factor", "lower", "seconds of work over seconds of sound, of the streamed ones", "ratio"
     ),
+    "kl": Measure(
+        "KL per step",
+        "lower",
+        "nats from the other model's distribution along its own greedy answers, all streams",
+        "ratio",
+        "nat",
+    ),
+    "agreement": Measure(
+        "agreement",
+        "higher",
+        "share of the tokens of the other model's greedy answers at which this model's likeliest id is the same",
+    ),
+    "same_answer": Measure("same answer", "higher", "share of the greedy answers that are the other model's, token for token"),
+    "steps": Measure(
+        "steps", "higher", "time steps per second without the codec, one question at a time, both models in turn", "ratio", "/s"
+    ),
     "text_exact_match": Measure(
         "text: exact match", "higher", "share of the written questions whose answer equals the reference"
     ),

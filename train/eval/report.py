@@ -15,6 +15,7 @@ from train.eval.measures import MEASURES, Figure, difference, figure, interval, 
 from train.scoring.text import explain
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
+OTHERS, AGAINST = "against_answers.jsonl", "against.jsonl"
 REPORT, TABLE, VOICEBENCH = "report.json", "report.md", "voicebench.jsonl"
 FEW = 4
 """Fewest questions for a verdict."""
@@ -42,13 +43,13 @@ class Run:
         """Reads a folder; UserError where no evaluation was started there."""
         if not (folder / RUN).is_file():
             raise UserError(f"{folder} holds no evaluation (it has no {RUN}); name the --out of one")
-        files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE)
+        files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE, OTHERS, AGAINST)
         return cls(folder, read_json(folder / RUN, AGAIN), {name: list(read_records(folder / name)) for name in files})
 
     @property
     def scored(self) -> list[Record]:
         """Records of the model itself, of all files."""
-        return [r for name in (ANSWERS, TIMINGS, TEXT) for r in self.records[name]]
+        return [r for name in (ANSWERS, TIMINGS, AGAINST, TEXT) for r in self.records.get(name, ())]
 
     @property
     def broken(self) -> list[Record]:
@@ -87,6 +88,13 @@ def changes_of(run: Run) -> dict[str, ScoreChange]:
     return compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
 
 
+def against_of(run: Run) -> dict[str, ScoreChange]:
+    """The changes from the model that this one is set against, over the questions that both answered."""
+    theirs = [{"index": r["index"], "scores": r["against"]} for r in run.records.get(AGAINST, ()) if "against" in r]
+    steps = compared(theirs, run.records.get(AGAINST, ()), ["steps"])
+    return compared(run.records.get(OTHERS, ()), run.records[ANSWERS], [n for n in MEASURES if n not in steps]) | steps
+
+
 def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> dict[str, ScoreChange]:
     """Figures of two lists of records over the items that both have a score for, and B's minus A's."""
     out = {}
@@ -101,7 +109,7 @@ def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> 
 
 def write_report(run: Run) -> dict[str, Figure]:
     """Write `report.json`, `report.md` and, of VoiceBench's data, `voicebench.jsonl`; returns the figures."""
-    figures, changes = figures_of(run), changes_of(run)
+    figures, changes, against = figures_of(run), changes_of(run), against_of(run)
     data = {
         **run.started,
         "answered": run.answered,
@@ -109,8 +117,10 @@ def write_report(run: Run) -> dict[str, Figure]:
         "figures": {name: plain(f) for name, f in figures.items()},
         "text_change": {name: c.plain() for name, c in changes.items()},
     }
+    if run.records.get(OTHERS):
+        data["against_change"] = {name: c.plain("against", "model") for name, c in against.items()}
     write_json(run.folder / REPORT, data)
-    write_whole(run.folder / TABLE, as_markdown(run, figures, changes))
+    write_whole(run.folder / TABLE, as_markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
         lines = [json.dumps(voicebench_answer(r), ensure_ascii=False) for r in run.records[ANSWERS] if "broken" not in r]
         write_whole(run.folder / VOICEBENCH, "".join(line + "\n" for line in lines))
@@ -122,7 +132,9 @@ def voicebench_answer(record: Record) -> dict[str, Any]:
     return {**record["given"], "response": record["response"]}
 
 
-def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, ScoreChange]) -> str:
+def as_markdown(
+    run: Run, figures: Mapping[str, Figure], changes: Mapping[str, ScoreChange], against: Mapping[str, ScoreChange]
+) -> str:
     """The report as Markdown."""
     settings = run.started
     normaliser = settings["settings"]["normaliser"]
@@ -142,6 +154,8 @@ def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, S
         f"| {MEASURES[name].title} | {shown(name, f.value)} | {interval(name, f)} | {f.questions} | {MEASURES[name].better} |"
         for name, f in figures.items()
     ]
+    if against:
+        lines += ["", f"## Against {settings['against']}", "", *size_lines(run), *change_table(against, "against", "model")]
     if changes:
         lines += ["", f"## Text only: before ({settings['text_before']}) and after", ""]
         lines += change_table(changes, "before", "after")
@@ -149,6 +163,15 @@ def as_markdown(run: Run, figures: Mapping[str, Figure], changes: Mapping[str, S
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
     lines += _mistakes(run) + _broken(run)
     return "\n".join(lines) + "\n"
+
+
+def size_lines(run: Run) -> list[str]:
+    """A line with the bytes of both models' weights in memory, where they were noted."""
+    found = next((r["bytes"] for r in run.records.get(AGAINST, ()) if "bytes" in r), None)
+    if found is None:
+        return []
+    other, own = found
+    return [f"Weights: {other / 1e6:.1f} MB against, {own / 1e6:.1f} MB of this model ({own / other:.1%}).", ""]
 
 
 def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> list[str]:

@@ -35,16 +35,30 @@ def evaluate(
     check_folder_to_be(out, "output folder")
     questions = Questions.spread(open_data(data, config.read), config.limit)
     check_folder(model)
+    if config.against is not None:
+        check_folder(Path(config.against))
     with importing():
         from omni.generate.speech_lm import SpeechLM
+        from train.eval.against import check_alike, compare_some
         from train.eval.answers import answer_all
         from train.eval.forgetting import check_before, check_texts, load_before, score_texts
         from train.eval.pictures import draw_report
-        from train.eval.report import ANSWERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
+        from train.eval.report import AGAINST, ANSWERS, OTHERS, TEXT, TEXT_BEFORE, TIMINGS, Run, write_report
         from train.eval.timing import time_some
         from train.scoring.asr import open_asr
 
-    lm = SpeechLM.from_pretrained(model, device=config.device, codec_folder=config.codec_folder, kernels="reference")
+    lm = SpeechLM.from_pretrained(
+        model,
+        config.device,
+        config.dtype,
+        quantize=config.quantize,
+        codec_folder=config.codec_folder,
+        kernels="reference",
+    )
+    other = None
+    if config.against is not None:
+        other = SpeechLM.from_pretrained(config.against, config.device, codec_folder=config.codec_folder, kernels="reference")
+        check_alike(lm, other, Path(config.against))
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
     if asr is not None and not (task.audio and lm.codec is not None):
@@ -61,10 +75,14 @@ def evaluate(
         answered = [r["index"] for r in read_records(out / ANSWERS) if "broken" not in r]
         if config.timed and answered:
             time_some(lm, questions, answered, task, config, out / TIMINGS, progress)
+        if other is not None:
+            answer_all(other, questions, task, config, asr, out / OTHERS, progress)
+            if answered:
+                compare_some(lm, other, questions, answered, task, config, out / AGAINST, progress)
         if config.text_only:
             score_texts(lm, questions, config, out / TEXT, progress)
         if config.text_before is not None:
-            del lm  # the other may be as large
+            del lm, other  # the one before may be as large
             before = load_before(Path(config.text_before), config.device)
             score_texts(before, questions, config, out / TEXT_BEFORE, progress)
         run = Run.read(out)
@@ -82,7 +100,9 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
     """The model, data, task, settings and plug-ins' metrics that identify this evaluation."""
     from train.eval.metrics import METRICS
 
-    return {
+    against = Path(config.against) if config.against is not None else None
+    named = {} if against is None else {"against": str(against), "against_hash": _model_hash(against)}
+    return named | {
         "model": str(model),
         "model_hash": _model_hash(model),
         "data": str(data),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omni.checkpoint.folder import load_folder, read_config
+from omni.checkpoint.folder import check_full_precision, load_folder, read_config
 from omni.checkpoint.places import CODEC
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_if_given
@@ -59,6 +59,7 @@ def build_initial(section: ModelSection, seed: int) -> Initial:
     if section.init_from is None:
         config = changed(preset(str(section.preset)), section)
         return Initial(SpeechModel(config), choose_tokenizer(section, config), _codec(config, codec_folder), codec_folder)
+    check_full_precision(section.init_from, "training")
     loaded = load_folder(section.init_from, codec_folder=codec_folder)
     config = continued(loaded.config, section)
     own = Path(section.init_from) / CODEC
@@ -76,6 +77,7 @@ def shape_of(section: ModelSection) -> ModelConfig:
     """
     if section.init_from is None:
         return changed(preset(str(section.preset)), section)
+    check_full_precision(section.init_from, "training")
     return continued(read_config(section.init_from), section)
 
 

@@ -1,0 +1,146 @@
+"""Adapters and edits beside linears in int8: they act as beside the dequantised weights, and each row by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from omni.edit.attach import edited_everywhere
+from omni.edit.deltas import Delta, Edits
+from omni.edit.storage import load_edits, save_edits
+from omni.errors import UserError
+from omni.generate.sampling import Sampling
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import Layout
+from omni.lora.attach import activate, add_adapter, attach
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import load_adapter, save_adapter
+from omni.lora.weights import base_checksum, weights_of
+from omni.model.int8 import Int8Linear
+from omni.model.int8_model import Int8Embedding, to_int8
+from tests.generate.conftest import make_lm, make_model, tone
+
+DRAWN = Sampling(temperature=0.8)
+NEAR, FAR = 0.06, 0.15
+"""Relative distances of logits: of int8, which rounds what comes in too, and of what acts."""
+
+TARGETS = {"small": ("decoder.blocks.0.*",), "wide": ("encoder.*", "projector.*", "decoder.audio_head", "decoder.blocks.*")}
+
+
+def quantised(layout: Layout, **more: object) -> SpeechLM:
+    lm = make_lm(layout, **more)
+    to_int8(lm.model)
+    return lm
+
+
+def dequantised(layout: Layout, **more: object) -> SpeechLM:
+    """The model in full precision whose weights are those that int8 stands for."""
+    lm, held = make_lm(layout, **more), quantised(layout, **more).model
+    with torch.no_grad():
+        for name, part in held.named_modules():
+            if isinstance(part, (Int8Linear, Int8Embedding)):
+                dense = part.dequantize() if isinstance(part, Int8Linear) else part.dense()
+                lm.model.get_submodule(name).weight.copy_(dense)
+    return lm
+
+
+@pytest.fixture
+def adapters(layout: Layout, tmp_path: Path) -> Path:
+    """Folders of adapters that were trained beside the model in full precision."""
+    for seed, (name, targets) in enumerate(TARGETS.items()):
+        model = make_model(layout)
+        torch.manual_seed(10 + seed)
+        chosen = add_adapter(model, LoRAConfig(targets, rank=3))
+        base = base_checksum(model, chosen)
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                if key.endswith(".b"):
+                    p.normal_(std=0.1)
+        save_adapter(tmp_path / name, weights_of(model, model.state_dict(), base=base))
+    return tmp_path
+
+
+def logits(lm: SpeechLM) -> Tensor:
+    tokens = torch.stack(
+        [torch.randint(s.size, (2, 9), generator=torch.Generator().manual_seed(1)) for s in lm.layout.streams], 1
+    )
+    with torch.no_grad():
+        return torch.cat(lm.model.decoder.logits(lm.model(tokens)), -1)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_adapter_acts_as_beside_the_dequantised_weights(layout: Layout, adapters: Path, name: str) -> None:
+    found, wanted = quantised(layout), dequantised(layout)
+    before = logits(wanted)
+    assert apart(logits(found), before) < NEAR
+    assert found.load_adapter(adapters / name) == name
+    attach(wanted.model, load_adapter(adapters / name).modules(), name)  # unchecked: it was trained beside others
+    for lm in (found, wanted):
+        activate(lm.model, name)
+    assert apart(logits(found), logits(wanted)) < NEAR < FAR < apart(logits(wanted), before)
+
+
+def same(a, b) -> bool:
+    return a.tokens == b.tokens and a.text == b.text and torch.equal(a.codes, b.codes)
+
+
+def test_rows_answer_alone_as_in_company_each_with_its_adapter(layout: Layout, adapters: Path) -> None:
+    lm = quantised(layout)
+    for name in TARGETS:
+        lm.load_adapter(adapters / name)
+    questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
+    names: Sequence[str | None] = [None, "wide", "small", "wide", None, "small"]
+    asked = {"seed": 5, "sampling": DRAWN, "max_seconds": 0.8}
+    together = lm.generate_batch(questions, batch_size=4, adapter=names, **asked)  # type: ignore[arg-type]
+    for question, name, answer in zip(questions, names, together, strict=True):
+        assert same(answer, lm.generate(question, adapter=name, **asked)), name  # type: ignore[arg-type]
+    assert not same(together[0], lm.generate(questions[0], adapter="wide", **asked))  # type: ignore[arg-type]
+
+
+def test_an_adapter_of_another_model_is_refused(layout: Layout, adapters: Path) -> None:
+    other = make_lm(layout, seed=1)
+    to_int8(other.model)
+    with pytest.raises(UserError, match="their checksum differs"):
+        other.load_adapter(adapters / "small")
+    with pytest.raises(UserError, match="has adapters or edits beside it"):
+        lm = make_lm(layout)
+        lm.load_adapter(adapters / "small")
+        to_int8(lm.model)
+
+
+def test_edits_act_as_beside_the_dequantised_weights(layout: Layout, tmp_path: Path) -> None:
+    """And each row by itself; edits that were signed by the weights in full precision fit."""
+    plain, found, wanted = make_lm(layout), quantised(layout), dequantised(layout)
+    g, deltas = torch.Generator().manual_seed(3), {}
+    for name in ("decoder.blocks.1.mlp.up", "decoder.blocks.0.mlp.down", "decoder.blocks.0.attention.q"):
+        outputs, inputs = plain.model.get_submodule(name).weight.shape
+        deltas[name] = Delta(torch.randn(3, outputs, generator=g), torch.randn(3, inputs, generator=g), 0.1)
+    before = logits(wanted)
+    with edited_everywhere(found.model, Edits(deltas)), edited_everywhere(wanted.model, Edits(deltas)):
+        assert apart(logits(found), logits(wanted)) < NEAR < FAR < apart(logits(wanted), before)
+    save_edits(tmp_path / "edits", Edits(deltas).signed(plain.model))
+    own, asked = load_edits(tmp_path / "edits", found.model), {"max_seconds": 0.6}
+    answers = found.generate_batch([tone(0.3), tone(0.5)], edits=[own, None], **asked)  # type: ignore[arg-type]
+    assert same(answers[0], found.generate(tone(0.3), edits=own, **asked))  # type: ignore[arg-type]
+    assert same(answers[1], found.generate(tone(0.5), **asked))  # type: ignore[arg-type]
+    assert not same(answers[0], found.generate(tone(0.3), **asked))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="model"):
+        load_edits(tmp_path / "edits", quantised(layout, seed=1).model)
+
+
+def test_a_tied_model_answers_the_same_alone(layout: Layout) -> None:
+    """Whose text head and table are one tensor in int8."""
+    lm = quantised(layout, tie_text=True)
+    assert lm.model.decoder.text_head is None and isinstance(lm.model.decoder.text_embedding, Int8Embedding)
+    questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(5)]
+    asked = {"seed": 2, "sampling": DRAWN, "max_seconds": 0.8}
+    for question, answer in zip(questions, lm.generate_batch(questions, **asked), strict=True):  # type: ignore[arg-type]
+        assert same(answer, lm.generate(question, **asked))  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+"""`omni-infer quantize`: the folder answers as the model does under `--quantize int8`; what cannot be is refused in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer import quantize as command
+from infer.bench.bench import _with_mode
+from omni.checkpoint.folder import load_folder
+from omni.generate.speech_lm import SpeechLM
+from omni.hardware import find_device
+from omni.model.int8_model import is_int8
+from tests.infer.conftest import write_question
+
+
+@pytest.fixture
+def model(folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+def test_the_folder_answers_as_the_model_does_in_int8(run, model, tmp_path):
+    write_question(tmp_path / "q.wav")
+    done = run("quantize", "model", "small", "--format", "int8")
+    size = (tmp_path / "small" / "model.safetensors").stat().st_size
+    assert done.code == 0 and not done.err
+    assert "small: model in int8" in done.text and f"{size:,} bytes" in done.text and "weights of" in done.text
+    asked = ["ask", "q.wav", "--max_seconds", "0.5", "--json"]
+    answers = {}
+    for name, words in {"small": [], "again": ["--quantize", "int8"], "model": ["--quantize", "int8"], "full": []}.items():
+        place = {"again": "small", "full": "model"}.get(name, name)
+        found = run(*asked, "--model", place, "--out", f"{name}.wav", *words)
+        assert found.code == 0, found.err
+        answers[name] = (json.loads(found.out)["text"], (tmp_path / f"{name}.wav").read_bytes())
+    assert answers["small"] == answers["again"] == answers["model"] != answers["full"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["model", "small"]
+
+
+def test_an_older_folder_is_replaced_when_asked_to(run, model, tmp_path):
+    assert run("quantize", "model", "small").code == 0
+    (tmp_path / "small" / "mark").touch()
+    assert run("quantize", "model", "small", "--overwrite", "--quiet").code == 0
+    assert sorted(p.name for p in (tmp_path / "small").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    (tmp_path / "empty").mkdir()
+    assert run("quantize", "model", "empty").code == 0 and is_int8(load_folder(tmp_path / "empty").model)
+
+
+REFUSED = {
+    "exists": (["model", "small"], "small exists; give another name, or --overwrite"),
+    "itself": (["model", "model", "--overwrite"], "the model itself"),
+    "inside": (["model", "model/in"], "lies in it; name one beside it"),
+    "above": (["model", "..", "--overwrite"], "which holds the model"),
+    "here": (["model", ".", "--overwrite"], "which holds the model"),
+    "no model folder": (["model", "other", "--overwrite"], "other is no model folder"),
+    "a file": (["model", "other/notes", "--overwrite"], "other/notes is no model folder"),
+    "twice": (["small", "new"], "small is quantised already (int8)"),
+    "no model": (["none", "new"], "none does not exist"),
+    "no folder": (["other/notes", "new"], "a file, not a folder"),
+    "not a model": (["other", "new"], "has no config.json"),
+    "nothing": ([], "required: model, out"),
+    "three": (["model", "a", "b"], "unrecognized arguments: b"),
+    **{
+        name: (["model", "new", "--format", name], f"--format '{name}' is unknown; there is int8")
+        for name in ("int4", "nf4", "gptq")
+    },
+    "remote": (["model", "s3://bucket/new"], "s3://bucket/new"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(run, model, tmp_path, name):
+    words, said = REFUSED[name]
+    assert run("quantize", "model", "small", "--quiet").code == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    done = run("quantize", *words)
+    assert done.code == 2 and said in done.err and done.err.count("\n") == 1 and not done.out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_writing_that_breaks_off_leaves_nothing(run, model, tmp_path, monkeypatch):
+    def full(*given: object, **more: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("omni.convert.int8_folder.write_safetensors", full)
+    done = run("quantize", "model", "small")
+    assert done.code == 2 and "small cannot be written" in done.err and "nothing was left there" in done.err
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_progress_is_told_where_there_is_no_terminal(run, model, monkeypatch):
+    monkeypatch.setattr(command, "LINE_SECONDS", 0.0)
+    done = run("quantize", "model", "small")
+    shares = [int(line.split("%")[0].split()[-1]) for line in done.err.splitlines()]
+    assert shares == sorted(shares) and shares[0] < 50 and shares[-1] == 100
+    assert run("quantize", "model", "other", "--quiet").err == ""
+
+
+def test_every_table_of_a_bench_is_for_the_format_asked_for(run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("infer.bench.bench.NANO_BATCHES", (1,))
+    assert run("quantize", folder, "small").code == 0
+    words = ["--repeat", "1", "--seconds", "0.2", "--answer_seconds", "0.2", "--json"]
+    for model, more, said in (
+        ("small", [], "(int8, 1 thread)"),
+        (folder, ["--quantize", "int8", "--dtype", "bf16"], "(int8 with bf16, 1 thread)"),
+        (folder, ["--dtype", "bfloat16"], "(bf16, 1 thread)"),
+    ):
+        done = run("bench", "--model", model, *words, *more)
+        assert done.code == 0, done.err
+        tables = json.loads(done.out)["tables"]
+        assert len(tables) == 3 and all(said in table["title"] for table in tables)
+        assert all(row["target"] is None for table in tables for row in table["rows"])
+    done = run("bench", "--dtype", "float64")
+    assert done.code == 2 and "dtype 'float64' is unknown" in done.err
+
+
+def test_int8_is_read_by_a_plain_interface(run, model, tmp_path):
+    assert run("quantize", "model", "small").code == 0
+    lm = SpeechLM.from_pretrained(tmp_path / "small")
+    assert lm.model.decoder.text_embedding.weight.dtype == torch.int8
+
+
+def test_auto_is_the_cpu_for_int8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert find_device("auto").type == "cuda" and find_device("auto", "int8").type == "cpu"
+
+
+def test_the_padded_encoder_is_measured_with_the_same_int8_weights(folder):
+    lm = SpeechLM.from_pretrained(folder, quantize="int8")
+    padded = _with_mode(lm, lm.config, "padded", compile=False).model
+    assert padded.config.encoder.mode == "padded" and is_int8(padded)
+    assert all(tensor.equal(padded.get_parameter(name)) for name, tensor in lm.model.named_parameters())
