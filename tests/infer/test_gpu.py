@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from infer.bench import gpu
+from omni.codec.snac import SnacCodec
 from omni.config import preset
 from omni.generate.runner import Runner
 from omni.lora.attach import activate
@@ -88,6 +89,14 @@ def test_a_change_that_one_model_missed_is_found(modes: list[str], monkeypatch: 
     monkeypatch.setattr(gpu, "activate", once)
     lines = gpu.changes(CPU, False)
     assert [right for _, right in (next(lines) for _ in range(6))] == [True] * 5 + [False]
+
+
+def test_a_codec_that_differs_from_the_host_s_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    small: Any = {"encoder_dim": 4, "encoder_rates": [2, 4], "decoder_dim": 32, "decoder_rates": [4, 2]}
+    seeds = iter((0, 0, 1, 0))
+    monkeypatch.setattr(gpu, "random_codec", lambda name, device: SnacCodec.random(seed=next(seeds), **small))
+    assert found("codecs") == [True]
+    assert found("codecs") == [False]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import sys
@@ -16,8 +15,6 @@ import pytest
 import torch
 
 from omni.config import preset
-from omni.generate.runner import Runner
-from omni.lora.attach import activate
 from tests.train.bench import toys as bench_toys
 from train.bench import child as bench_child
 from train.bench import gpu as bench_gpu
@@ -70,10 +67,8 @@ def test_no_check_begins_once_the_time_is_over(monkeypatch):
     assert [one["state"] for one in bench_child.gpu_report("tests.train.bench.toys", "cpu", real=False)] == ["not run"] * 5
 
 
-def test_the_limits_are_eight_minutes():
-    assert (
-        len(bench_gpu.CHECKS) == 10 and sum(limit for _, limit in bench_gpu.CHECKS.values()) == bench_child.GPU_SECONDS == 480
-    )
+def test_the_limits_fit_into_the_time_of_all():
+    assert sum(limit for _, limit in bench_gpu.CHECKS.values()) == bench_child.GPU_SECONDS == 250
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -88,13 +83,9 @@ def test_without_a_gpu_nothing_is_run(capsys):
 
 
 @pytest.fixture
-def modes(monkeypatch) -> list[str]:
-    """What the waits of a step were to do, in order."""
-    seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a fake")
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *device: 1 << 21)
+def faked(monkeypatch) -> None:
+    """Few layers, and a device that says what memory it holds."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *device: 1 << 22)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", seen.append)
     small = preset("nano")
     small = replace(
         small,
@@ -102,21 +93,13 @@ def modes(monkeypatch) -> list[str]:
         encoder=replace(small.encoder, layers=1),
     )
     monkeypatch.setattr(bench_gpu, "preset", lambda name: small)
-    return seen
 
 
 def lines(name: str) -> list[tuple[str, bool | None]]:
     return list(bench_gpu.CHECKS[name][0](CPU, False))
 
 
-def test_which_attention_is_chosen(modes, monkeypatch):
-    first, *rest = lines("kernels")
-    assert first[0].startswith("a fake, torch ") and len(rest) == 8 and all(good for _, good in rest)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *of: 3)
-    assert all(good is False and "CUDNN" in text for text, good in lines("kernels")[1:])
-
-
-def test_gradients_that_are_not_finite_are_found(modes, monkeypatch):
+def test_gradients_that_are_not_finite_are_found(faked, monkeypatch):
     monkeypatch.setattr(bench_gpu, "timed", lambda work, device, repeat: 1.0)
     assert [good for _, good in lines("attention")] == [None, None, True, True]
     plain = torch.nn.functional.scaled_dot_product_attention
@@ -124,46 +107,7 @@ def test_gradients_that_are_not_finite_are_found(modes, monkeypatch):
     assert [good for _, good in lines("attention")] == [None, None, False, False]
 
 
-def test_steps_that_say_otherwise_are_found(modes, monkeypatch):
-    assert [good for _, good in lines("graphs")] == [True]
-    assert set(modes[::2]) == {"error"} and set(modes[1::2]) == {"default"}  # around every step, and off between
-    forward, graph = Runner._forward, Runner.__init__
-    monkeypatch.setattr(
-        Runner,
-        "__init__",
-        lambda self, *a, graph_=graph, **k: (graph_(self, *a, **k), setattr(self, "late", k.get("graph")))[0],
-    )
-
-    def stale(self, plan):
-        """A replay that has lost what it was given."""
-        if self.late is None:
-            self._column.fill_(1)
-        forward(self, plan)
-
-    monkeypatch.setattr(Runner, "_forward", stale)
-    assert [good for _, good in lines("graphs")] == [False]
-
-
-def test_changes_between_steps(modes, monkeypatch):
-    found = lines("changes")
-    assert len(found) == 5 + 6 + 1 and all(good for _, good in found)
-    calls = itertools.count()
-    monkeypatch.setattr(bench_gpu, "activate", lambda model, *names: None if next(calls) == 3 else activate(model, *names))
-    again = itertools.islice(bench_gpu.CHECKS["changes"][0](CPU, False), 5, 8)
-    assert [good for _, good in again] == [True, False, True]  # one of two models went on with its adapter
-
-
-def test_figures_of_steps_training_and_loss(modes):
-    assert [good for _, good in lines("steps")] == [None]
+def test_figures_of_training_and_loss(faked):
     ((text, good),) = lines("training")
     assert good and "2 x 64, checkpointing True" in text and "4 MiB" in text
     assert len(lines("loss")) == 7
-
-
-def test_a_codec_that_differs_from_the_host_s_is_found(modes, monkeypatch):
-    small = dict(encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])
-    random = bench_gpu.SnacCodec.random
-    seeds = iter((0, 0, 1, 0))
-    monkeypatch.setattr(bench_gpu.SnacCodec, "random", lambda **k: random(seed=next(seeds), **small, **k))
-    assert [good for _, good in lines("codecs")] == [True]
-    assert [good for _, good in lines("codecs")] == [False]
