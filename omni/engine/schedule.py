@@ -1,9 +1,9 @@
 """Which rows step next: deadlines belong to listeners.
 
 A listener who has heard nothing yet, or holds less than `low` frames, is served at once; when somebody is low, rows that hold
-less than `high` come along, since a step costs little more with them. Once everybody holds `high`, all rest until somebody is low
-again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a program
-reads them) are written whenever nothing else is due.
+less than `high` come along, since a step costs little more with them. Once everybody holds `high`, all rest until somebody is
+low again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody plays (a
+program reads them) are written whenever nothing else is due.
 """
 
 from __future__ import annotations

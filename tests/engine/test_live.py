@@ -1,0 +1,172 @@
+"""Live listeners: who is stepped when, who is let in, and what becomes of those who do not read."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from omni.engine import engine as engine_module
+from omni.engine.admission import Verdict, admit
+from omni.engine.schedule import Watermarks, choose
+from omni.engine.stats import Recorder
+from omni.errors import BusyError, UserError
+from omni.generate.results import Ended
+from omni.generate.runner import Runner
+from omni.generate.sampling import Sampling
+from omni.generate.speech_lm import SpeechLM
+from tests.generate.conftest import LAYOUTS, make_lm
+
+LONG: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_seconds": 1.2, "pace": "live"}
+
+
+def listener(played: float | None, frames: int, pace: str = "live") -> Any:
+    """A talk of `frames` frames of 40 ms, of which a listener has played some seconds by the time 100."""
+    codec = SimpleNamespace(frame_rate=25.0, frame_samples=4, exact_samples=lambda n: 4 * max(0, n - 1))
+    running = SimpleNamespace(
+        pace=pace,
+        codec=codec,
+        task=SimpleNamespace(audio=True),
+        plays=None if played is None else 100 - played,
+        ahead=0,
+        resting=False,
+        held=lambda now, sounded: sounded - (now - (100 - (played or 0))) * 25,
+    )
+    return SimpleNamespace(running=running, frames=frames)
+
+
+def test_who_is_due() -> None:
+    new, low, fine, full = listener(None, 0), listener(0.4, 12), listener(0.4, 14), listener(0.4, 17)
+    program = listener(None, 5, "read")
+    found = choose([new, low, fine, full, program], 100.0, Watermarks(2.0, 5.0))
+    assert (found.new, found.low, found.along, found.read) == ([new], [low], [fine], [program])
+    assert found.slack == pytest.approx(-1 / 25) and not found.late  # the low one holds a frame
+    assert choose([listener(0.45, 12)], 100.0, Watermarks()).late
+    program.running.ahead = 64
+    assert choose([program], 100.0, Watermarks()).behind == [program]
+    with pytest.raises(UserError, match="low is 3.0 and high is 2.0"):
+        Watermarks(3.0, 2.0)
+
+
+def test_one_more_is_let_in_while_sound_stays_early() -> None:
+    recorder = Recorder()
+    assert admit(recorder, 0, 0.04).fits and admit(recorder, 50, 0.04).fits  # nothing is known yet
+    for rows in (1, 2, 4, 8) * 4:
+        recorder.stepped(rows, 0.004 + 0.001 * rows)
+    assert recorder.cost() == pytest.approx((0.004, 0.001))
+    assert admit(recorder, 31, 0.04).fits
+    refused = admit(recorder, 32, 0.04)
+    assert not refused.fits and "a step of 33 rows takes 37 ms, a frame plays 40 ms" in refused.why
+    for late in [-0.05] * 98 + [-0.0005] * 2:
+        recorder.sounded(late)
+    assert not admit(recorder, 8, 0.04).fits  # a millisecond more, and 1 % would be late
+    stats = recorder.stats()
+    assert stats.underruns == 0 and stats.lateness.p50 == -0.05 and stats.steps == 16 and stats.rows == 3.75
+
+
+@pytest.fixture
+def lm() -> SpeechLM:
+    return make_lm(LAYOUTS["pad"], context=400)
+
+
+def test_a_live_row_rests_when_its_listener_holds_enough(lm: SpeechLM) -> None:
+    """Sound is made as it plays, whether anybody reads or not."""
+    with lm.session(**LONG) as session:
+        events = session.ask("hello", "T1A2")
+        next(event for event in events if hasattr(event, "samples"))
+        start = time.perf_counter()
+        time.sleep(0.4)
+        running = session._last
+        assert running is not None
+        sounded = running.written - lm.layout.max_delay - 1
+        played = (time.perf_counter() - start) * 25
+        assert played - 2 < sounded < played + 12 or running.over
+        list(events)
+    stats = lm.engine.stats()
+    assert stats.lateness.count and (stats.lateness.p50 or 0) < 0 and stats.first_audio.count == 1 and stats.active == 0
+    lm.engine.clear_stats()
+    assert lm.engine.stats().steps == 0
+
+
+def test_a_listener_for_whom_there_is_no_room_waits_or_is_told(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        engine_module, "admit", lambda recorder, live, frame: Verdict(not live, "it is too slow" if live else "")
+    )
+    lm.start_engine(slots=4, queue=1)
+    with lm.session(**LONG) as one, lm.session(**LONG) as two, lm.session(**LONG) as three:
+        first = one.ask("hello", "T1A2")
+        next(first)
+        second = two.ask("hello", "T1A2")
+        assert two.place == 1 and one.place == 0 and lm.engine.stats().waiting == 1
+        with pytest.raises(BusyError, match="1 questions wait already: it is too slow; ask again later") as full:
+            three.ask("hello", "T1A2")
+        assert full.value.waiting == 1 and not three.turns
+        with lm.session(when_full="refuse", **LONG) as four, pytest.raises(BusyError, match="no room for another listener"):
+            four.ask("hello", "T1A2")
+        one.cancel()
+        assert isinstance(list(second)[-1], Ended) and two.place == 0
+        assert isinstance(list(three.ask("hello", "T1A2"))[-1], Ended)
+    with pytest.raises(UserError, match="pace 'fast' is unknown; use 'read', 'live', 'whole'"):
+        lm.session(pace="fast")  # type: ignore[arg-type]
+
+
+def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM) -> None:
+    lm.start_engine(slots=2, patience=0.1)
+    options: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_tokens": 300}
+    with lm.session(**options) as asleep, lm.session(**options) as awake:
+        events = asleep.ask("hello", "T1T2")
+        next(events)
+        deadline = time.perf_counter() + 20
+        while asleep._last is not None and not asleep._last.over and time.perf_counter() < deadline:
+            time.sleep(0.02)
+        assert awake.answer("hello", "T1T2").ended in ("end", "length")
+        ended = list(events)[-1]
+        assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.1 s" in ended.error
+        assert not asleep.turns and asleep.answer("and", "T1T2").ended in ("end", "length")
+
+
+def test_more_conversations_than_slots_take_turns(lm: SpeechLM) -> None:
+    """Who waited longest gives its slot up, and is fed again when it goes on."""
+    alone = [lm.generate(text, "T1T2", max_tokens=6).tokens for text in ("one", "two", "three")]
+    lm.start_engine(slots=1)
+    sessions = [lm.session(max_tokens=6) for _ in range(3)]
+    for _ in range(2):
+        for session, text in zip(sessions, ("one", "two", "three"), strict=True):
+            session.answer(text, "T1T2")
+    assert [session.turns[0].text for session in sessions] == alone
+    assert lm.engine._slots.generations == [6]
+    with pytest.raises(UserError, match="3 sessions are open; close them"):
+        lm.start_engine(slots=2)
+    with pytest.raises(UserError, match="text assist takes 2 slots, and the engine has 1"):
+        lm.session(text_assist=True).ask("one", "T1A2")
+    with pytest.raises(UserError, match="slots is 0"):
+        SpeechLM(lm.model, lm.tokenizer).start_engine(slots=0)
+
+
+def test_a_closed_engine_says_so_and_ends_what_is_under_way(lm: SpeechLM) -> None:
+    session = lm.session(max_tokens=300)
+    events = session.ask("hello", "T1T2")
+    next(events)
+    assert not lm.engine.drain(0.0)
+    with pytest.raises(UserError, match="this engine is closed"):
+        lm.session()
+    lm.engine.close()
+    assert isinstance(list(events)[-1], Ended)
+    with pytest.raises(UserError, match="this engine is closed"):
+        session.ask("again", "T1T2")
+    assert lm.engine._worker._thread is None and lm.engine._sound._worker._thread is None
+
+
+def test_a_step_that_fails_is_told_to_everybody_and_the_next_question_is_answered(
+    lm: SpeechLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = lm.generate("hello", "T1T2", max_tokens=6).tokens
+    with lm.session(max_tokens=6) as one, lm.session(max_tokens=6) as two:
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "step", lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
+            for session in (one, two):
+                with pytest.raises(RuntimeError, match="no such kernel"):
+                    session.answer("hello", "T1T2")
+        assert one.answer("hello", "T1T2").tokens == two.answer("hello", "T1T2").tokens == alone
