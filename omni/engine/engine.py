@@ -24,6 +24,7 @@ import torch
 from omni.engine.admission import Verdict, admit
 from omni.engine.client import Running
 from omni.engine.entering import Entering, Talk, encode, together, unheard
+from omni.engine.forget import Refill, Refills, columns_in
 from omni.engine.schedule import Watermarks, choose
 from omni.engine.slots import Seat, Slots, check_slots
 from omni.engine.sound import Outputs, SoundThread
@@ -85,6 +86,7 @@ class Engine:
         self._entering: Entering | None = None
         self._talks: dict[Running, Talk] = {}
         self._rows: dict[RunnerRow, Talk] = {}
+        self._refills = Refills()
         self._steps = 0  # since a piece of a question
         self._filling = False
         self._seconds = 1e-3  # of a column's prefill, measured
@@ -174,6 +176,12 @@ class Engine:
             if not self._worker.here:
                 running.left.wait()
 
+    def refill(self, refill: Refill) -> None:
+        """Feed what stays of a conversation before its next question, in the time that nobody else needs."""
+        if not self._closed and os.getpid() == self._worker._process:
+            self._refills.put(refill)
+            self._worker.wake()
+
     def vacate(self, seat: Seat) -> None:
         """Free a conversation's slot, at the next step's boundary; what is left of its answer is cancelled."""
         if os.getpid() != self._worker._process:
@@ -240,6 +248,8 @@ class Engine:
             self._step(urgent + (due.along + due.read if together else []))
         elif incoming:
             self._let_in(due.slack)
+        elif self._refilled(due.slack, bool(due.read) or self._filling):
+            pass
         elif self._filling:
             self._step(due.along + due.read)
         elif due.read:
@@ -393,6 +403,16 @@ class Engine:
             for talk in entering.talks:
                 if talk.running.cancelled:
                     self._end(talk.running, "cancelled")
+
+    def _refilled(self, slack: float, others: bool) -> bool:
+        """Feed a piece of what stays of a conversation, where there is time; with others to step only now and then."""
+        refill, columns = self._refills.first(self.runner), columns_in(slack, self._seconds)
+        if self.runner is None or refill is None or not columns or (others and self._steps < PATIENCE):
+            return False
+        self._steps, start = 0, time.perf_counter()
+        if fed := self._refills.piece(self.runner, refill, columns):
+            self._seconds = 0.5 * self._seconds + 0.5 * (time.perf_counter() - start) / fed
+        return True
 
     def _step(self, talks: Sequence[Talk]) -> None:
         runner = self.runner

@@ -35,14 +35,19 @@ class Exchange:
     features: Tensor | None = None
 
 
-def lay_out(layout: Layout, past: Sequence[Exchange], asked: Exchange, system: Sequence[int] = ()) -> tuple[Columns, list[Key]]:
-    """All columns from the conversation's start to the end of the new question's prompt, and their keys.
+def lay_out(
+    layout: Layout, past: Sequence[Exchange], asked: Exchange | None, system: Sequence[int] = ()
+) -> tuple[Columns, list[Key]]:
+    """All columns from the conversation's start to the end of the new question's prompt, or of the last answer where nothing
+    is asked, and their keys.
 
     Args:
         system: token ids of the system message, which comes before the first turn that is left.
     """
     pieces, keys = [], []
     for number, exchange in enumerate((*past, asked)):
+        if exchange is None:
+            continue
         parts = [prompt(layout, replace(exchange.turn, system=() if number else system))]
         if exchange is not asked:
             parts.append(answer(layout, exchange.turn))
@@ -60,7 +65,8 @@ def fit(
 
     Args:
         most: positions of the largest cache that the model could have, for the error.
-        forget: drop the oldest turns until a quarter of the cache is free, or only the question is left.
+        forget: drop the oldest turns, those of `forgotten` first, until a quarter of the cache is free, or only the question
+            is left.
 
     Returns:
         the turns that were kept, the columns and their keys.
@@ -68,11 +74,14 @@ def fit(
     Raises:
         UserError: there is no room for an answer.
     """
-    past = list(past)
+    dropped = 0
+    if forget:
+        dropped, sizes = forgotten(layout, past, system, length), [_size(layout, exchange) for exchange in past]
+        own = len(system_message(layout, system)) + len(prompt(layout, asked.turn))
+        while dropped < len(past) and own + sum(sizes[dropped:]) > length - length // 4:
+            dropped += 1
+    past = list(past[dropped:])
     columns, keys = lay_out(layout, past, asked, system)
-    while forget and past and len(keys) > length - length // 4:
-        del past[0]
-        columns, keys = lay_out(layout, past, asked, system)
     if len(keys) >= length:
         way = "use overflow='forget', or start a new session" if past else "shorten the question"
         raise UserError(
@@ -82,6 +91,29 @@ def fit(
     return past, columns, keys
 
 
+def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], length: int) -> int:
+    """Number of the oldest turns that go before the next question, whatever it is, in a cache of `length` positions.
+
+    None while the longest question of these turns, asked again, would leave a quarter of the cache free; else as many as make
+    half of it free, but never the last. So turns go seldom, and what stays can be fed before the question comes.
+    """
+    sizes = [_size(layout, exchange) for exchange in past]
+    taken = len(system_message(layout, system)) + sum(sizes)
+    longest = max((len(prompt(layout, exchange.turn)) for exchange in past), default=0)
+    if taken + longest <= length - length // 4:
+        return 0
+    dropped = 0
+    while dropped < len(past) - 1 and taken > length // 2:
+        taken -= sizes[dropped]
+        dropped += 1
+    return dropped
+
+
+def _size(layout: Layout, exchange: Exchange) -> int:
+    """Number of columns of a turn."""
+    return len(prompt(layout, exchange.turn)) + len(answer(layout, exchange.turn))
+
+
 def _or_larger(length: int, most: int) -> str:
     return ", or give a larger context" if length < most else "; the model has no more positions"
 
@@ -89,7 +121,7 @@ def _or_larger(length: int, most: int) -> str:
 def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], length: int, most: int) -> None:
     """Refuse turns that fill a cache of `length` positions by themselves (UserError); `most` as for `fit`."""
     taken = len(system_message(layout, system)) if past else 0
-    taken += sum(len(prompt(layout, e.turn)) + len(answer(layout, e.turn)) for e in past)
+    taken += sum(_size(layout, e) for e in past)
     if taken >= length:
         raise UserError(
             f"the history takes {taken} positions, but the session's cache has {length}: leave its oldest turns out, or use "

@@ -28,6 +28,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
 from omni.engine.client import Pace, Running, WhenFull, check_pace
 from omni.engine.engine import Engine
+from omni.engine.forget import plan
 from omni.engine.slots import Seat
 from omni.errors import UserError
 from omni.generate.bounds import check_number
@@ -263,6 +264,7 @@ class Session:
                 self._settle(last)
             elif self._past and last.reply.error is None:
                 self._past[-1] = last.delivered()
+            self._make_room()
 
     @property
     def place(self) -> int:
@@ -330,6 +332,7 @@ class Session:
         finally:
             with self._lock:
                 self._settle(running)
+                self._make_room()
         yield event
 
     # --- the history ------------------------------------------------------------------------------------------
@@ -355,6 +358,14 @@ class Session:
             self._past.append(running.delivered())
         else:
             self._past, self._asked = running.before, running.exchange.number
+
+    def _make_room(self) -> None:
+        """Have what stays fed before the next question, where turns go before it; the history keeps them until then."""
+        if self._seat is None or self.options.overflow != "forget":
+            return
+        refill = plan(self.model.layout, self._seat, self._past, self._system, self._selection)
+        if refill is not None:
+            self._engine.refill(refill)
 
     def _open(self) -> Seat:
         if self._seat is None:
