@@ -79,7 +79,8 @@ class AnswerOptions:
         text_assist: let a second row write the text of spoken answers.
         overflow: policy for a question for which the cache has no room. `end`: it is refused with a UserError.
             `forget`: the oldest turns are dropped until a quarter of the cache is free (or only the question
-            is left).
+            is left); where a question like those before would bring them there, until half of it is free. What stays is fed
+            again before the next question comes (`omni.engine.forget`).
         adapter: name of one that was loaded (`SpeechLM.load_adapter`); None for the model as it is.
         edits: corrections (`omni.edit`) that act on these answers only, besides the adapter.
         system: a system message before the first question, such as "Answer in one sentence."; "" for none. Only a model that
