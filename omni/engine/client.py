@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
@@ -227,6 +228,11 @@ class Running:
         """The next event, where there is one."""
         with self.changed:
             return self._taken() if self._events or self.cancelled or self.failure is not None else None
+
+    def coming(self, first: int) -> list[Event]:
+        """The events that wait to be taken, from a number on."""
+        with self.changed:
+            return [event for _, event in islice(self._events, first, None)]
 
     def _taken(self) -> Event:
         if self.cancelled:

@@ -170,11 +170,11 @@ class Answer:
 
 
 class Clock:
-    """A stopwatch that can be paused."""
+    """A stopwatch that can be paused; it begins with the seconds that have passed already."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed: float = 0.0) -> None:
         self._since: float | None = time.perf_counter()
-        self._sum = 0.0
+        self._sum = passed
 
     def hold(self) -> None:
         self._sum, self._since = self.seconds, None

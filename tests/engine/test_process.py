@@ -1,0 +1,271 @@
+"""An engine in its own process gives what one in this process gives, and its end, however it comes, leaves nobody waiting."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni import plugins
+from omni.checkpoint.folder import save_folder
+from omni.codec.registry import CODECS
+from omni.engine.process import EngineProcess
+from omni.engine.wire import EngineLost
+from omni.errors import UserError
+from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.speech_lm import SpeechLM
+from omni.text import Tokenizer
+from tests.generate.conftest import LAYOUTS, make_model, tone
+from tests.generate.session_toys import ASKED, TALKATIVE
+
+ROOT = Path(__file__).parents[2]
+LONG: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens": 1000}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    plugins.load_plugins(["tests.engine.echo"])
+    place = tmp_path_factory.mktemp("models") / "model"
+    model = make_model(LAYOUTS["pad"], context=2000)
+    config = replace(model.config, codec="echo")
+    save_folder(place, config, model.state_dict(), Tokenizer.bytes())
+    yield place
+    del CODECS["echo"], CODECS._sources["echo"]  # and away again after the tests
+    plugins._loaded.remove("tests.engine.echo")
+    del sys.modules["tests.engine.echo"]
+
+
+@pytest.fixture(scope="module")
+def lm(folder: Path) -> SpeechLM:
+    return SpeechLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[EngineProcess]:
+    resource_tracker.ensure_running()
+    with EngineProcess(folder, threads=1) as engine:
+        yield engine
+
+
+def schedule(seed: int) -> list[tuple[int, Any, str, int | None, float | None, int | None]]:
+    """Turns of two conversations: which one, what is asked, and after how many events it is cancelled, with what was played
+    and shown."""
+    chance = random.Random(seed)
+    turns = []
+    for _ in range(6):
+        question, task = chance.choice(ASKED)
+        cut = chance.choice([None, 0, 1, 7, 40])
+        turns.append((chance.randrange(2), question, task, cut, chance.choice([None, 0.3]), chance.choice([None, None, 4])))
+    return turns
+
+
+def play(engine: Any, seed: int) -> tuple[Any, ...]:
+    """What two conversations with a schedule get and remember."""
+    got = []
+    first, second = {"max_seconds": 2.0, "max_tokens": 50}, {"max_seconds": 1.0, "max_tokens": 40}
+    with engine.session(seed=seed, **LONG | first) as one, engine.session(seed=seed + 1, **LONG | second) as two:
+        for who, question, task, cut, played, shown in schedule(seed):
+            session, events = (one, two)[who], []
+            asked = session.ask(question, task)
+            for event in asked:
+                events.append(event)
+                if cut is not None and len(events) == cut + 1:
+                    session.cancel(played, shown)
+            text = "".join(event.text for event in events if isinstance(event, TextDelta))
+            sound = torch.cat([torch.zeros(0), *(e.samples for e in events if isinstance(e, AudioChunk))])
+            got.append((text, sound, events[-1].reason, round(events[-1].timings.audio, 6)))
+        return got, [told(one), told(two)]
+
+
+def told(session: Any) -> Any:
+    turns = [
+        (t.features, tuple(t.question), t.text, None if t.codes is None else t.codes.tolist(), t.cut) for t in session.turns
+    ]
+    return turns, session.history
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_conversations_get_and_remember_what_they_do_in_this_process(
+    lm: SpeechLM, engine: EngineProcess, seed: int
+) -> None:
+    (ours, our_past), (wanted, past) = play(engine, seed), play(lm, seed)
+    assert our_past == past and any(turns for turns, _ in past)
+    for mine, other in zip(ours, wanted, strict=True):
+        assert mine[0] == other[0] and mine[2:] == other[2:]
+        assert torch.equal(mine[1], other[1])
+
+
+def test_whole_answers_streams_and_saved_conversations(lm: SpeechLM, engine: EngineProcess, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sampling": TALKATIVE, "seed": 5, "max_seconds": 2.0}
+    for question, task in ASKED[:4]:
+        mine, other = engine.generate(question, task, **options), lm.generate(question, task, **options)
+        assert (mine.text, mine.tokens, mine.ended, mine.sample_rate) == (
+            other.text,
+            other.tokens,
+            other.ended,
+            other.sample_rate,
+        )
+        for a, b in ((mine.audio, other.audio), (mine.codes, other.codes)):
+            assert (a is None) is (b is None) and (a is None or b is None or torch.equal(a, b))
+    events = list(engine.stream("a", "T1A2", **options))
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == lm.generate("a", "T1A2", **options).text
+    with engine.session(**options) as session:
+        session.answer(tone(0.3))
+        session.save(tmp_path / "talk")
+        turns = session.turns
+    with engine.session(history=tmp_path / "talk", **options) as session, lm.session(history=tmp_path / "talk") as other_one:
+        assert [t.text for t in session.turns] == [t.text for t in turns] == [t.text for t in other_one.turns]
+    assert engine.call("adapters") == () and engine.call("engine.fixed") is None
+
+
+def test_who_does_not_read_lets_the_row_rest(engine: EngineProcess) -> None:
+    with engine.session(**LONG | {"max_seconds": 10.0}) as session:
+        events = session.ask("on and on", "T1A2")
+        kinds = [type(next(events)) for _ in range(3)]
+        session_waits, answer = time.monotonic() + 0.4, session._last
+        assert answer is not None
+        while time.monotonic() < session_waits:
+            time.sleep(0.05)
+        assert len(answer._events) <= 2 * 64 + 8
+        rest = list(events)  # and it goes on where it was
+        assert isinstance(rest[-1], Ended) and len(kinds) + len(rest) > 200
+
+
+def test_a_cancel_from_another_thread_ends_who_waits(engine: EngineProcess) -> None:
+    with engine.session(**LONG) as session:
+        events: list[Any] = []
+        consumer = threading.Thread(target=lambda: [events.append(e) for e in session.ask("on and on", "T1A2")])
+        consumer.start()
+        while len(events) < 20:
+            time.sleep(0.001)
+        session.cancel()
+        consumer.join(20)
+        assert not consumer.is_alive() and events[-1].reason == "cancelled"
+        text = "".join(e.text for e in events if isinstance(e, TextDelta))
+        assert session.history[-1].text is not None and text.startswith(session.history[-1].text) and session.history[-1].cut
+
+
+def test_errors_have_the_words_of_this_process(lm: SpeechLM, engine: EngineProcess) -> None:
+    wrong: list[tuple[Any, ...]] = [
+        (lambda e: e.session(context=20).ask("a text that is longer than that", "T1T2"), UserError),
+        (lambda e: e.session(context=0), UserError),
+        (lambda e: e.session(adapter="none"), UserError),
+        (lambda e: e.session(history="nowhere.safetensors"), UserError),
+        (lambda e: e.session().ask("missing.wav"), UserError),
+        (lambda e: e.session().ask("a", "T1T2", seed=0.5), UserError),
+        (lambda e: e.session().cancel(-1.0), UserError),
+        (lambda e: e.session(temprature=1.0), TypeError),
+    ]
+    for call, kind in wrong:
+        said = []
+        for place in (lm, engine):
+            with pytest.raises(kind) as caught:
+                call(place)
+            said.append(str(caught.value).replace("'pace', ", "").replace(f"{os.getcwd()}/", ""))
+        assert said[0].split("known:")[0] == said[1].split("known:")[0]
+    with pytest.raises(UserError, match="cannot be sent .*open files"):
+        engine.session(history=[{"role": "user", "content": threading.Lock()}])
+    with pytest.raises(UserError, match="nothing called"):
+        engine.call("_engine")
+    with pytest.raises(UserError, match="pace"):
+        engine.session(pace="quick")  # type: ignore[arg-type]
+
+
+def test_loading_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path.name}.*config.json|config.json.*{tmp_path.name}"):
+        EngineProcess(tmp_path)
+    with pytest.raises(UserError, match="slots is 0"):
+        EngineProcess(tmp_path, slots=0)
+
+
+def open_things() -> tuple[int, int, list[str]]:
+    """Number of descriptors and threads, and the children; threads of engines in this process end by themselves."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    names = [t.name for t in threading.enumerate() if t.name not in ("omni-engine", "omni-sound")]
+    return len(os.listdir("/proc/self/fd")), len(names), children
+
+
+def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(folder: Path, engine: EngineProcess) -> None:
+    before = open_things()
+    other = EngineProcess(folder, threads=1, slots=3)
+    session, silent = other.session(**LONG), other.session()
+    events = session.ask("on and on", "T1A2")
+    next(events)
+    assert other.pid is not None
+    os.kill(other.pid, signal.SIGKILL)
+    rest = list(events)
+    assert rest[-1].reason == "error" and "SIGKILL" in rest[-1].error and "start another" in rest[-1].error
+    for call in (lambda: silent.ask("a", "T1T2"), lambda: session.history, other.session, lambda: other.call("adapters")):
+        with pytest.raises(EngineLost, match="SIGKILL"):
+            call()
+    session.close()
+    silent.close()
+    other.close()
+    assert open_things() == before
+    assert engine.generate("a", "T1T2", max_tokens=3).timings.steps > 0  # the other one goes on
+
+
+CLIENT = """
+import os, signal, sys, time
+from omni.engine.process import EngineProcess
+if __name__ == "__main__":
+    engine = EngineProcess({folder!r}, threads=1, plugins=["tests.engine.echo"])
+    session = engine.session(max_seconds=60.0, max_tokens=1000)
+    events = session.ask("on", "T1A2")
+    next(events)
+    os.killpg(0, signal.SIGINT) if {how!r} == "interrupt" else None
+    print(engine.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_ends_with_the_process_of_its_clients_and_not_before(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "client.py"
+    ignoring = "import signal\nsignal.signal(signal.SIGINT, lambda *_: None)\n"
+    script.write_text(ignoring + CLIENT.format(folder=str(folder), how="interrupt"))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, start_new_session=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = int(done.stdout)
+    for _ in range(500):
+        if not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text():
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("it is still there")
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_lets_answers_end_and_takes_no_new_ones(folder: Path) -> None:
+    engine = EngineProcess(folder, threads=1)
+    options = LONG | {"max_seconds": 2.0}
+    session, other = engine.session(**options), engine.session()
+    events = session.ask("on and on", "T1A2")
+    next(events)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(UserError, match="about to end"):
+        other.ask("a", "T1T2")
+    assert [e.reason for e in events if isinstance(e, Ended)] in (["length"], ["end"])
+    for _ in range(500):
+        if not engine.alive:
+            break
+        time.sleep(0.01)
+    with pytest.raises(EngineLost, match="closed"):
+        other.ask("a", "T1T2")
+    engine.close()
